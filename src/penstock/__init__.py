@@ -1,0 +1,1 @@
+"""Penstock: Postgres into lakehouse tables, databases and search documents, on Spark."""

@@ -1,0 +1,234 @@
+"""Every error that Penstock raises on purpose, as one tree.
+
+Each class says two things besides its message: what a worker does about it (`retry`) and what a person can
+try (`hint`). Errors carry their facts as attributes, survive pickling (they cross process borders), and never
+contain a secret or the value of a cell.
+
+    PenstockError
+    ├── ConfigError                 what a person wrote cannot be used
+    ├── SourceError                 Postgres
+    │   ├── ServerUnavailable       refused, starting, stopping, cut off: tried again
+    │   ├── AuthenticationFailed
+    │   ├── TlsFailed
+    │   ├── PermissionDenied
+    │   ├── UnsupportedServer
+    │   ├── WalLevelTooLow
+    │   ├── PublicationMissing
+    │   ├── PublicationChanged
+    │   ├── SlotMissing
+    │   ├── SlotInUse               another reader, named by pid: tried again
+    │   ├── SlotLost
+    │   ├── SlotUnusable            another plugin or database, no free slots
+    │   ├── PositionAhead           a stored position that the server has not reached
+    │   ├── LineageChanged          another system, another timeline, another slot
+    │   └── QueryFailed
+    ├── DecodeError                 bytes that are not what the protocol promises
+    ├── ValueOutOfRange             a value that its column's type cannot hold, under the policy `error`
+    ├── SpoolError
+    │   ├── SpoolInUse
+    │   ├── SpoolCorrupt
+    │   ├── SpoolDiskFull           tried again
+    │   ├── PositionGone            a reader asked for entries that were released
+    │   └── HoldBroken              what was kept for a copying table outgrew its budget
+    └── CaptureStopped              the capture process ended by itself
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, ClassVar
+
+
+class Retry(Enum):
+    """What a worker does after an error."""
+
+    TIMED = "timed"
+    """Try again by itself, with back-off."""
+    OPERATOR = "operator"
+    """Stop and wait for a person."""
+
+
+class PenstockError(Exception):
+    """Base of all errors; `facts` are kept as attributes and cross process borders."""
+
+    retry: ClassVar[Retry] = Retry.OPERATOR
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.hint, self.facts)
+
+
+class ConfigError(PenstockError):
+    """A setting is missing, unknown or contradictory."""
+
+
+class SourceError(PenstockError):
+    """Something between us and the source database."""
+
+
+class ServerUnavailable(SourceError):
+    """The server cannot be reached now: refused, starting, stopping, or the connection was cut."""
+
+    retry = Retry.TIMED
+    default_hint = "Check that the server runs and that host and port are right; Penstock keeps trying."
+
+
+class AuthenticationFailed(SourceError):
+    """The server does not accept the user, the password or the host (pg_hba.conf)."""
+
+    default_hint = "Check user and password in the source URL, and pg_hba.conf for this host and for replication."
+
+
+class TlsFailed(SourceError):
+    """The encrypted connection could not be made as asked."""
+
+    default_hint = "Check sslmode and sslrootcert in the source URL against what the server offers."
+
+
+class PermissionDenied(SourceError):
+    """The role lacks a privilege."""
+
+    default_hint = "Grant what is missing; `penstock check` lists all that the role needs."
+
+
+class UnsupportedServer(SourceError):
+    """A server version or variant that cannot be a source."""
+
+    default_hint = "Penstock needs PostgreSQL 13 or newer, and a primary, or a standby from 16 on."
+
+
+class WalLevelTooLow(SourceError):
+    """`wal_level` is not `logical`."""
+
+    default_hint = "Run: alter system set wal_level = 'logical'; then restart the server."
+
+
+class PublicationMissing(SourceError):
+    """The publication does not exist."""
+
+    default_hint = "Create it, or let Penstock manage it (manage_publication = true)."
+
+
+class PublicationChanged(SourceError):
+    """The publication was changed in a way that leaves a gap for some table."""
+
+    default_hint = "Copy the tables that are named again."
+
+
+class SlotMissing(SourceError):
+    """The replication slot does not exist."""
+
+    default_hint = "Changes since it vanished are gone: create a new slot and copy the tables again."
+
+
+class SlotInUse(SourceError):
+    """Another connection reads from the slot."""
+
+    retry = Retry.TIMED
+    default_hint = "A slot has one reader. Stop the other one, or wait until the server notices that it is gone."
+
+
+class SlotLost(SourceError):
+    """The server has removed WAL that the slot needs, or has invalidated the slot."""
+
+    default_hint = (
+        "The changes cannot be read any more: drop the slot, create a new one and copy the tables again; "
+        "raise max_slot_wal_keep_size if it fell behind."
+    )
+
+
+class SlotUnusable(SourceError):
+    """The slot exists or should be created, but cannot serve us."""
+
+    default_hint = "Use another slot name, or drop the slot if nobody needs it."
+
+
+class PositionAhead(SourceError):
+    """A stored position is ahead of the server: from there it would deliver nothing and say nothing."""
+
+    default_hint = "The server was restored or replaced: copy the tables again, with a new slot."
+
+
+class LineageChanged(SourceError):
+    """Stored positions belong to another system, timeline or slot than the one that answers."""
+
+    default_hint = "Positions of one server mean nothing on another: copy the tables again."
+
+
+class QueryFailed(SourceError):
+    """The server refused a statement for a reason that has no class of its own."""
+
+
+class DecodeError(PenstockError):
+    """Bytes that do not follow the protocol; `offset` counts from the start of the message."""
+
+    default_hint = "Please report this with the server's version; the message itself may contain data."
+
+    def __init__(self, message: str, *, offset: int, hint: str | None = None, **facts: Any) -> None:
+        super().__init__(message, hint=hint, offset=offset, **facts)
+
+
+class ValueOutOfRange(PenstockError):
+    """A value that its column's type cannot hold, under `out_of_range = "error"`; names table and column only."""
+
+    default_hint = 'Choose another out_of_range policy for this column ("keep" loses nothing).'
+
+
+class SpoolError(PenstockError):
+    """Something about the files between capture and its readers."""
+
+
+class SpoolInUse(SpoolError):
+    """Another capture process writes into this spool."""
+
+    default_hint = "One spool has one writer: stop the other process or choose another folder."
+
+
+class SpoolCorrupt(SpoolError):
+    """The spool's own records contradict each other."""
+
+    default_hint = "The spool is a cache: stop the pipeline, delete the folder and start again; nothing is lost."
+
+
+class SpoolDiskFull(SpoolError):
+    """No room on the spool's disk; capture waits, connected, until there is."""
+
+    retry = Retry.TIMED
+    default_hint = "Free some space on the spool's disk; capture goes on by itself."
+
+
+class PositionGone(SpoolError):
+    """The entries after a position were released already."""
+
+    default_hint = "Register the reader before it reads, or start it from the spool's first position."
+
+
+class HoldBroken(SpoolError):
+    """What was kept for a copying table outgrew `copy_max_bytes`; only that copy stops."""
+
+    default_hint = "Copy the table again when there are fewer changes, or raise copy_max_bytes."
+
+
+class CaptureStopped(PenstockError):
+    """The capture process ended without being asked to."""
+
+    retry = Retry.TIMED
+    default_hint = "See the log lines before; it is started again from where the spool ends."
+
+
+def _rebuild(
+    kind: type[PenstockError], message: str, hint: str, facts: dict[str, Any]
+) -> PenstockError:
+    return kind(message, hint=hint, **facts)

@@ -1,0 +1,19 @@
+"""What a table is: Postgres types, columns, table schemas."""
+
+from penstock.schema.table import Column, ReplicaIdentity, TableSchema
+from penstock.schema.types import (
+    PostgresType,
+    TypeKind,
+    numeric_precision_scale,
+    resolve_domain,
+)
+
+__all__ = [
+    "Column",
+    "PostgresType",
+    "ReplicaIdentity",
+    "TableSchema",
+    "TypeKind",
+    "numeric_precision_scale",
+    "resolve_domain",
+]

@@ -1,0 +1,55 @@
+"""What a table is: its columns by attribute number, its replica identity and its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.schema.types import PostgresType
+
+
+class ReplicaIdentity(StrEnum):
+    """What the server logs of a row before it is updated or deleted (`pg_class.relreplident`)."""
+
+    DEFAULT = "d"
+    INDEX = "i"
+    FULL = "f"
+    NOTHING = "n"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column. `attnum` identifies it: a name can move to another column, a number cannot."""
+
+    name: str
+    attnum: int
+    type: PostgresType
+    type_modifier: int = -1
+    identity: bool = False
+    """Part of the replica identity: sent with updates of the key and with deletes."""
+    primary_key_position: int | None = None
+    """Counted from 1; None outside the primary key."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchema:
+    """A table as it is replicated: only published columns, in the order in which the server sends them."""
+
+    table_id: int
+    namespace: str
+    name: str
+    columns: tuple[Column, ...]
+    replica_identity: ReplicaIdentity = ReplicaIdentity.DEFAULT
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+    @property
+    def key(self) -> tuple[Column, ...]:
+        """The columns that identify a row: the replica identity; with FULL the primary key; empty if there is none."""
+        if self.replica_identity is ReplicaIdentity.FULL:
+            keyed = [column for column in self.columns if column.primary_key_position is not None]
+            return tuple(sorted(keyed, key=lambda column: column.primary_key_position or 0))
+        if self.replica_identity is ReplicaIdentity.NOTHING:
+            return ()
+        return tuple(column for column in self.columns if column.identity)

@@ -1,0 +1,62 @@
+"""Postgres types as the catalog knows them: base types, enums, domains, arrays, composites and ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+PG_CATALOG = "pg_catalog"
+
+
+class TypeKind(StrEnum):
+    """What sort of type it is (`pg_type.typtype`, with arrays set apart)."""
+
+    BASE = "base"
+    ENUM = "enum"
+    DOMAIN = "domain"
+    ARRAY = "array"
+    COMPOSITE = "composite"
+    RANGE = "range"
+    MULTIRANGE = "multirange"
+    PSEUDO = "pseudo"
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresType:
+    """One type; `name` is `pg_type.typname` (`int4`, not `integer`)."""
+
+    oid: int
+    name: str
+    namespace: str = PG_CATALOG
+    kind: TypeKind = TypeKind.BASE
+    element: PostgresType | None = None
+    """Of an array: the type of its elements."""
+    base: PostgresType | None = None
+    """Of a domain: the type under it, which may be a domain again."""
+    base_modifier: int = -1
+    """Of a domain: the type modifier that it fixes."""
+    delimiter: str = ","
+    """What stands between elements in the text of an array *of* this type."""
+
+    def __str__(self) -> str:
+        return self.name if self.namespace == PG_CATALOG else f"{self.namespace}.{self.name}"
+
+    @property
+    def is_builtin(self) -> bool:
+        return self.namespace == PG_CATALOG
+
+
+def resolve_domain(type_: PostgresType, modifier: int) -> tuple[PostgresType, int]:
+    """The type that a domain's values have in the end, with the modifier that applies to it."""
+    while type_.kind is TypeKind.DOMAIN and type_.base is not None:
+        modifier = type_.base_modifier
+        type_ = type_.base
+    return type_, modifier
+
+
+def numeric_precision_scale(modifier: int) -> tuple[int, int] | None:
+    """Precision and scale of `numeric(p, s)`; None when unconstrained. The scale may be negative (15 and newer)."""
+    if modifier < 4:
+        return None
+    precision, scale = (modifier - 4) >> 16 & 0xFFFF, (modifier - 4) & 0x7FF
+    return precision, scale - 0x800 if scale & 0x400 else scale
