@@ -9,6 +9,7 @@ contain a secret or the value of a cell.
     ├── SourceError                 Postgres
     │   ├── ServerUnavailable       refused, starting, stopping, cut off: tried again
     │   ├── AuthenticationFailed
+    │   ├── DatabaseMissing
     │   ├── TlsFailed
     │   ├── PermissionDenied
     │   ├── UnsupportedServer
@@ -89,6 +90,12 @@ class AuthenticationFailed(SourceError):
     """The server does not accept the user, the password or the host (pg_hba.conf)."""
 
     default_hint = "Check user and password in the source URL, and pg_hba.conf for this host and for replication."
+
+
+class DatabaseMissing(SourceError):
+    """The server runs, but has no database of this name."""
+
+    default_hint = "Check the database name at the end of the source URL."
 
 
 class TlsFailed(SourceError):
