@@ -1,0 +1,190 @@
+"""What the source's catalog says about types and tables.
+
+Always the catalog of *now*: the stream may be minutes behind, so a table may have been altered, renamed or dropped
+since a message was written. Names and types of columns therefore come from the RELATION message, and only what the
+message lacks (attribute numbers, primary key) comes from here; `penstock.source.columns` brings the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind
+from penstock.source.columns import (
+    Attribute,
+    CatalogTable,
+    RelationColumn,
+    build_schema,
+    identify_columns,
+    unknown_type,
+)
+from penstock.source.faults import translated
+
+__all__ = [
+    "Attribute",
+    "CatalogTable",
+    "RelationColumn",
+    "build_schema",
+    "identify_columns",
+    "load_attributes",
+    "load_table",
+    "load_types",
+    "schema_from_catalog",
+    "unknown_type",
+]
+
+_KINDS = {
+    "b": TypeKind.BASE,
+    "e": TypeKind.ENUM,
+    "d": TypeKind.DOMAIN,
+    "c": TypeKind.COMPOSITE,
+    "r": TypeKind.RANGE,
+    "m": TypeKind.MULTIRANGE,
+    "p": TypeKind.PSEUDO,
+}
+
+# An array is what array_in reads: int2vector and oidvector have elements too, but print in another way.
+_TYPES = """
+    select t.oid::int8, t.typname, n.nspname, t.typtype::text,
+           case when t.typinput = 'pg_catalog.array_in'::pg_catalog.regproc then t.typelem::int8 else 0 end,
+           t.typbasetype::int8, t.typtypmod, t.typdelim::text
+    from pg_catalog.pg_type t
+    join pg_catalog.pg_namespace n on n.oid = t.typnamespace
+    where t.oid = any(%s::pg_catalog.oid[])
+"""
+
+_ATTRIBUTES = """
+    select a.attnum::int4, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped, a.attgenerated::text, a.attnotnull
+    from pg_catalog.pg_attribute a
+    where a.attrelid = %s::pg_catalog.oid and a.attnum > 0
+    order by a.attnum
+"""
+
+_TABLE = """
+    select c.oid::int8, n.nspname, c.relname, c.relkind::text, c.relpersistence::text, c.relreplident::text,
+           c.relispartition, coalesce(i.inhparent, 0)::int8,
+           coalesce(pg_catalog.pg_partition_root(c.oid)::pg_catalog.oid, 0)::int8,
+           (select x.indkey::int2[] from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary),
+           (select x.indimmediate from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary),
+           (select x.indkey::int2[] from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisreplident),
+           (select x.indnkeyatts from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary),
+           (select x.indnkeyatts from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisreplident)
+    from pg_catalog.pg_class c
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    left join pg_catalog.pg_inherits i on i.inhrelid = c.oid and c.relispartition
+    where c.oid = %s::pg_catalog.oid
+"""
+
+
+def load_types(
+    connection: psycopg.Connection[Any], oids: Iterable[int], known: Mapping[int, PostgresType] | None = None
+) -> dict[int, PostgresType]:
+    """The types with these numbers, with what they consist of; numbers that no longer exist are left out.
+
+    One statement per level of nesting (domain over array over …). `known` types are neither asked for nor loaded
+    again: pass what earlier calls returned. The result has the types asked for, those of `known` included.
+    """
+    wanted = {int(oid) for oid in oids if oid}
+    built = dict(known or {})
+    rows: dict[int, tuple[Any, ...]] = {}
+    missing = wanted - built.keys()
+    with translated(connection, "read the types"), connection.cursor(row_factory=tuple_row) as cursor:
+        while missing:
+            cursor.execute(_TYPES, [sorted(missing)])
+            level = {int(row[0]): row for row in cursor.fetchall()}
+            rows |= level
+            missing = {part for row in level.values() for part in (row[4], row[5]) if part} - rows.keys() - built.keys()
+    for oid in rows:
+        _build_type(oid, rows, built)
+    return {oid: built[oid] for oid in wanted if oid in built}
+
+
+def load_attributes(connection: psycopg.Connection[Any], table_oid: int) -> list[Attribute]:
+    """All columns of a table by attribute number, dropped ones included; empty if there is no such table."""
+    with translated(connection, "read the columns"), connection.cursor(row_factory=tuple_row) as cursor:
+        return [Attribute(*row) for row in cursor.execute(_ATTRIBUTES, [table_oid]).fetchall()]
+
+
+def load_table(connection: psycopg.Connection[Any], table_oid: int) -> CatalogTable | None:
+    """A table with its columns; None if it does not exist (any more)."""
+    with translated(connection, "read the table"), connection.cursor(row_factory=tuple_row) as cursor:
+        row = cursor.execute(_TABLE, [table_oid]).fetchone()
+    if row is None:
+        return None
+    oid, namespace, name, kind, persistence, identity, is_partition, parent, root, *indexes = row
+    primary, immediate, chosen, primary_count, chosen_count = indexes
+    replica_identity = ReplicaIdentity(identity)
+    primary_attnums = tuple((primary or [])[: primary_count or 0])
+    identity_attnums: tuple[int, ...] = ()
+    if replica_identity is ReplicaIdentity.DEFAULT and immediate:
+        # A deferrable primary key is not used as identity.
+        identity_attnums = primary_attnums
+    elif replica_identity is ReplicaIdentity.INDEX:
+        identity_attnums = tuple((chosen or [])[: chosen_count or 0])
+    return CatalogTable(
+        oid=oid,
+        namespace=namespace,
+        name=name,
+        kind=kind,
+        persistence=persistence,
+        replica_identity=replica_identity,
+        identity_attnums=identity_attnums,
+        primary_key_attnums=primary_attnums,
+        is_partition=is_partition,
+        partition_parent_oid=parent or None,
+        partition_root_oid=root or None,
+        attributes=tuple(load_attributes(connection, table_oid)),
+    )
+
+
+def schema_from_catalog(
+    table: CatalogTable, types: Mapping[int, PostgresType], attnums: Sequence[int] | None = None
+) -> TableSchema:
+    """A table as it is published now; `attnums` is the publication's column list, None for all but generated ones."""
+    if attnums is None:
+        chosen = [attribute for attribute in table.live_attributes if not attribute.generated]
+    else:
+        chosen = [attribute for attribute in table.live_attributes if attribute.attnum in set(attnums)]
+    positions = {attnum: index for index, attnum in enumerate(table.primary_key_attnums, start=1)}
+    full = table.replica_identity is ReplicaIdentity.FULL
+    return TableSchema(
+        table_id=table.oid,
+        namespace=table.namespace,
+        name=table.name,
+        columns=tuple(
+            Column(
+                name=attribute.name,
+                attnum=attribute.attnum,
+                type=types.get(attribute.type_oid) or unknown_type(attribute.type_oid),
+                type_modifier=attribute.type_modifier,
+                identity=full or attribute.attnum in table.identity_attnums,
+                primary_key_position=positions.get(attribute.attnum),
+            )
+            for attribute in chosen
+        ),
+        replica_identity=table.replica_identity,
+    )
+
+
+def _build_type(oid: int, rows: Mapping[int, tuple[Any, ...]], built: dict[int, PostgresType]) -> PostgresType:
+    if oid in built:
+        return built[oid]
+    row = rows.get(oid)
+    if row is None:
+        return unknown_type(oid)
+    _oid, name, namespace, kind, element, base, modifier, delimiter = row
+    built[oid] = PostgresType(
+        oid=oid,
+        name=name,
+        namespace=namespace,
+        kind=TypeKind.ARRAY if element else _KINDS.get(kind, TypeKind.BASE),
+        element=_build_type(element, rows, built) if element else None,
+        base=_build_type(base, rows, built) if base else None,
+        base_modifier=modifier if base else -1,
+        delimiter=delimiter,
+    )
+    return built[oid]

@@ -1,0 +1,195 @@
+"""Which attribute each column of a RELATION message is.
+
+The message names columns; only the attribute number says which column it is (a name can move to another column, a
+dropped column can come back under the same name). Numbers come from the catalog, which may be newer than the
+message: columns may have been renamed or dropped since. Two facts help. Columns are sent in the order of their
+numbers, and a number is never used twice nor removed, so the columns sent are a subsequence of the attributes.
+
+- If every name is a live attribute and the numbers rise, these are the numbers: the usual case. A column that was
+  dropped and added again thus has its new number.
+- Otherwise the best alignment that keeps the order is taken: names in the catalog weigh most, then the names that
+  the previous schema had for a number, then types. What is equally good goes to the lowest numbers, as columns are
+  added at the end.
+- If the table is gone: the previous schema's numbers by name, and new numbers after them.
+
+One case cannot be told apart without a record of the DDL itself: a message from *before* a column was dropped and
+added again as the last one, read after that. It gets the new number, as the catalog says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
+
+_NAME = 1000
+_PREVIOUS_NAME = 600
+_TYPE = 20
+_UNKNOWN_TYPE = 5
+_MODIFIER = 2
+_GENERATED = -10
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A row of `pg_attribute`; a dropped one keeps its number, and has neither name nor type (`type_oid` 0)."""
+
+    attnum: int
+    name: str
+    type_oid: int
+    type_modifier: int = -1
+    dropped: bool = False
+    generated: str = ""
+    """`s` stored, `v` virtual (18), empty if not generated."""
+    not_null: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogTable:
+    """A table as the catalog has it now."""
+
+    oid: int
+    namespace: str
+    name: str
+    kind: str
+    """`pg_class.relkind`: `r` table, `p` partitioned table, `f` foreign table, …"""
+    persistence: str
+    """`pg_class.relpersistence`: `p` permanent, `u` unlogged, `t` temporary."""
+    replica_identity: ReplicaIdentity
+    identity_attnums: tuple[int, ...]
+    """What the server logs as key: of the primary key or the chosen index; empty for FULL, NOTHING and no key."""
+    primary_key_attnums: tuple[int, ...]
+    """In the order of the key."""
+    is_partition: bool
+    partition_parent_oid: int | None
+    partition_root_oid: int | None
+    """The table at the top, for partitioned tables and for partitions; the table itself if it is the top."""
+    attributes: tuple[Attribute, ...]
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+    @property
+    def live_attributes(self) -> tuple[Attribute, ...]:
+        return tuple(attribute for attribute in self.attributes if not attribute.dropped)
+
+
+class RelationColumn(NamedTuple):
+    """A column as a RELATION message describes it."""
+
+    name: str
+    type_oid: int
+    type_modifier: int = -1
+    is_key: bool = False
+
+
+def identify_columns(
+    columns: Sequence[RelationColumn], attributes: Sequence[Attribute], previous: TableSchema | None = None
+) -> list[int]:
+    """The attribute number of each column, strictly rising; see the module for the rules."""
+    live = {attribute.name: attribute.attnum for attribute in attributes if not attribute.dropped}
+    named = [live.get(column.name, 0) for column in columns]
+    if _rises(named):
+        return named
+    if len(attributes) < len(columns):
+        return _number_without_catalog(columns, previous)
+    return _align(columns, sorted(attributes, key=lambda attribute: attribute.attnum), previous)
+
+
+def build_schema(
+    table_id: int,
+    namespace: str,
+    name: str,
+    replica_identity: ReplicaIdentity | str,
+    columns: Iterable[RelationColumn],
+    catalog: CatalogTable | None,
+    types: Mapping[int, PostgresType],
+    previous: TableSchema | None = None,
+) -> TableSchema:
+    """The schema of a RELATION message. `types` as `load_types` returns it; a type it lacks is taken as text."""
+    sent = list(columns)
+    attnums = identify_columns(sent, catalog.attributes if catalog else (), previous)
+    if catalog is not None:
+        positions = {attnum: index for index, attnum in enumerate(catalog.primary_key_attnums, start=1)}
+    else:
+        known = previous.columns if previous else ()
+        positions = {column.attnum: column.primary_key_position for column in known if column.primary_key_position}
+    return TableSchema(
+        table_id=table_id,
+        namespace=namespace,
+        name=name,
+        columns=tuple(
+            Column(
+                name=column.name,
+                attnum=attnum,
+                type=types.get(column.type_oid) or unknown_type(column.type_oid),
+                type_modifier=column.type_modifier,
+                identity=column.is_key,
+                primary_key_position=positions.get(attnum),
+            )
+            for column, attnum in zip(sent, attnums, strict=True)
+        ),
+        replica_identity=ReplicaIdentity(replica_identity),
+    )
+
+
+def unknown_type(oid: int) -> PostgresType:
+    """A stand-in for a type that was dropped before we could ask; its values are text."""
+    return PostgresType(oid=oid, name=f"oid{oid}", namespace="")
+
+
+def _align(
+    columns: Sequence[RelationColumn], attributes: Sequence[Attribute], previous: TableSchema | None
+) -> list[int]:
+    """The order-preserving assignment with the highest score; each column may only go as far as the rest leaves room.
+
+    `best[i][k]` is the score of the first i columns within the first i + k attributes, k up to the surplus.
+    """
+    earlier = {column.attnum: column.name for column in previous.columns} if previous else {}
+    surplus = len(attributes) - len(columns)
+    best = [[0] * (surplus + 1)]
+    for index, column in enumerate(columns):
+        row: list[int] = []
+        for skipped in range(surplus + 1):
+            taken = best[index][skipped] + _score(column, attributes[index + skipped], earlier)
+            row.append(taken if not row else max(row[-1], taken))
+        best.append(row)
+    attnums: list[int] = []
+    skipped = surplus
+    for index in range(len(columns), 0, -1):
+        # Step back while an earlier attribute does as well: the lowest number wins.
+        while skipped and best[index][skipped - 1] == best[index][skipped]:
+            skipped -= 1
+        attnums.append(attributes[index - 1 + skipped].attnum)
+    return attnums[::-1]
+
+
+def _score(column: RelationColumn, attribute: Attribute, earlier: Mapping[int, str]) -> int:
+    score = _GENERATED if attribute.generated else 0
+    if not attribute.dropped and attribute.name == column.name:
+        score += _NAME
+    if earlier.get(attribute.attnum) == column.name:
+        score += _PREVIOUS_NAME
+    if attribute.type_oid == column.type_oid:
+        score += _TYPE
+    elif attribute.dropped:
+        score += _UNKNOWN_TYPE
+    return score + (_MODIFIER if attribute.type_modifier == column.type_modifier else 0)
+
+
+def _number_without_catalog(columns: Sequence[RelationColumn], previous: TableSchema | None) -> list[int]:
+    earlier = {column.name: column.attnum for column in previous.columns} if previous else {}
+    named = [earlier.get(column.name, 0) for column in columns]
+    if _rises(named):
+        return named
+    attnums: list[int] = []
+    for attnum in named:
+        last = attnums[-1] if attnums else 0
+        attnums.append(attnum if attnum > last else last + 1)
+    return attnums
+
+
+def _rises(attnums: Sequence[int]) -> bool:
+    return all(before < after for before, after in zip((0, *attnums), attnums, strict=False))

@@ -1,0 +1,283 @@
+"""What went wrong at the source, as one of Penstock's named errors: the only place that reads SQLSTATEs and messages.
+
+The server's SQLSTATE decides wherever there is one, since messages may be in any language; text is the second
+choice, and then words that are never translated (`wal_level`, `pg_hba.conf`, quoted names). libpq gives no SQLSTATE
+for a connection that failed to open, so there its text decides; what the server said that we do not know counts as
+a refused login if a password was sent, and as a server that is not ready otherwise.
+
+Every message says what was being done, where (`host:port/database`) and what the server said; never a password.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+from psycopg import pq
+
+from penstock.errors import (
+    AuthenticationFailed,
+    DatabaseMissing,
+    PermissionDenied,
+    PublicationMissing,
+    QueryFailed,
+    ServerUnavailable,
+    SlotInUse,
+    SlotLost,
+    SlotMissing,
+    SlotUnusable,
+    SourceError,
+    TlsFailed,
+    UnsupportedServer,
+    WalLevelTooLow,
+)
+from penstock.observe.redact import redact, scrub
+
+_PREFIX = re.compile(
+    r"^(?:- host: .*?: (?=connection ))?(?:connection failed: )?(?:connection (?:to server )?(?:at|on) .*? failed: )?"
+    r"(?:[^\s:]+:  )?",
+    re.MULTILINE,
+)
+_SEVERAL = "Multiple connection attempts failed. All failures were:"
+_SERVER_REPLY = re.compile(r"(?:failed: |^)[^\s:]+:  ", re.MULTILINE)
+_PID = re.compile(r"\bPID (\d+)")
+_NUMBER = re.compile(r"(?<![\w\"])(\d+)(?![\w\"])")
+_WAL_SEGMENT = re.compile(r"\b[0-9A-F]{24}\b")
+
+_LOGIN_TEXT = (
+    "password authentication failed",
+    "authentication failed for user",
+    "no password supplied",
+    "pg_hba.conf",
+    "is not permitted to log in",
+    "authentication method",
+    "SASL authentication",
+)
+_TLS_TEXT = ("ssl", "tls", "certificate", "private key")
+_GONE_TEXT = ("can no longer", "invalidated", "has never previously reserved wal")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something happened, for messages, and what must never be in them."""
+
+    where: str
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @classmethod
+    def of(cls, connection: psycopg.Connection[Any] | pq.abc.PGconn) -> Place:
+        """The place that a connection leads to; works for broken ones, and says little about closed ones."""
+        pgconn = connection.pgconn if isinstance(connection, psycopg.Connection) else connection
+        try:
+            host, port, database = (_decode(part) for part in (pgconn.host, pgconn.port, pgconn.db))
+            public = {_decode(pgconn.user), database, host}
+            secrets = frozenset({_decode(pgconn.password)} - public - {""})
+        except psycopg.Error:
+            return cls("a closed connection")
+        return cls(format_location(host, port, database), secrets)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the server, or libpq in its stead, said."""
+
+    message: str
+    sqlstate: str | None = None
+    detail: str = ""
+    hint: str = ""
+
+
+def format_location(host: str, port: str, database: str) -> str:
+    """`host:port/database`, as it stands in messages."""
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"{bracketed or 'localhost'}:{port or '5432'}/{database}"
+
+
+def classify(
+    reply: Reply,
+    place: Place,
+    doing: str,
+    *,
+    slot: str | None = None,
+    publication: str | None = None,
+    connecting: bool = False,
+    used_password: bool = False,
+) -> SourceError:
+    """The named error for a reply. `slot` and `publication` are what the statement was about, if anything."""
+    kind, hint, facts = _kind(reply, slot, publication, connecting, used_password)
+    said = _one_line(_PREFIX.sub("", reply.message.partition(_SEVERAL)[2] or reply.message)) or "no answer"
+    if reply.detail and reply.detail not in said:
+        said = f"{said.rstrip('.')} ({_one_line(reply.detail).rstrip('.')})"
+    message = redact(scrub(f"cannot {doing} ({place.where}): {said}", place.secrets))
+    if hint is None and kind is QueryFailed and reply.hint:
+        hint = redact(scrub(_one_line(reply.hint), place.secrets))
+    return kind(message, hint=hint, where=place.where, sqlstate=reply.sqlstate, **facts)
+
+
+def from_exception(error: psycopg.Error, place: Place, doing: str, **about: Any) -> SourceError:
+    """The named error for an exception of psycopg; `about` as in `classify`."""
+    diagnostics = error.diag
+    reply = Reply(
+        message=diagnostics.message_primary or str(error),
+        sqlstate=error.sqlstate or diagnostics.sqlstate,
+        detail=diagnostics.message_detail or "",
+        hint=diagnostics.message_hint or "",
+    )
+    if reply.sqlstate is None and not isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
+        # Ours: a wrong parameter, a closed cursor. The text may quote anything, so it goes no further than the log.
+        return QueryFailed(
+            redact(scrub(f"cannot {doing} ({place.where}): {_one_line(str(error))}", place.secrets)),
+            where=place.where,
+            sqlstate=None,
+        )
+    return classify(reply, place, doing, **about)
+
+
+def from_result(result: pq.abc.PGresult, place: Place, doing: str, **about: Any) -> SourceError:
+    """The named error for a failed result of `psycopg.pq`."""
+
+    def read(part: pq.DiagnosticField) -> str:
+        return _decode(result.error_field(part))
+
+    reply = Reply(
+        message=read(pq.DiagnosticField.MESSAGE_PRIMARY) or _decode(result.error_message),
+        sqlstate=read(pq.DiagnosticField.SQLSTATE) or None,
+        detail=read(pq.DiagnosticField.MESSAGE_DETAIL),
+        hint=read(pq.DiagnosticField.MESSAGE_HINT),
+    )
+    return classify(reply, place, doing, **about)
+
+
+def from_connection(connection: pq.abc.PGconn, place: Place, doing: str, **about: Any) -> SourceError:
+    """The named error for a connection that broke, from libpq's own message."""
+    return classify(Reply(_decode(connection.error_message)), place, doing, **about)
+
+
+@contextmanager
+def translated(connection: psycopg.Connection[Any], doing: str, **about: Any) -> Iterator[None]:
+    """Turn psycopg's exceptions inside the block into named ones; `about` as in `classify`."""
+    place = Place.of(connection)
+    try:
+        yield
+    except psycopg.Error as error:
+        # "from None": psycopg's own text and its pgconn do not travel on.
+        raise from_exception(error, place, doing, **about) from None
+
+
+def _kind(
+    reply: Reply, slot: str | None, publication: str | None, connecting: bool, used_password: bool
+) -> tuple[type[SourceError], str | None, dict[str, Any]]:
+    if reply.sqlstate:
+        return _kind_by_state(reply, reply.sqlstate, slot, publication)
+    if connecting:
+        return _kind_of_failed_connect(reply.message, used_password), _connect_hint(reply.message), {}
+    return ServerUnavailable, None, {}
+
+
+def _kind_by_state(
+    reply: Reply, state: str, slot: str | None, publication: str | None
+) -> tuple[type[SourceError], str | None, dict[str, Any]]:
+    text = f"{reply.message} {reply.detail}"
+    about_publication = _mentions(text, publication, "publication")
+    about_slot = not about_publication and _mentions(text, slot, "replication slot")
+    match state:
+        case "42501":
+            return PermissionDenied, None, {}
+        case "3D000" | "57P04":
+            return DatabaseMissing, None, {}
+        case "42704" if about_publication:
+            return PublicationMissing, None, {"publication": publication}
+        case "42704" if about_slot:
+            return SlotMissing, None, {"slot": slot}
+        case "55006" if about_slot:
+            return SlotInUse, None, {"slot": slot, "pid": parse_pid(text)}
+        case "42710" if about_slot:
+            return SlotUnusable, None, {"slot": slot}
+        case "53400":
+            return SlotUnusable, "Raise max_replication_slots (needs a restart), or drop slots that nobody uses.", {}
+        case "58P01" if _WAL_SEGMENT.search(text):
+            return SlotLost, None, {"slot": slot}
+        case "55000":
+            return _kind_of_wrong_state(text, slot)
+        case "53300":
+            return ServerUnavailable, "Raise max_connections or max_wal_senders, or end connections nobody needs.", {}
+        case "57P01" | "57P02" | "57P03" | "57P05":
+            return ServerUnavailable, None, {}
+    if state.startswith("28"):
+        return AuthenticationFailed, None, {}
+    if state.startswith("53") or (state.startswith("08") and state != "08P01"):
+        return ServerUnavailable, None, {}
+    return QueryFailed, None, {}
+
+
+def _kind_of_wrong_state(text: str, slot: str | None) -> tuple[type[SourceError], str | None, dict[str, Any]]:
+    lowered = text.lower()
+    if "wal_level" in lowered and not any(part in lowered for part in _GONE_TEXT):
+        return WalLevelTooLow, None, {}
+    if "in recovery" in lowered or "on standby" in lowered:
+        return UnsupportedServer, None, {}
+    if any(part in lowered for part in _GONE_TEXT):
+        return SlotLost, None, {"slot": slot}
+    if "slot" in lowered or (slot is not None and f'"{slot}"' in text):
+        return SlotUnusable, None, {"slot": slot}
+    return QueryFailed, None, {}
+
+
+def _kind_of_failed_connect(message: str, used_password: bool) -> type[SourceError]:
+    lowered = message.lower()
+    if any(part.lower() in lowered for part in _LOGIN_TEXT):
+        return AuthenticationFailed
+    if re.search(r'database ".*" does not exist', message):
+        return DatabaseMissing
+    if re.search(r'role ".*" does not exist', message):
+        return AuthenticationFailed
+    if "permission denied for database" in lowered or "must be superuser or replication role" in lowered:
+        return PermissionDenied
+    if "permission denied to start wal sender" in lowered:
+        return PermissionDenied
+    if _SERVER_REPLY.search(message):
+        known = ("the database system is", "too many", "remaining connection slots", "number of requested standby")
+        if used_password and not any(part in lowered for part in known):
+            return AuthenticationFailed
+        return ServerUnavailable
+    cut = ("server closed the connection", "connection refused", "connection reset", "timeout", "syscall error: eof")
+    if any(part in lowered for part in _TLS_TEXT) and not any(part in lowered for part in cut):
+        return TlsFailed
+    return ServerUnavailable
+
+
+def _connect_hint(message: str) -> str | None:
+    lowered = message.lower()
+    if "pg_hba.conf" in lowered and ("no encryption" in lowered or "ssl off" in lowered):
+        return "The server may demand TLS (try sslmode=require), or lacks a line for this user and host in pg_hba.conf."
+    if "replication" in lowered and ("permission denied" in lowered or "must be superuser" in lowered):
+        return "Run: alter role <user> replication (on managed services grant the provider's replication role)."
+    if "number of requested standby" in lowered:
+        return "Raise max_wal_senders (needs a restart), or end replication connections that nobody needs."
+    return None
+
+
+def parse_pid(text: str) -> int | None:
+    """The process that holds a slot, from the server's message in any language."""
+    match = _PID.search(text)
+    if match is None:
+        numbers = _NUMBER.findall(re.sub(r'"[^"]*"|«[^»]*»|„[^“]*“', " ", text))
+        return int(numbers[-1]) if len(numbers) == 1 else None
+    return int(match[1])
+
+
+def _mentions(text: str, name: str | None, word: str) -> bool:
+    return word in text.lower() or (name is not None and name in text)
+
+
+def _one_line(text: str) -> str:
+    lines: Iterable[str] = (line.strip() for line in text.splitlines())
+    return "; ".join(dict.fromkeys(line for line in lines if line))
+
+
+def _decode(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", "replace")
