@@ -24,6 +24,7 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from penstock.errors import ConfigError, ServerUnavailable
+from penstock.observe.redact import redact
 from penstock.source.faults import Place, format_location, from_connection, from_exception, from_result
 
 PINNED_PARAMETERS: Mapping[str, str] = {
@@ -101,9 +102,8 @@ class SourceSettings:
         """The URL as libpq reads it."""
         try:
             return {name: str(value) for name, value in conninfo_to_dict(self.url).items() if value is not None}
-        except psycopg.Error:
-            # libpq's message quotes the piece it cannot read, which may be half a password.
-            raise _unreadable() from None
+        except psycopg.Error as error:
+            raise _unreadable(_public_reason(self.url, str(error))) from None
 
     @property
     def location(self) -> str:
@@ -284,9 +284,18 @@ def _split_hosts(conninfo: str) -> list[str]:
     return [make_conninfo("", **{**values, **choice}) for choice in chosen]
 
 
-def _unreadable() -> ConfigError:
+def _public_reason(url: str, reason: str) -> str:
+    """libpq's message quotes what it cannot read, perhaps half a password: show it if masking changes nothing."""
+    try:
+        conninfo_to_dict(redact(url))
+    except psycopg.Error as error:
+        return reason if str(error) == reason else ""
+    return ""
+
+
+def _unreadable(reason: str = "") -> ConfigError:
     return ConfigError(
-        "the source URL cannot be read as a connection string",
+        f"the source URL cannot be read as a connection string{f': {reason.strip()}' if reason else ''}",
         hint="Write postgresql://user@host:5432/database; percent-encode special characters in the password.",
     )
 

@@ -1,0 +1,146 @@
+"""Whose positions these are: the server, the timeline and the slot that stored positions belong to.
+
+A position means nothing on another server, and little after a failover: the promoted standby has the same system
+identifier but continues from where *it* was, on a new timeline. Started from a position that it never had, the
+server would deliver nothing and say nothing. So positions are stored with their lineage and checked before use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psycopg import pq
+
+from penstock.errors import LineageChanged, PositionAhead, QueryFailed
+from penstock.lsn import Lsn, reaches
+from penstock.source.connections import run_command
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What positions belong to; stored next to them."""
+
+    system_identifier: str
+    timeline: int
+    database: str
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class SystemIdentity:
+    """The server's own answer to IDENTIFY_SYSTEM."""
+
+    system_identifier: str
+    timeline: int
+    position: Lsn
+    """How far its WAL is on disk; replication sends nothing beyond."""
+    database: str
+
+    def lineage(self, slot: str) -> Lineage:
+        """The lineage of positions read from a slot on this server."""
+        return Lineage(self.system_identifier, self.timeline, self.database, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSwitch:
+    """A timeline in a server's past, and where it was left."""
+
+    timeline: int
+    left_at: Lsn
+
+
+def identify_system(connection: pq.abc.PGconn) -> SystemIdentity:
+    """Ask a replication connection who it leads to."""
+    rows = run_command(connection, "IDENTIFY_SYSTEM", "identify the server")
+    identifier, timeline, position, database = rows[0]
+    return SystemIdentity(str(identifier), int(timeline or 0), Lsn.parse(position or "0/0"), database or "")
+
+
+def read_timeline_history(connection: pq.abc.PGconn, timeline: int) -> list[TimelineSwitch]:
+    """The timelines that led to `timeline`, oldest first; empty for the first one."""
+    if timeline <= 1:
+        return []
+    rows = run_command(connection, f"TIMELINE_HISTORY {int(timeline)}", "read the timeline history")
+    return parse_timeline_history(rows[0][1] or "")
+
+
+def parse_timeline_history(content: str) -> list[TimelineSwitch]:
+    """Read a `.history` file: one line per timeline left (number, position, reason)."""
+    switches: list[TimelineSwitch] = []
+    for line in content.splitlines():
+        fields = line.split("#", 1)[0].split()
+        if not fields:
+            continue
+        try:
+            switches.append(TimelineSwitch(int(fields[0]), Lsn.parse(fields[1])))
+        except (IndexError, ValueError):
+            raise QueryFailed("the server's timeline history cannot be read") from None
+    return switches
+
+
+def check_lineage(
+    stored: Lineage,
+    current: Lineage,
+    stored_position: Lsn,
+    server_position: Lsn,
+    timeline_history: Sequence[TimelineSwitch] = (),
+) -> None:
+    """Refuse a position that this server's WAL does not contain; `timeline_history` is that of the current timeline."""
+    if stored.system_identifier != current.system_identifier:
+        raise LineageChanged(
+            f"this is another server: its system identifier is {current.system_identifier}, "
+            f"stored positions belong to {stored.system_identifier}",
+            stored=stored.system_identifier,
+            current=current.system_identifier,
+        )
+    if stored.database != current.database:
+        raise LineageChanged(
+            f"stored positions belong to database {stored.database!r}, not {current.database!r}",
+            stored=stored.database,
+            current=current.database,
+        )
+    if stored.slot != current.slot:
+        raise LineageChanged(
+            f"stored positions belong to slot {stored.slot!r}, not {current.slot!r}",
+            hint="Use the old slot name, or copy the tables again.",
+            stored=stored.slot,
+            current=current.slot,
+        )
+    if stored.timeline != current.timeline:
+        _check_timeline(stored.timeline, current.timeline, stored_position, timeline_history)
+    if not reaches(server_position, stored_position):
+        raise PositionAhead(
+            f"the stored position {stored_position} is ahead of the server, which is at {server_position}",
+            stored=stored_position,
+            current=server_position,
+        )
+
+
+def verify_lineage(connection: pq.abc.PGconn, stored: Lineage, slot: str, stored_position: Lsn) -> SystemIdentity:
+    """Ask the server who it is and refuse it if the stored position is not part of its history."""
+    system = identify_system(connection)
+    current = system.lineage(slot)
+    history: list[TimelineSwitch] = []
+    if stored.system_identifier == current.system_identifier and stored.timeline != current.timeline:
+        history = read_timeline_history(connection, current.timeline)
+    check_lineage(stored, current, stored_position, system.position, history)
+    return system
+
+
+def _check_timeline(stored: int, current: int, position: Lsn, history: Sequence[TimelineSwitch]) -> None:
+    left = next((switch for switch in history if switch.timeline == stored), None)
+    if left is None:
+        raise LineageChanged(
+            f"the server is on timeline {current}, which does not come from timeline {stored} of the stored position",
+            stored=stored,
+            current=current,
+        )
+    if not reaches(left.left_at, position):
+        raise LineageChanged(
+            f"the server left timeline {stored} at {left.left_at}, before the stored position {position}: "
+            "changes in between were lost in a failover or a restore",
+            stored=stored,
+            current=current,
+            left_at=left.left_at,
+        )

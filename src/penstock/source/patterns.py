@@ -1,0 +1,77 @@
+"""Choosing tables by name: `schema.table`, each part with `*`, `?` and `[…]` as in a shell.
+
+A pattern without a dot means the schema `public`, and `*` alone means every table. A part in double quotes is
+literal: `"Odd.Schema"."a*b"`. Names are compared as the catalog has them, upper and lower case included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import translate
+from typing import NamedTuple
+
+from penstock.errors import ConfigError
+
+_PART = re.compile(r'"(?P<literal>(?:[^"]|"")+)"|(?P<glob>[^."]+)')
+
+
+class TableName(NamedTuple):
+    """The name of a table with its schema."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+
+class TablePattern:
+    """A compiled pattern."""
+
+    __slots__ = ("_name", "_namespace", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        parts = ["*", "*"] if text.strip() == "*" else _split(text)
+        if len(parts) == 1:
+            parts = ["public", *parts]
+        self._namespace, self._name = (_compile(part) for part in parts)
+
+    def __repr__(self) -> str:
+        return f"TablePattern({self.text!r})"
+
+    def matches(self, table: TableName) -> bool:
+        return bool(self._namespace.match(table.namespace) and self._name.match(table.name))
+
+
+def select_tables(tables: Iterable[TableName], patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[TableName]:
+    """The tables that match one of `patterns` and none of `exclude`, in the order given."""
+    included = [TablePattern(pattern) for pattern in patterns]
+    excluded = [TablePattern(pattern) for pattern in exclude]
+    return [
+        table
+        for table in tables
+        if any(pattern.matches(table) for pattern in included)
+        and not any(pattern.matches(table) for pattern in excluded)
+    ]
+
+
+def _split(text: str) -> list[str]:
+    parts: list[str] = []
+    position, stripped = 0, text.strip()
+    while match := _PART.match(stripped, position):
+        parts.append(match[0])
+        position = match.end()
+        if position == len(stripped) and len(parts) <= 2:
+            return parts
+        if stripped[position : position + 1] != ".":
+            break
+        position += 1
+    raise ConfigError(f"not a pattern for tables: {text!r}", hint="Write schema.table, like public.orders or sales.*")
+
+
+def _compile(part: str) -> re.Pattern[str]:
+    if part.startswith('"'):
+        return re.compile(re.escape(part[1:-1].replace('""', '"')) + r"\Z")
+    return re.compile(translate(part))

@@ -1,0 +1,352 @@
+"""Publications: which tables the server sends, with which columns and rows, and how that changed.
+
+Membership is compared by the versions of the catalog's rows, not by names: a table that was removed and added again
+looks the same, but its changes in between were not sent. What cannot be seen this way: a table that left a
+published *schema* and came back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from penstock.errors import ConfigError, PublicationMissing
+from penstock.source.columns import CatalogTable
+from penstock.source.faults import Place, translated
+from penstock.source.patterns import TableName, select_tables
+
+_SCHEMAS_SINCE = 150000
+
+# The row filter and the column list are those of the table's own entry; they do not count when the whole schema
+# or the whole database is published.
+_TABLES_15 = """
+    select c.oid::int8, n.nspname, c.relname, c.relkind::text,
+           case when own.oid is not null then own.prattrs::int2[] end,
+           case when own.oid is not null then pg_catalog.pg_get_expr(own.prqual, own.prrelid) end
+    from pg_catalog.pg_publication p
+    join pg_catalog.pg_publication_tables t on t.pubname = p.pubname
+    join pg_catalog.pg_namespace n on n.nspname = t.schemaname
+    join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
+    left join pg_catalog.pg_publication_rel own
+           on own.prpubid = p.oid and own.prrelid = c.oid and not p.puballtables
+          and not exists (
+              select from pg_catalog.pg_publication_namespace s where s.pnpubid = p.oid and s.pnnspid = c.relnamespace
+          )
+    where p.pubname = %s
+    order by n.nspname, c.relname
+"""
+
+_TABLES_13 = """
+    select c.oid::int8, n.nspname, c.relname, c.relkind::text, null::int2[], null::text
+    from pg_catalog.pg_publication_tables t
+    join pg_catalog.pg_namespace n on n.nspname = t.schemaname
+    join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
+    where t.pubname = %s
+    order by n.nspname, c.relname
+"""
+
+_MEMBERSHIP = """
+    with published as (
+        select p.oid as publication, c.oid as relation, c.relnamespace as namespace, n.nspname, c.relname
+        from pg_catalog.pg_publication p
+        join pg_catalog.pg_publication_tables t on t.pubname = p.pubname
+        join pg_catalog.pg_namespace n on n.nspname = t.schemaname
+        join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
+        where p.pubname = %s
+    ),
+    lineages as (
+        select publication, relation, relation as member, namespace from published
+        union
+        select d.publication, d.relation, a.relid, c.relnamespace
+        from published d
+        cross join lateral pg_catalog.pg_partition_ancestors(d.relation) a
+        join pg_catalog.pg_class c on c.oid = a.relid
+    ),
+    entries as (
+        select l.relation, r.oid, r.xmin::text as version
+        from lineages l join pg_catalog.pg_publication_rel r on r.prpubid = l.publication and r.prrelid = l.member
+        {schemas}
+    )
+    select d.relation::int8, d.nspname, d.relname, e.oid::int8, e.version
+    from published d left join entries e on e.relation = d.relation
+"""
+
+_MEMBERSHIP_SCHEMAS = """
+        union
+        select l.relation, s.oid, s.xmin::text
+        from lineages l
+        join pg_catalog.pg_publication_namespace s on s.pnpubid = l.publication and s.pnnspid = l.namespace
+"""
+
+_MEMBERS = """
+    select n.nspname, c.relname
+    from pg_catalog.pg_publication_rel r
+    join pg_catalog.pg_publication p on p.oid = r.prpubid
+    join pg_catalog.pg_class c on c.oid = r.prrelid
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where p.pubname = %s
+"""
+
+_CANDIDATES = """
+    select n.nspname, c.relname,
+           array(
+               select pn.nspname || '.' || pc.relname
+               from pg_catalog.pg_partition_ancestors(c.oid) a
+               join pg_catalog.pg_class pc on pc.oid = a.relid
+               join pg_catalog.pg_namespace pn on pn.oid = pc.relnamespace
+               where c.relispartition and a.relid <> c.oid
+           )
+    from pg_catalog.pg_class c
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where c.relkind in ('r', 'p') and c.relpersistence = 'p'
+      and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
+    order by n.nspname, c.relname
+"""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A row of `pg_publication`."""
+
+    oid: int
+    name: str
+    owner: str
+    all_tables: bool
+    operations: frozenset[str]
+    """Of `insert`, `update`, `delete`, `truncate`."""
+    via_root: bool
+    """Partitions are sent as their root."""
+    generated_columns: bool
+    """Stored generated columns are sent too (18 and newer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTable:
+    """A table as it is sent: a root or a leaf, depending on the publication."""
+
+    oid: int
+    namespace: str
+    name: str
+    kind: str
+    column_attnums: tuple[int, ...] | None
+    """The column list; None without one, which also means columns added later."""
+    row_filter: str | None
+    """The expression, with names of other schemas qualified."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class EnsuredPublication:
+    """What `ensure_publication` found or did."""
+
+    publication: Publication
+    tables: tuple[PublishedTable, ...]
+    created: bool = False
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowVersion:
+    """Which version of which catalog row: changes with every update, and differs when it was deleted and made anew."""
+
+    oid: int
+    xmin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A publication's tables, each with the versions of the catalog rows that put it there."""
+
+    publication: RowVersion
+    tables: Mapping[int, frozenset[RowVersion]]
+    names: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """What happened to a publication between two looks, by table oid."""
+
+    added: frozenset[int] = frozenset()
+    removed: frozenset[int] = frozenset()
+    readded: frozenset[int] = frozenset()
+    """Still there, but not all the time, or not with the same columns, rows or operations: a possible gap."""
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.readded)
+
+
+def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publication | None:
+    """The publication of this name; None if there is none."""
+    statement = (
+        "select pg_catalog.to_jsonb(p), p.pubowner::regrole::text from pg_catalog.pg_publication p where pubname = %s"
+    )
+    with translated(connection, f"inspect publication {name!r}"), connection.cursor(row_factory=tuple_row) as cursor:
+        found = cursor.execute(statement, [name]).fetchone()
+    if found is None:
+        return None
+    row, owner = found
+    operations = ("insert", "update", "delete", "truncate")
+    return Publication(
+        oid=int(row["oid"]),
+        name=name,
+        owner=owner,
+        all_tables=row["puballtables"],
+        operations=frozenset(operation for operation in operations if row[f"pub{operation}"]),
+        via_root=bool(row.get("pubviaroot")),
+        generated_columns=row.get("pubgencols") == "s",
+    )
+
+
+def published_tables(connection: psycopg.Connection[Any], publication: str) -> list[PublishedTable]:
+    """The tables that the server sends, by schema and name; raises `PublicationMissing`."""
+    require_publication(connection, publication)
+    statement = _TABLES_15 if connection.info.server_version >= _SCHEMAS_SINCE else _TABLES_13
+    doing = f"list the tables of publication {publication!r}"
+    with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
+        return [
+            PublishedTable(oid, namespace, name, kind, None if attnums is None else tuple(sorted(attnums)), row_filter)
+            for oid, namespace, name, kind, attnums, row_filter in cursor.execute(statement, [publication]).fetchall()
+        ]
+
+
+def published_attnums(table: CatalogTable, published: PublishedTable, publication: Publication) -> tuple[int, ...]:
+    """The columns of a table that are sent, as of now."""
+    if published.column_attnums is not None:
+        return published.column_attnums
+    sent = {"", "s"} if publication.generated_columns else {""}
+    return tuple(attribute.attnum for attribute in table.live_attributes if attribute.generated in sent)
+
+
+def require_publication(connection: psycopg.Connection[Any], name: str) -> Publication:
+    """The publication, or `PublicationMissing`."""
+    publication = inspect_publication(connection, name)
+    if publication is None:
+        where = Place.of(connection).where
+        raise PublicationMissing(f"publication {name!r} does not exist ({where})", publication=name, where=where)
+    return publication
+
+
+def create_publication(
+    connection: psycopg.Connection[Any], name: str, tables: Sequence[TableName], *, via_root: bool = True
+) -> Publication:
+    """Create a publication for exactly these tables; partitioned ones are sent as their root unless told otherwise."""
+    statement = sql.SQL("create publication {name}{tables} with (publish_via_partition_root = {via_root})").format(
+        name=sql.Identifier(name),
+        tables=sql.SQL(" for table {}").format(_table_list(tables)) if tables else sql.SQL(""),
+        via_root=sql.Literal(via_root),
+    )
+    with translated(connection, f"create publication {name!r}"):
+        connection.execute(statement)
+    logger.info("publication created publication=%s tables=%d", name, len(tables))
+    return require_publication(connection, name)
+
+
+def ensure_publication(
+    connection: psycopg.Connection[Any],
+    name: str,
+    patterns: Sequence[str],
+    exclude: Sequence[str] = (),
+    *,
+    manage: bool = True,
+    via_root: bool = True,
+) -> EnsuredPublication:
+    """Make a publication hold exactly the tables that the patterns name; with `manage=False` only look at it.
+
+    Column lists and row filters of tables that stay are left as they are, and so are published schemas. A partition
+    is a member of its own only if a pattern names it and none names a table above it. Must come before the slot.
+    """
+    publication = inspect_publication(connection, name) if manage else require_publication(connection, name)
+    if not manage:
+        assert publication is not None
+        return EnsuredPublication(publication, tuple(published_tables(connection, name)))
+    wanted = find_tables(connection, patterns, exclude)
+    if publication is None:
+        publication = create_publication(connection, name, wanted, via_root=via_root)
+        added = tuple(str(table) for table in wanted)
+        return EnsuredPublication(publication, tuple(published_tables(connection, name)), created=True, added=added)
+    if publication.all_tables:
+        raise ConfigError(
+            f"publication {name!r} is for all tables, so its tables cannot be chosen",
+            hint="Set manage_publication = false, or use another publication.",
+        )
+    with translated(connection, f"alter publication {name!r}"), connection.transaction():
+        with connection.cursor(row_factory=tuple_row) as cursor:
+            members = {TableName(*row) for row in cursor.execute(_MEMBERS, [name]).fetchall()}
+        added_tables = [table for table in wanted if table not in members]
+        removed_tables = sorted(members - set(wanted))
+        for statement, tables in (
+            (sql.SQL("alter publication {} add table {}"), added_tables),
+            (sql.SQL("alter publication {} drop table {}"), removed_tables),
+        ):
+            if tables:
+                connection.execute(statement.format(sql.Identifier(name), _table_list(tables)))
+    return EnsuredPublication(
+        publication,
+        tuple(published_tables(connection, name)),
+        added=tuple(str(table) for table in added_tables),
+        removed=tuple(str(table) for table in removed_tables),
+    )
+
+
+def find_tables(
+    connection: psycopg.Connection[Any], patterns: Sequence[str], exclude: Sequence[str] = ()
+) -> list[TableName]:
+    """The tables of the database that the patterns name and that can be published."""
+    with translated(connection, "list the tables"), connection.cursor(row_factory=tuple_row) as cursor:
+        rows = cursor.execute(_CANDIDATES).fetchall()
+    candidates = {TableName(namespace, name): tuple(above) for namespace, name, above in rows}
+    chosen = select_tables(candidates, patterns, exclude)
+    names = {str(table) for table in chosen}
+    return [table for table in chosen if not names.intersection(candidates[table])]
+
+
+def load_membership(connection: psycopg.Connection[Any], publication: str) -> Membership:
+    """The fingerprint of a publication, to be compared with an earlier one by `changes_between`."""
+    schemas = _MEMBERSHIP_SCHEMAS if connection.info.server_version >= _SCHEMAS_SINCE else ""
+    doing = f"read the membership of publication {publication!r}"
+    with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
+        own = cursor.execute(
+            "select oid::int8, xmin::text from pg_catalog.pg_publication where pubname = %s", [publication]
+        ).fetchone()
+        rows = cursor.execute(_MEMBERSHIP.format(schemas=schemas).encode(), [publication]).fetchall()
+    if own is None:
+        require_publication(connection, publication)
+        return load_membership(connection, publication)
+    entries: dict[int, set[RowVersion]] = {}
+    names: dict[int, str] = {}
+    for relation, namespace, name, oid, version in rows:
+        names[relation] = f"{namespace}.{name}"
+        versions = entries.setdefault(relation, set())
+        if oid is not None:
+            versions.add(RowVersion(oid, version))
+    return Membership(
+        RowVersion(*own), {relation: frozenset(versions) for relation, versions in entries.items()}, names
+    )
+
+
+def changes_between(old: Membership, new: Membership) -> MembershipChange:
+    """What happened between two looks. Any change of the publication itself (its operations, its root option, its
+    name and back) may have left a gap in every table that stayed."""
+    stayed = old.tables.keys() & new.tables.keys()
+    altered = old.publication != new.publication
+    return MembershipChange(
+        added=frozenset(new.tables.keys() - old.tables.keys()),
+        removed=frozenset(old.tables.keys() - new.tables.keys()),
+        readded=frozenset(table for table in stayed if altered or old.tables[table] != new.tables[table]),
+    )
+
+
+def _table_list(tables: Sequence[TableName]) -> sql.Composed:
+    # "only": tables that inherit are members only if a pattern names them.
+    return sql.SQL(", ").join(sql.SQL("only {}").format(sql.Identifier(*table)) for table in tables)

@@ -1,0 +1,237 @@
+"""Replication slots: the durable queue between the server and us.
+
+A slot has one reader, keeps WAL until it is acknowledged, and can be lost: the server removes WAL beyond
+`max_slot_wal_keep_size`, invalidates idle slots, or cannot follow on a standby. A lost slot looks like any other
+until it is read, so it is inspected before use (`require_usable`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from penstock.errors import ConfigError, SlotInUse, SlotLost, SlotMissing, SlotUnusable, SourceError, UnsupportedServer
+from penstock.lsn import Lsn
+from penstock.retry import Backoff
+from penstock.source.faults import Place, from_exception, translated
+
+PLUGIN = "pgoutput"
+
+_NAME = re.compile(r"[a-z0-9_]{1,63}")
+_QUERY_CANCELLED = "57014"
+_FAILOVER_SINCE = 170000
+
+# The view has more columns in newer versions; as JSON, what is missing is simply absent.
+_SLOT = "select pg_catalog.to_jsonb(s) from pg_catalog.pg_replication_slots s where s.slot_name = %s"
+
+# Decoding can start only when every transaction has ended that ran when the slot was made, in any database.
+_BLOCKERS = """
+    select 'session', a.pid::text, coalesce(a.datname, ''), coalesce(a.usename, ''), a.application_name,
+           extract(epoch from pg_catalog.clock_timestamp() - a.xact_start)::float8
+    from pg_catalog.pg_stat_activity a
+    where a.backend_xid is not null and a.pid <> pg_catalog.pg_backend_pid()
+    union all
+    select 'prepared transaction', x.gid, x.database, x.owner, '',
+           extract(epoch from pg_catalog.clock_timestamp() - x.prepared)::float8
+    from pg_catalog.pg_prepared_xacts x
+    order by 6 desc nulls last
+"""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A replication slot as `pg_replication_slots` shows it; what the server's version lacks has its default."""
+
+    name: str
+    plugin: str | None
+    """None for a physical slot."""
+    database: str | None
+    active: bool
+    active_pid: int | None
+    restart_lsn: Lsn | None
+    confirmed_flush_lsn: Lsn | None
+    wal_status: str | None
+    """`reserved`, `extended`, `unreserved` (about to be lost) or `lost`."""
+    invalidation_reason: str | None = None
+    conflicting: bool = False
+    temporary: bool = False
+    two_phase: bool = False
+    failover: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether its changes can no longer be read."""
+        return self.wal_status == "lost" or self.invalidation_reason is not None or self.conflicting
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """An open transaction that a new slot or snapshot has to wait for."""
+
+    kind: str
+    identity: str
+    """The process id of a session, the name of a prepared transaction."""
+    database: str
+    user: str
+    application: str
+    seconds: float | None
+
+    def __str__(self) -> str:
+        who = f"pid {self.identity}" if self.kind == "session" else f"{self.kind} {self.identity!r}"
+        age = "" if self.seconds is None else f", open for {self.seconds:.0f} s"
+        return f"{who} ({self.user}@{self.database}{f', {self.application}' if self.application else ''}{age})"
+
+
+def inspect_slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
+    """The slot of this name; None if there is none."""
+    with (
+        translated(connection, f"inspect slot {name!r}", slot=name),
+        connection.cursor(row_factory=tuple_row) as cursor,
+    ):
+        row = cursor.execute(_SLOT, [name]).fetchone()
+    return None if row is None else _slot_from(row[0])
+
+
+def find_blockers(connection: psycopg.Connection[Any]) -> list[Blocker]:
+    """Open transactions that write, longest first; what the role may not see of others is empty."""
+    with translated(connection, "look for open transactions"), connection.cursor(row_factory=tuple_row) as cursor:
+        return [Blocker(*row) for row in cursor.execute(_BLOCKERS).fetchall()]
+
+
+def create_slot(
+    connection: psycopg.Connection[Any],
+    name: str,
+    *,
+    temporary: bool = False,
+    failover: bool = False,
+    timeout: float | None = None,
+) -> Slot:
+    """Create a logical slot for pgoutput. Its publication must exist before: pgoutput fails on older WAL.
+
+    Waits for the transactions that are open on the whole server, at most `timeout` seconds; then `SlotUnusable`
+    names them. A temporary slot ends with this connection. `failover` (17 and newer): standbys keep a copy of it.
+    """
+    check_slot_name(name)
+    version = connection.info.server_version
+    arguments = [name, PLUGIN, temporary]
+    if failover and version < _FAILOVER_SINCE:
+        raise UnsupportedServer("slots that survive a failover need PostgreSQL 17 or newer", hint="Turn it off.")
+    if failover:
+        arguments += [False, True]
+    doing = f"create slot {name!r}"
+    place = Place.of(connection)
+    statement = f"select from pg_catalog.pg_create_logical_replication_slot({', '.join(['%s'] * len(arguments))})"
+    try:
+        with connection.transaction(), connection.cursor() as cursor:
+            # In a transaction of its own, which has not written: the server insists on that.
+            if timeout is not None:
+                milliseconds = str(max(1, round(timeout * 1000)))
+                cursor.execute("select pg_catalog.set_config('statement_timeout', %s, true)", [milliseconds])
+            cursor.execute(statement.encode(), arguments)
+    except psycopg.Error as error:
+        if error.sqlstate == _QUERY_CANCELLED and timeout is not None:
+            raise _blocked(connection, name, place, timeout) from None
+        raise from_exception(error, place, doing, slot=name) from None
+    slot = inspect_slot(connection, name)
+    if slot is None:
+        raise SlotMissing(f"slot {name!r} vanished right after it was created ({place.where})", slot=name)
+    logger.info("slot created slot=%s temporary=%s position=%s", name, temporary, slot.confirmed_flush_lsn)
+    return slot
+
+
+def drop_slot(
+    connection: psycopg.Connection[Any],
+    name: str,
+    *,
+    timeout: float = 30.0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Drop a slot; False if there is none. While somebody reads from it, tries again until `timeout`, then names them.
+
+    The server notices a reader that died only when `wal_sender_timeout` is over.
+    """
+    backoff = Backoff(first=0.05, longest=1.0)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with translated(connection, f"drop slot {name!r}", slot=name):
+                connection.execute("select pg_catalog.pg_drop_replication_slot(%s)", [name])
+            logger.info("slot dropped slot=%s", name)
+            return True
+        except SlotMissing:
+            return False
+        except SlotInUse as error:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise
+            logger.debug("slot is in use slot=%s pid=%s", name, error.facts.get("pid"))
+            sleep(min(backoff.next_delay(), max(0.0, remaining)))
+
+
+def require_usable(slot: Slot | None, name: str, *, database: str | None = None) -> Slot:
+    """The slot, if we can read from it; otherwise the error that says why not, and what to do.
+
+    A slot that another process reads from is usable: whether it still does is known only when we start.
+    """
+    if slot is None:
+        raise SlotMissing(f"replication slot {name!r} does not exist", slot=name)
+    if slot.plugin is None:
+        raise SlotUnusable(f"slot {name!r} is a physical slot", slot=name)
+    if slot.plugin != PLUGIN:
+        raise SlotUnusable(f"slot {name!r} decodes with {slot.plugin!r}, not with {PLUGIN!r}", slot=name)
+    if database is not None and slot.database != database:
+        raise SlotUnusable(f"slot {name!r} belongs to database {slot.database!r}, not {database!r}", slot=name)
+    if slot.lost:
+        reason = slot.invalidation_reason or ("a conflict with recovery" if slot.conflicting else "WAL was removed")
+        raise SlotLost(f"slot {name!r} is lost: {reason.replace('_', ' ')}", slot=name, reason=reason)
+    return slot
+
+
+def check_slot_name(name: str) -> None:
+    """Refuse names that the server would refuse."""
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"not a name for a replication slot: {name!r}",
+            hint="Use lower case letters, digits and underscores, at most 63.",
+        )
+
+
+def _slot_from(row: dict[str, Any]) -> Slot:
+    def position(key: str) -> Lsn | None:
+        return Lsn.parse(row[key]) if row.get(key) else None
+
+    return Slot(
+        name=row["slot_name"],
+        plugin=row["plugin"],
+        database=row["database"],
+        active=row["active"],
+        active_pid=row["active_pid"],
+        restart_lsn=position("restart_lsn"),
+        confirmed_flush_lsn=position("confirmed_flush_lsn"),
+        wal_status=row["wal_status"],
+        invalidation_reason=row.get("invalidation_reason"),
+        conflicting=bool(row.get("conflicting")),
+        temporary=row["temporary"],
+        two_phase=bool(row.get("two_phase")),
+        failover=bool(row.get("failover")),
+    )
+
+
+def _blocked(connection: psycopg.Connection[Any], name: str, place: Place, timeout: float) -> SourceError:
+    blockers = find_blockers(connection)
+    listed = ", ".join(str(blocker) for blocker in blockers[:5]) or "none that this role can see"
+    return SlotUnusable(
+        f"cannot create slot {name!r} ({place.where}): open transactions did not end within {timeout:g} s: {listed}",
+        hint="A slot starts when the transactions before it have ended: wait for them, or end them.",
+        slot=name,
+        blockers=[str(blocker) for blocker in blockers],
+    )
