@@ -1,0 +1,482 @@
+"""A real PostgreSQL server for tests, demos and benchmarks, started from installed programs in a temporary folder.
+
+`PostgresServer` owns a server: it makes a fresh cluster, listens on 127.0.0.1 and a free port, decodes logically, and
+can be stopped, restarted and killed. `ExistingServer` offers the same database helpers on a server that somebody else
+runs. As root the server runs as an unprivileged user, as PostgreSQL demands.
+
+    with PostgresServer(settings={"wal_sender_timeout": "2s"}) as server:
+        name = server.create_database()
+        server.execute("create table t (id bigint primary key)", database=name)
+
+The server does not outlive the process that made it: normally it is closed by `close()` or at exit; if the process is
+killed, a waiting shell sees its pipe end, stops the server and removes the folder. It trades safety for speed
+(`fsync = off`): never keep data in it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import quote
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from penstock.errors import ServerUnavailable, SlotInUse
+from penstock.testing.postgres_binaries import ServerBinaries, clean_environment, find_binaries
+from penstock.testing.processes import children_of, wait_until_gone
+
+DEFAULT_SETTINGS: Mapping[str, str] = {
+    "wal_level": "logical",
+    "max_replication_slots": "40",
+    "max_wal_senders": "40",
+    "max_connections": "200",
+    "max_prepared_transactions": "20",
+    "fsync": "off",
+    "full_page_writes": "off",
+    "jit": "off",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+    "log_line_prefix": "%m [%p] %q%a@%d ",
+}
+UNPRIVILEGED_USER = "nobody"
+START_SECONDS = 60.0
+STOP_SECONDS = 60.0
+
+StopMode = Literal["smart", "fast", "immediate"]
+
+_STOP_SIGNALS: Mapping[StopMode, signal.Signals] = {
+    "smart": signal.SIGTERM,
+    "fast": signal.SIGINT,
+    "immediate": signal.SIGQUIT,
+}
+_SOCKET_PATH_LIMIT = 90
+"""A Unix socket's path has at most 107 bytes; the server adds its file name to the folder."""
+
+_WATCHER = """
+read -r _
+pid=$(head -n 1 "$1/data/postmaster.pid" 2>/dev/null)
+if [ -n "$pid" ]; then
+    kill -QUIT "$pid" 2>/dev/null
+    for _ in 1 2 3 4 5 6 7 8 9 10; do kill -0 "$pid" 2>/dev/null || break; sleep 0.5; done
+    kill -KILL "$pid" 2>/dev/null
+fi
+rm -rf "$1"
+"""
+"""Waits for the end of its input, which comes when the process that holds the pipe ends, however it ends."""
+
+
+class DatabaseServer:
+    """What tests do with any server; `dsn` names a database on it."""
+
+    def dsn(self, database: str = "postgres") -> str:
+        """A connection string for one of its databases, password included."""
+        raise NotImplementedError
+
+    @property
+    def major(self) -> int:
+        """The major version of the server that answers."""
+        return int(self.execute("show server_version_num")[0][0]) // 10000
+
+    def connect(self, database: str = "postgres", **options: Any) -> psycopg.Connection[tuple[Any, ...]]:
+        """A connection that commits by itself, unless `autocommit=False` is given."""
+        options.setdefault("autocommit", True)
+        return psycopg.connect(self.dsn(database), **options)
+
+    def execute(
+        self,
+        query: str,
+        parameters: Sequence[object] | Mapping[str, object] | None = None,
+        *,
+        database: str = "postgres",
+    ) -> list[tuple[Any, ...]]:
+        """Run a statement on a connection of its own; gives the rows, if it has any."""
+        with self.connect(database) as connection:
+            return execute_on(connection, query, parameters)
+
+    def create_database(self, name: str | None = None, *, template: str = "template1") -> str:
+        """Create an empty database, under a name that is free if none is given; gives the name."""
+        name = name or f"penstock_{secrets.token_hex(6)}"
+        with self.connect() as connection:
+            connection.execute(
+                sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template))
+            )
+        return name
+
+    def drop_database(self, name: str, *, timeout: float = 30.0) -> None:
+        """Drop a database with all that keeps it alive: prepared transactions, sessions, walsenders, slots."""
+        with self.connect() as connection:
+            if not execute_on(connection, "select from pg_database where datname = %s", [name]):
+                return
+            self._roll_back_prepared(connection, name)
+            # From here on nothing can come back: a capture process that reconnects would take its slot again.
+            connection.execute(sql.SQL("alter database {} allow_connections false").format(sql.Identifier(name)))
+            deadline = time.monotonic() + timeout
+            while left := _drop_slots(connection, name):
+                if time.monotonic() > deadline:
+                    raise SlotInUse(f"slots of database {name} are still in use: {', '.join(left)}")
+                time.sleep(0.02)
+            connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+    def _roll_back_prepared(self, connection: psycopg.Connection[Any], name: str) -> None:
+        prepared = execute_on(connection, "select gid from pg_prepared_xacts where database = %s", [name])
+        if prepared:
+            with self.connect(name) as inside:
+                for (gid,) in prepared:
+                    inside.execute(sql.SQL("rollback prepared {}").format(sql.Literal(gid)))
+
+
+class ExistingServer(DatabaseServer):
+    """A server that somebody else runs, by the connection string of any of its databases."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self.database = str(conninfo_to_dict(dsn).get("dbname") or "postgres")
+
+    def dsn(self, database: str = "postgres") -> str:
+        return make_conninfo(self._dsn, dbname=database)
+
+
+class PostgresServer(DatabaseServer):
+    """A server of our own in a temporary folder; made on creation, started by `start()` or `with`.
+
+    `settings` go into its configuration after `DEFAULT_SETTINGS`; `hba` lines stand before those of the cluster
+    (which ask for a password everywhere). Port and password stay the same over restarts.
+    """
+
+    user = "postgres"
+
+    def __init__(
+        self,
+        *,
+        major: int | None = None,
+        binaries: ServerBinaries | None = None,
+        settings: Mapping[str, object] | None = None,
+        hba: Sequence[str] = (),
+    ) -> None:
+        self.binaries = binaries or find_binaries(major)
+        self.password = secrets.token_urlsafe(12)
+        self.port = _free_port()
+        self._account = _unprivileged_account()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        self.folder = _make_folder(self._account)
+        self.data_dir = self.folder / "data"
+        self.log_path = self.folder / "server.log"
+        self._watcher = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHER, "penstock-server-watcher", str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        atexit.register(self.close)
+        try:
+            self._programs = self._reachable_programs()
+            self._initialise(dict(DEFAULT_SETTINGS) | {key: str(value) for key, value in (settings or {}).items()}, hba)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bin_dir(self) -> Path:
+        """The folder of the installation's programs (`pg_recvlogical`, `pgbench`, `psql`)."""
+        return self.binaries.bin_dir
+
+    @property
+    def major(self) -> int:
+        return self.binaries.major
+
+    @property
+    def version(self) -> str:
+        return self.binaries.version
+
+    @property
+    def pid(self) -> int:
+        """The process id of the postmaster."""
+        if self._process is None:
+            raise ServerUnavailable("the server is not running")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def dsn(self, database: str = "postgres", *, user: str | None = None, password: str | None = None) -> str:
+        """A connection URL; other roles need their own password."""
+        if user is None:
+            user, password = self.user, self.password if password is None else password
+        secret = "" if password is None else ":" + quote(password, safe="")
+        return f"postgresql://{quote(user, safe='')}{secret}@127.0.0.1:{self.port}/{quote(database, safe='')}"
+
+    def start(self, *, timeout: float = START_SECONDS) -> Self:
+        """Start it and wait until it takes connections."""
+        if self.running:
+            return self
+        first = not (self.data_dir / "postmaster.opts").exists()
+        for _ in range(10 if first else 1):
+            if self._try_start(timeout):
+                return self
+            if first and "could not bind" in self.log_tail():
+                self.port = _free_port()
+            else:
+                break
+        self._process = None
+        raise ServerUnavailable(
+            f"PostgreSQL {self.version} did not start; its log ends with:\n{self.log_tail()}", hint="", port=self.port
+        )
+
+    def stop(self, mode: StopMode = "fast", *, timeout: float = STOP_SECONDS) -> None:
+        """Stop it as `pg_ctl stop -m` does; nothing happens if it is not running."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(_STOP_SIGNALS[mode])
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise ServerUnavailable(
+                f"the server did not stop ({mode}) within {timeout:g} s; its log ends with:\n{self.log_tail()}",
+                hint='A client that does not read can hold a "fast" stop; "immediate" does not wait.',
+            ) from None
+        self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes at once, as the end of a machine would look; `start()` then recovers."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGSTOP)
+            children = children_of(process.pid)
+            for pid in (*children, process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            wait_until_gone(children, timeout=STOP_SECONDS)
+        process.wait(STOP_SECONDS)
+        self._process = None
+        # All of its processes are gone; left alone, the file could name a foreign process by the next start.
+        (self.data_dir / "postmaster.pid").unlink(missing_ok=True)
+
+    def restart(self, mode: StopMode = "fast") -> None:
+        """Stop and start, on the same port."""
+        self.stop(mode)
+        self.start()
+
+    def write_file(self, name: str, content: str) -> Path:
+        """Put a file into the data folder with the owner and mode that the server asks for (certificates, keys)."""
+        path = self.data_dir / name
+        path.touch(mode=0o600)
+        path.write_text(content)
+        self._give(path)
+        return path
+
+    def log_tail(self, line_count: int = 30) -> str:
+        """The end of the server's log."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-line_count:])
+
+    def close(self) -> None:
+        """Stop it at once and remove all of its files."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        try:
+            self.stop("immediate")
+        except ServerUnavailable:
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._watcher.stdin is not None:
+            self._watcher.stdin.close()
+        self._watcher.wait(STOP_SECONDS)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reachable_programs(self) -> ServerBinaries:
+        """The programs where the server's user can run them: a copy if they lie in a folder closed to it."""
+        if self._account is None:
+            return self.binaries
+        probe = self._spawn([str(self.binaries.program("postgres")), "--version"])
+        if probe is not None and probe.wait(START_SECONDS) == 0:
+            return self.binaries
+        copy = self.binaries.copy_to(self.folder / "programs")
+        os.chmod(self.folder / "programs", 0o755)
+        return copy
+
+    def _initialise(self, settings: Mapping[str, str], hba: Sequence[str]) -> None:
+        password_path = self.folder / "password"
+        password_path.touch(mode=0o600)
+        password_path.write_text(self.password)
+        self._give(password_path)
+        process = self._spawn(
+            [
+                str(self._programs.program("initdb")),
+                *("-D", str(self.data_dir), "-U", self.user, "--pwfile", str(password_path)),
+                *("--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C", "--no-sync"),
+                *(("--locale-provider", "libc") if self.major >= 15 else ()),
+            ]
+        )
+        if process is None or process.wait(START_SECONDS * 2) != 0:
+            raise ServerUnavailable(
+                f"initdb of PostgreSQL {self.version} ({self.binaries.origin}) failed:\n{self.log_tail()}", hint=""
+            )
+        password_path.unlink()
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": str(self.folder),
+            **settings,
+        }
+        with (self.data_dir / "postgresql.conf").open("a") as file:
+            file.writelines(f"{key} = '{_quoted(value)}'\n" for key, value in settings.items())
+        if hba:
+            path = self.data_dir / "pg_hba.conf"
+            path.write_text("".join(f"{line}\n" for line in hba) + path.read_text())
+
+    def _try_start(self, timeout: float) -> bool:
+        process = self._spawn(
+            [str(self._programs.program("postgres")), "-D", str(self.data_dir), "-p", str(self.port)], session=True
+        )
+        if process is None:
+            return False
+        self._process = process
+        deadline = time.monotonic() + timeout
+        while process.poll() is None and time.monotonic() < deadline:
+            if self._is_ready(process.pid):
+                return True
+            time.sleep(0.02)
+        if process.poll() is None:
+            self.kill()
+        return False
+
+    def _is_ready(self, pid: int) -> bool:
+        try:
+            lines = (self.data_dir / "postmaster.pid").read_text().splitlines()
+        except FileNotFoundError:
+            return False
+        return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
+
+    def _spawn(self, command: Sequence[str], *, session: bool = False) -> subprocess.Popen[bytes] | None:
+        account = self._account
+        with self.log_path.open("ab") as log:
+            try:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.folder,
+                    env=clean_environment(),
+                    start_new_session=session,
+                    user=account.pw_uid if account else None,
+                    group=account.pw_gid if account else None,
+                    extra_groups=[] if account else None,
+                    umask=0o077,
+                )
+            except PermissionError as error:
+                log.write(f"{error}\n".encode())
+                return None
+
+    def _give(self, path: Path) -> None:
+        if self._account is not None:
+            os.chown(path, self._account.pw_uid, self._account.pw_gid)
+
+
+def execute_on(
+    connection: psycopg.Connection[Any],
+    query: str,
+    parameters: Sequence[object] | Mapping[str, object] | None = None,
+) -> list[tuple[Any, ...]]:
+    """Run a statement, or several without parameters; gives the rows of the last, if it has any."""
+    with connection.cursor() as cursor:
+        cursor.execute(query.encode(), parameters)
+        while cursor.nextset():
+            pass
+        return cursor.fetchall() if cursor.description is not None else []
+
+
+def _drop_slots(connection: psycopg.Connection[Any], database: str) -> list[str]:
+    """End the sessions of a database and drop its idle slots; gives the slots that are still in use."""
+    execute_on(
+        connection,
+        "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s and pid <> pg_backend_pid()",
+        [database],
+    )
+    left: list[str] = []
+    for name, active in execute_on(
+        connection,
+        "select slot_name, active from pg_replication_slots where database = %s and not temporary",
+        [database],
+    ):
+        try:
+            if not active:
+                execute_on(connection, "select pg_drop_replication_slot(%s)", [name])
+                continue
+        except psycopg.errors.UndefinedObject:
+            continue
+        except psycopg.errors.ObjectInUse:
+            pass
+        left.append(name)
+    return left
+
+
+def _unprivileged_account() -> pwd.struct_passwd | None:
+    """The account for the server's processes; none unless we are root."""
+    return pwd.getpwnam(UNPRIVILEGED_USER) if os.geteuid() == 0 else None
+
+
+def _make_folder(account: pwd.struct_passwd | None) -> Path:
+    """A new temporary folder that the server's user owns and can reach, with a path short enough for sockets."""
+    for parent in (Path(tempfile.gettempdir()).resolve(), Path("/tmp"), Path("/var/tmp")):
+        too_long = len(str(parent)) + len("/penstock-pg-12345678/.s.PGSQL.12345") > _SOCKET_PATH_LIMIT
+        if too_long or (account is not None and not _open_to_all(parent)):
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="penstock-pg-", dir=parent))
+        if account is not None:
+            os.chown(folder, account.pw_uid, account.pw_gid)
+        return folder
+    raise ServerUnavailable(
+        f"no temporary folder that user {UNPRIVILEGED_USER} can reach", hint="Set TMPDIR to a folder open to all."
+    )
+
+
+def _open_to_all(folder: Path) -> bool:
+    return folder.is_dir() and all(each.stat().st_mode & 0o001 for each in (folder, *folder.parents))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _quoted(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("'", "''")

@@ -1,0 +1,145 @@
+"""Fixtures that every test can use: real servers, and a database per test.
+
+`database` is an empty database on PostgreSQL 18 (or on the server that PENSTOCK_TEST_DSN names); `any_database` runs
+its test once per version. `make_server` gives servers of one's own, for tests that restart, kill or reconfigure them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import settings as hypothesis_settings
+
+from penstock.errors import ConfigError
+from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
+from penstock.testing.postgres_binaries import find_binaries, installed_binaries
+
+DEFAULT_MAJOR = 18
+MAJORS = (15, 16, 18)
+DSN_VARIABLE = "PENSTOCK_TEST_DSN"
+
+# A slow machine is no failure; hangs are caught by the time-out of each test.
+hypothesis_settings.register_profile("penstock", deadline=None, print_blob=True)
+hypothesis_settings.load_profile("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """A database that lives as long as its test."""
+
+    server: DatabaseServer
+    name: str
+
+    @property
+    def dsn(self) -> str:
+        return self.server.dsn(self.name)
+
+    def connect(self, **options: Any) -> psycopg.Connection[tuple[Any, ...]]:
+        """A connection that commits by itself, unless `autocommit=False` is given."""
+        return self.server.connect(self.name, **options)
+
+    def execute(self, query: str, parameters: Any = None) -> list[tuple[Any, ...]]:
+        """Run a statement on a connection of its own; gives the rows, if it has any."""
+        return self.server.execute(query, parameters, database=self.name)
+
+
+class ServerPool:
+    """The servers of a test run, each started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._servers: dict[int, PostgresServer] = {}
+
+    def get(self, major: int) -> PostgresServer:
+        if major not in self._servers:
+            self._servers[major] = PostgresServer(binaries=_binaries_or_skip(major)).start()
+        server = self._servers[major]
+        return server if server.running else server.start()
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+@pytest.fixture(scope="session")
+def server_pool() -> Iterator[ServerPool]:
+    pool = ServerPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def server(server_pool: ServerPool) -> DatabaseServer:
+    """The server that tests share; do not stop or reconfigure it."""
+    dsn = os.environ.get(DSN_VARIABLE)
+    return ExistingServer(dsn) if dsn else server_pool.get(DEFAULT_MAJOR)
+
+
+@pytest.fixture
+def database(server: DatabaseServer) -> Iterator[Database]:
+    """An empty database; dropped after the test with its sessions, walsenders and slots."""
+    yield from _database_on(server)
+
+
+@pytest.fixture(params=MAJORS, ids=[f"pg{major}" for major in MAJORS])
+def any_server(request: pytest.FixtureRequest, server_pool: ServerPool) -> DatabaseServer:
+    """A shared server of each version; a version that is not installed skips its tests by name."""
+    return server_pool.get(request.param)
+
+
+@pytest.fixture
+def any_database(any_server: DatabaseServer) -> Iterator[Database]:
+    """An empty database on each version."""
+    yield from _database_on(any_server)
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., PostgresServer]]:
+    """Start servers that only this test uses: `make_server(settings={...}, major=15, hba=[...])`."""
+    servers: list[PostgresServer] = []
+
+    def make(*, major: int = DEFAULT_MAJOR, **options: Any) -> PostgresServer:
+        servers.append(PostgresServer(binaries=_binaries_or_skip(major), **options))
+        return servers[-1].start()
+
+    yield make
+    for each in servers:
+        each.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which servers the tests could run on, and which tests were skipped for want of one."""
+    there = installed_binaries()
+    found = [f"{there[major].version} ({there[major].origin})" for major in MAJORS if major in there]
+    terminalreporter.write_line(f"PostgreSQL for tests: {', '.join(found) or 'none'}")
+    if os.environ.get(DSN_VARIABLE):
+        terminalreporter.write_line(f"tests of one server ran on the one of {DSN_VARIABLE}")
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if _SKIP_REASON in str(report.longrepr)]
+    for major in MAJORS:
+        if major not in there:
+            names = sorted(report.nodeid for report in skipped if f"{_SKIP_REASON} {major} " in str(report.longrepr))
+            terminalreporter.write_line(
+                f"PostgreSQL {major} is not here: {len(names)} tests skipped{':' if names else ''}", yellow=True
+            )
+            for name in names:
+                terminalreporter.write_line(f"  {name}", yellow=True)
+
+
+_SKIP_REASON = "needs PostgreSQL"
+
+
+def _binaries_or_skip(major: int) -> Any:
+    try:
+        return find_binaries(major)
+    except ConfigError as error:
+        pytest.skip(f"{_SKIP_REASON} {major} ({error.hint})")
+
+
+def _database_on(server: DatabaseServer) -> Iterator[Database]:
+    name = server.create_database()
+    yield Database(server, name)
+    server.drop_database(name)
