@@ -24,7 +24,6 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from penstock.errors import ConfigError, ServerUnavailable
-from penstock.observe.redact import redact
 from penstock.source.faults import Place, format_location, from_connection, from_exception, from_result
 
 PINNED_PARAMETERS: Mapping[str, str] = {
@@ -285,9 +284,12 @@ def _split_hosts(conninfo: str) -> list[str]:
 
 
 def _public_reason(url: str, reason: str) -> str:
-    """libpq's message quotes what it cannot read, perhaps half a password: show it if masking changes nothing."""
+    """libpq's message quotes what it cannot read, perhaps half a password: show it only if it says the same without."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or "password" in rest.rpartition("@")[2]:
+        return ""
     try:
-        conninfo_to_dict(redact(url))
+        conninfo_to_dict(f"{scheme}://{rest.rpartition('@')[2]}")
     except psycopg.Error as error:
         return reason if str(error) == reason else ""
     return ""
