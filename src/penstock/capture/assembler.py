@@ -1,0 +1,378 @@
+"""From messages to entries of the spool: transactions, their order, and what was rolled back.
+
+Takes parcels of messages in the order of the connection and gives whole transactions, in commit order, to a sink.
+Rows wait in a block until there are enough of them, or until somebody asks for a cut.
+
+A transaction that the server streams while it is still open comes in runs between `S` and `E`, interleaved with
+others. Its messages are set aside as they are (`streams.py`) and read again at its commit, without those of
+rolled-back sub-transactions: by the same code, with the same ordinals as if it had never been streamed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from penstock.capture import scan as wire
+from penstock.capture.block import Block, Cut, DecodedPart, Mark, RowIndex, Transaction
+from penstock.capture.messages import (
+    StreamCommit,
+    parse_logical_message,
+    parse_relation,
+    parse_stream_abort,
+    parse_stream_commit,
+    parse_stream_start,
+    parse_truncate,
+)
+from penstock.capture.relations import RelationMap, SchemaResolver
+from penstock.capture.scan import HEADER, Parcel, Scan
+from penstock.capture.streams import OpenStreams
+from penstock.changes.steps import Message, Truncation
+from penstock.errors import DecodeError
+from penstock.lsn import Lsn, OrderKey
+from penstock.schema import TableSchema
+from penstock.values import TypeSettings
+
+
+class EntrySink(Protocol):
+    """Where whole transactions go. Called from one thread; the spool's writer is one."""
+
+    def write_rows(self, schema: TableSchema, rows: pa.Table, first: OrderKey, last: OrderKey) -> None:
+        """Add consecutive changes of a table to the entry that is being made."""
+        ...
+
+    def write_step(self, step: Truncation | Message) -> None:
+        """Add what is not a row to the entry that is being made."""
+        ...
+
+    def publish(self, end: Lsn, *, transactions: int, commit_times: tuple[int, int]) -> None:
+        """Make the entry visible; it ends at this boundary. Entries without rows or steps move the position only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AssemblerSettings:
+    """How rows are gathered."""
+
+    block_bytes: int = 24 << 20
+    """A block this large is decoded."""
+    message_prefixes: frozenset[str] = frozenset()
+    """Logical messages with these prefixes are kept."""
+    types: TypeSettings = field(default_factory=TypeSettings)
+
+
+class Assembler:
+    """One connection's messages; a new connection starts with a new one."""
+
+    def __init__(self, sink: EntrySink, resolver: SchemaResolver, streams: Path, settings: AssemblerSettings) -> None:
+        self._sink = sink
+        self._settings = settings
+        self._relations = RelationMap(resolver, settings.types)
+        self._streams = OpenStreams(streams)
+        self._streaming: int | None = None
+        self._block = Block()
+        self._open: Transaction | None = None
+        self._ordinal = 0
+        self._committed = Cut()
+        self._end: Lsn | None = None
+        """Where the last commit that is not published ended."""
+        self._transactions = 0
+        self._commit_times: tuple[int, int] | None = None
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether a cut would publish a transaction."""
+        return self._transactions > 0
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the transaction at hand has to be read to its end before anything can be published."""
+        return self._open is not None
+
+    def feed(self, parcel: Parcel) -> None:
+        """Take messages. Decodes and publishes when a block is full."""
+        scan = Scan(parcel)
+        base = self._block.add_bytes(parcel.raw)
+        done = 0
+        # Few: relations, truncates, borders of streamed runs. Rows, begins and commits lie between them.
+        for index in np.flatnonzero(wire.IS_SINGLE[scan.kind]).tolist():
+            kind = int(scan.kind[index])
+            if self._streaming is not None:
+                if kind == wire.STREAM_STOP:
+                    self._set_aside(scan, parcel, done, index)
+                    self._streaming = None
+                    done = index + 1
+                elif kind in (wire.STREAM_START, wire.STREAM_COMMIT, wire.STREAM_ABORT):
+                    raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
+                continue
+            self._take_run(scan, base, done, index)
+            block = self._block
+            self._take_single(kind, scan.message(index))
+            done = index + 1
+            if self._block is not block:
+                # A streamed transaction filled and emptied it; what follows needs this parcel's bytes again.
+                base = self._block.add_bytes(parcel.raw)
+        if self._streaming is not None:
+            self._set_aside(scan, parcel, done, scan.count)
+        else:
+            self._take_run(scan, base, done, scan.count)
+        self._settle()
+
+    def keepalive(self, position: Lsn) -> None:
+        """The server has sent all commits that start before `position`, a boundary unless inside a transaction."""
+        if self._open is not None or self._streaming is not None:
+            return
+        if self._transactions:
+            self._end = max(self._end or position, position)
+        else:
+            self._sink.publish(position, transactions=0, commit_times=(0, 0))
+
+    def cut(self) -> None:
+        """Publish all whole transactions that have arrived."""
+        if not self._transactions:
+            return
+        assert self._end is not None
+        assert self._commit_times is not None
+        self._decode(self._committed)
+        self._sink.publish(self._end, transactions=self._transactions, commit_times=self._commit_times)
+        self._end = None
+        self._transactions = 0
+        self._commit_times = None
+
+    def _settle(self) -> None:
+        """Keep the block within its bounds."""
+        if self._block.bytes >= self._settings.block_bytes:
+            if self._transactions:
+                self.cut()
+            else:
+                self._decode(self._block.end)
+        elif not self._block.rows and not self._block.marks and not self._transactions:
+            # Nothing but set-aside messages in it.
+            self._drop(self._block.end)
+
+    def _decode(self, cut: Cut) -> None:
+        """Hand the rows and marks before the cut to the sink, each table's in order."""
+        parts: list[DecodedPart | Mark] = list(self._block.marks[: cut.marks])
+        parts += self._block.decode(self._relations.lanes, self._settings.types.out_of_range, cut)
+        # A mark stands before the row with its number.
+        for part in sorted(parts, key=lambda part: (part.row, isinstance(part, DecodedPart))):
+            if isinstance(part, Mark):
+                self._sink.write_step(part.step)
+            else:
+                self._sink.write_rows(part.lane.schema, part.table, part.first, part.last)
+        self._drop(cut)
+
+    def _drop(self, cut: Cut) -> None:
+        """Go on with a block that has only what comes after the cut, and the open transaction if there is one."""
+        closed = self._block.transactions - (self._open is not None)
+        self._block = self._block.rest(cut._replace(transactions=min(cut.transactions, closed)))
+        self._committed = Cut()
+
+    # Ordinary transactions
+
+    def _take_run(self, scan: Scan, base: int, first: int, last: int) -> None:
+        """Begins, commits and rows that follow each other outside of streamed runs."""
+        if first >= last:
+            return
+        kind = scan.kind[first:last]
+        begins = first + np.flatnonzero(kind == wire.BEGIN)
+        commits = first + np.flatnonzero(kind == wire.COMMIT)
+        self._require_nesting(begins, commits)
+        is_row = wire.IS_ROW[kind]
+        rows_before = np.concatenate(([0], np.cumsum(is_row)))
+        opened = self._open
+        before = self._block.transactions - 1
+        begun = scan.uint64(begins, 1), scan.commit_times(begins, 9), scan.uint32(begins, 17)
+        self._block.add_transactions(*begun)
+        rows = first + np.flatnonzero(is_row)
+        if len(rows):
+            number = np.searchsorted(begins, rows)
+            if (number + (opened is not None) - np.searchsorted(commits, rows) != 1).any():
+                raise DecodeError("a change outside of a transaction", offset=0)
+            counted_from = np.concatenate(([-self._ordinal], rows_before[begins - first]))
+            ordinal = rows_before[rows - first] - counted_from[number]
+            self._add_rows(scan, base, rows, (before + number).astype(np.int32), ordinal, prefix=0, stream=None)
+        if len(begins):
+            self._open = Transaction(Lsn(int(begun[0][-1])), int(begun[1][-1]), int(begun[2][-1]))
+            self._ordinal = int(rows_before[-1] - rows_before[begins[-1] - first])
+        else:
+            self._ordinal += int(rows_before[-1])
+        if len(commits):
+            number = np.searchsorted(begins, commits)
+            announced = np.concatenate(([opened.commit_lsn if opened else 0], begun[0]))[number]
+            if (scan.uint64(commits, 2) != announced).any():
+                raise DecodeError("a commit at another position than its begin announced", offset=2)
+            rows_after = int(rows_before[-1] - rows_before[commits[-1] - first])
+            cut = Cut(self._block.rows - rows_after, len(self._block.marks), before + int(number[-1]) + 1)
+            self._note_commits(cut, Lsn(int(scan.uint64(commits[-1:], 10)[0])), scan.commit_times(commits, 18))
+            if not len(begins) or begins[-1] < commits[-1]:
+                self._open = None
+                self._ordinal = 0
+
+    def _require_nesting(self, begins: NDArray[np.int64], commits: NDArray[np.int64]) -> None:
+        """Begins and commits take turns."""
+        opened = int(self._open is not None)
+        balance = len(begins) + opened - len(commits)
+        paired = begins if opened == 0 else np.concatenate(([-1], begins))
+        if balance not in (0, 1) or not (paired[: len(commits)] < commits).all():
+            raise DecodeError("a commit without a begin", offset=0)
+        if not (commits[: len(paired) - 1] < paired[1:]).all():
+            raise DecodeError("a begin inside of a transaction", offset=0)
+
+    def _note_commits(self, cut: Cut, end: Lsn, times: NDArray[np.int64]) -> None:
+        self._committed = cut
+        self._end = end
+        self._transactions += len(times)
+        earliest, latest = int(times.min()), int(times.max())
+        known = self._commit_times or (earliest, latest)
+        self._commit_times = (min(known[0], earliest), max(known[1], latest))
+
+    def _add_rows(
+        self,
+        scan: Scan,
+        base: int,
+        rows: NDArray[np.int64],
+        transaction: NDArray[np.int32],
+        ordinal: NDArray[np.int64],
+        *,
+        prefix: int,
+        stream: int | None,
+    ) -> None:
+        """Index row messages; in streamed runs `prefix` bytes (the sub-transaction) stand before the table."""
+        message = scan.start[rows] + base
+        tuple_start = message + (HEADER + 5 + prefix)
+        end = scan.end[rows] + base
+        if prefix and (tuple_start + 3 > end).any():
+            raise DecodeError("a streamed change ends inside its header", offset=5)
+        self._block.add_rows(
+            RowIndex(
+                lane=self._lanes(scan.uint32(rows, 1 + prefix), stream),
+                operation=scan.kind[rows],
+                message=message + HEADER,
+                start=tuple_start,
+                end=end,
+                transaction=transaction,
+                ordinal=ordinal,
+            )
+        )
+
+    def _lanes(self, tables: NDArray[np.int64], stream: int | None) -> NDArray[np.uint16] | NDArray[np.uint32]:
+        number_type = np.uint16 if len(self._relations.lanes) <= 1 << 16 else np.uint32
+        if (tables == tables[0]).all():
+            lane = self._relations.lane(int(tables[0]), transaction=stream)
+            return np.full(len(tables), lane.number, number_type)
+        known, inverse = np.unique(tables, return_inverse=True)
+        # One look-up per table, not per row.
+        numbers = [self._relations.lane(table, transaction=stream).number for table in known.tolist()]
+        return np.array(numbers, number_type)[inverse]
+
+    # Messages that are few
+
+    def _take_single(self, kind: int, message: bytes) -> None:
+        if kind == wire.RELATION:
+            self._relations.describe(parse_relation(message))
+        elif kind == wire.TRUNCATE:
+            if self._open is None:
+                raise DecodeError("a truncate outside of a transaction", offset=0)
+            self._take_truncate(message, self._open)
+        elif kind == wire.MESSAGE:
+            self._take_message(message, self._open)
+        elif kind == wire.STREAM_START:
+            if self._open is not None:
+                raise DecodeError("a streamed run inside of a transaction", offset=0)
+            self._streaming = parse_stream_start(message).xid
+            self._streams.start(self._streaming)
+        elif kind == wire.STREAM_COMMIT:
+            self._take_stream_commit(parse_stream_commit(message))
+        elif kind == wire.STREAM_ABORT:
+            abort = parse_stream_abort(message)
+            self._streams.abort(abort.xid, abort.subtransaction_xid)
+        else:
+            raise DecodeError("the end of a streamed run that never began", offset=0)
+
+    def _take_truncate(self, message: bytes, transaction: Transaction, stream: int | None = None) -> None:
+        truncate = parse_truncate(message, streamed=stream is not None)
+        key = OrderKey(transaction.commit_lsn, self._ordinal)
+        self._ordinal += 1
+        for table_id in truncate.table_ids:
+            schema = self._relations.lane(table_id, transaction=stream).schema
+            step = Truncation(
+                table_id=table_id,
+                table=str(schema),
+                key=key,
+                commit_time=transaction.commit_time,
+                xid=transaction.xid,
+                cascade=truncate.cascade,
+                restart_identity=truncate.restart_identity,
+            )
+            self._block.marks.append(Mark(self._block.rows, table_id, step))
+
+    def _take_message(self, raw: bytes, transaction: Transaction | None, stream: int | None = None) -> None:
+        message = parse_logical_message(raw, streamed=stream is not None)
+        if message.prefix not in self._settings.message_prefixes or transaction is None:
+            return
+        key = OrderKey(transaction.commit_lsn, self._ordinal)
+        step = Message(key, transaction.commit_time, transaction.xid, message.prefix, message.content)
+        self._block.marks.append(Mark(self._block.rows, None, step))
+
+    # Streamed transactions
+
+    def _set_aside(self, scan: Scan, parcel: Parcel, first: int, last: int) -> None:
+        assert self._streaming is not None
+        if first < last:
+            raw = memoryview(parcel.raw)[int(scan.start[first]) : int(scan.end[last - 1])]
+            self._streams.append(self._streaming, raw, parcel.lengths[first:last])
+
+    def _take_stream_commit(self, commit: StreamCommit) -> None:
+        """Read a streamed transaction again, now that its end is known."""
+        transaction = Transaction(commit.commit_lsn, commit.commit_time, commit.xid)
+        self._open = transaction
+        self._ordinal = 0
+        self._block.add_transaction(transaction)
+        stream = self._streams.take(commit.xid)
+        for parcel in stream.parcels(self._settings.block_bytes // 4):
+            self._replay(parcel, transaction, stream.aborted)
+            self._settle()
+        self._relations.commit(commit.xid)
+        self._open = None
+        self._ordinal = 0
+        self._note_commits(self._block.end, commit.end_lsn, np.array([commit.commit_time]))
+
+    def _replay(self, parcel: Parcel, transaction: Transaction, aborted: NDArray[np.int64]) -> None:
+        scan = Scan(parcel)
+        base = self._block.add_bytes(parcel.raw)
+        done = 0
+        for index in np.flatnonzero(wire.IS_SINGLE[scan.kind]).tolist():
+            self._replay_rows(scan, base, done, index, transaction.xid, aborted)
+            done = index + 1
+            kind, message = int(scan.kind[index]), scan.message(index)
+            if kind == wire.RELATION:
+                # Kept even if its sub-transaction was rolled back: the server does not send it again.
+                self._relations.describe(parse_relation(message, streamed=True), transaction=transaction.xid)
+            elif int.from_bytes(message[1:5], "big") in aborted:
+                continue
+            elif kind == wire.TRUNCATE:
+                self._take_truncate(message, transaction, transaction.xid)
+            elif kind == wire.MESSAGE:
+                self._take_message(message, transaction, transaction.xid)
+            else:
+                raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
+        self._replay_rows(scan, base, done, scan.count, transaction.xid, aborted)
+
+    def _replay_rows(
+        self, scan: Scan, base: int, first: int, last: int, stream: int, aborted: NDArray[np.int64]
+    ) -> None:
+        rows = first + np.flatnonzero(wire.IS_ROW[scan.kind[first:last]])
+        if len(aborted) and len(rows):
+            rows = rows[~np.isin(scan.uint32(rows, 1), aborted)]
+        if not len(rows):
+            return
+        number = np.full(len(rows), self._block.transactions - 1, np.int32)
+        ordinal = self._ordinal + np.arange(len(rows))
+        self._ordinal += len(rows)
+        self._add_rows(scan, base, rows, number, ordinal, prefix=4, stream=stream)

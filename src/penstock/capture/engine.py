@@ -1,0 +1,271 @@
+"""Capture itself: a slot's changes into a spool, until told to stop.
+
+Three threads. One reads and answers the server, one decodes and writes, one keeps house: it lets go of what readers
+have finished and finds out what may be acknowledged. A connection that breaks is made again, from where the spool
+ends; nothing that was read but not published survives it, and nothing needs to.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.capture.assembler import Assembler, AssemblerSettings
+from penstock.capture.queue import ParcelQueue
+from penstock.capture.resolver import CatalogResolver
+from penstock.capture.scan import Parcel
+from penstock.capture.session import ReplicationSession, StartOptions
+from penstock.errors import PenstockError, PositionAhead, Retry, SlotUnusable
+from penstock.lsn import Lsn, reaches
+from penstock.retry import Backoff
+from penstock.source.connections import Role, SourceSettings, connect, run_command
+from penstock.source.lineage import check_lineage, identify_system, read_timeline_history
+from penstock.source.publications import require_publication
+from penstock.source.slots import inspect_slot, require_usable
+from penstock.spool import SpoolSettings, SpoolWriter, Stopping
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSettings:
+    """What is captured, and how it is gathered."""
+
+    source: SourceSettings
+    slot: str
+    publication: str
+    spool: SpoolSettings
+    temporary: bool = False
+    """The slot is made by this connection, and ends with it."""
+    start: Lsn | None = None
+    """Where a new spool begins; None for where the slot stands."""
+    streaming: bool = True
+    queue_bytes: int = 32 << 20
+    """Read and not yet decoded."""
+    cut_seconds: float = 0.1
+    """When nothing more has arrived, a committed transaction waits this long to be published."""
+    longest_cut_seconds: float = 1.0
+    """Under load it waits at most this long, or until a block is full."""
+    assembler: AssemblerSettings = field(default_factory=AssemblerSettings)
+
+
+class Reading(StrEnum):
+    """What capture does now."""
+
+    CONNECTING = "connecting"
+    STREAMING = "streaming"
+    SPOOL_FULL = "spool full"
+    DISK_FULL = "disk full"
+    RETRYING = "retrying"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureStatus:
+    """A look at capture from outside."""
+
+    reading: Reading
+    captured: Lsn | None = None
+    acknowledged: Lsn | None = None
+    unreleased_bytes: int = 0
+    error: PenstockError | None = None
+    """Why it is retrying."""
+
+
+class Capture:
+    """Runs in a process of its own (`penstock.capture.process`), or in threads of a test."""
+
+    def __init__(
+        self,
+        settings: CaptureSettings,
+        stop: threading.Event,
+        report: Callable[[CaptureStatus], None] = lambda status: None,
+    ) -> None:
+        self._settings = settings
+        self._stop = stop
+        self._report = report
+        self._backoff = Backoff(first=0.2, longest=15.0)
+        self._acknowledged = Lsn(0)
+        self._session: ReplicationSession | None = None
+
+    def run(self) -> None:
+        """Capture until stopped; raises what only a person can mend."""
+        self._report(CaptureStatus(Reading.CONNECTING))
+        writer = SpoolWriter(self._settings.spool, self._stop)
+        try:
+            while not self._stop.is_set():
+                try:
+                    self._run_once(writer)
+                except Stopping:
+                    break
+                except PenstockError as error:
+                    if error.retry is not Retry.TIMED or self._settings.temporary:
+                        raise
+                    delay = self._backoff.next_delay()
+                    logger.warning("capture tries again in=%.1fs error=%s", delay, error)
+                    self._report(CaptureStatus(Reading.RETRYING, writer.end, self._acknowledged, error=error))
+                    self._stop.wait(delay)
+        finally:
+            writer.close()
+            self._report(CaptureStatus(Reading.STOPPED, writer.end, self._acknowledged))
+
+    def _run_once(self, writer: SpoolWriter) -> None:
+        """One connection, from start to break or stop."""
+        settings = self._settings
+        writer.discard_unpublished()
+        with connect(settings.source, Role.CATALOG) as catalog:
+            require_publication(catalog, settings.publication)
+            options = StartOptions(
+                slot=settings.slot,
+                publications=(settings.publication,),
+                streaming=settings.streaming,
+                messages=bool(settings.assembler.message_prefixes),
+            )
+            if not settings.temporary:
+                require_usable(inspect_slot(catalog, settings.slot), settings.slot, database=catalog.info.dbname)
+            session = ReplicationSession(settings.source, options)
+            try:
+                self._start(session, writer, catalog)
+                resolver = CatalogResolver(catalog, writer.schemas)
+                assembler = Assembler(writer, resolver, writer.open_folder, settings.assembler)
+                self._run_threads(session, writer, assembler, _answer_seconds(catalog))
+            finally:
+                session.close()
+
+    def _start(self, session: ReplicationSession, writer: SpoolWriter, catalog) -> None:
+        """Find the position to start from, refuse one that the server cannot serve, and start there."""
+        settings = self._settings
+        system = identify_system(session.connection)
+        lineage = system.lineage(settings.slot)
+        if settings.temporary:
+            confirmed = _create_temporary_slot(session, settings.slot)
+        else:
+            slot = require_usable(inspect_slot(catalog, settings.slot), settings.slot)
+            confirmed = slot.confirmed_flush_lsn or Lsn(0)
+        needed = writer.needed_from()
+        if needed is None:
+            needed = settings.start if settings.start is not None else confirmed
+        elif writer.lineage is not None:
+            history = read_timeline_history(session.connection, lineage.timeline)
+            check_lineage(writer.lineage, lineage, needed, system.position, history)
+        if not reaches(needed, confirmed):
+            raise SlotUnusable(
+                f"slot {settings.slot!r} was moved to {confirmed}, beyond {needed} where reading has to go on",
+                hint="Another program has read from this slot. What lies between is gone: copy the tables again.",
+                slot=settings.slot,
+            )
+        # A restart can leave the server's WAL some bytes short of a keepalive's position, never of a commit's end.
+        if not reaches(system.position, needed):
+            raise PositionAhead(
+                f"reading has to go on at {needed}, but the server's log ends at {system.position}",
+                stored=needed,
+                current=system.position,
+            )
+        session.start(needed)
+        writer.begin_at(needed, lineage)
+        self._acknowledged = max(self._acknowledged, confirmed)
+
+    def _run_threads(
+        self, session: ReplicationSession, writer: SpoolWriter, assembler: Assembler, answer_seconds: float
+    ) -> None:
+        """Read in this thread, decode and keep house in others; the first error ends all three."""
+        ended = threading.Event()
+        errors: list[BaseException] = []
+        queue = ParcelQueue(self._settings.queue_bytes)
+
+        def guarded(work: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    work()
+                except BaseException as error:
+                    errors.append(error)
+                finally:
+                    ended.set()
+
+            return run
+
+        threads = [
+            threading.Thread(target=guarded(lambda: self._decode(queue, writer, assembler, ended)), name="decode"),
+            threading.Thread(target=guarded(lambda: self._keep_house(session, writer, ended)), name="keep-house"),
+        ]
+        for thread in threads:
+            thread.start()
+        stopper = threading.Thread(target=lambda: (self._wait_for_either(ended), ended.set()), name="stop")
+        stopper.start()
+        try:
+            guarded(lambda: session.read(queue, lambda: self._acknowledged, ended, answer_seconds=answer_seconds))()
+        finally:
+            for thread in (*threads, stopper):
+                thread.join()
+        real = [error for error in errors if not isinstance(error, Stopping)]
+        if real:
+            raise real[0]
+        session.finish(self._acknowledged)
+
+    def _wait_for_either(self, ended: threading.Event) -> None:
+        while not ended.is_set() and not self._stop.wait(0.05):
+            pass
+
+    def _decode(
+        self, queue: ParcelQueue, writer: SpoolWriter, assembler: Assembler, ended: threading.Event
+    ) -> None:
+        """Feed the assembler, and cut when a transaction has waited long enough."""
+        settings = self._settings
+        waiting_since: float | None = None
+        while not ended.is_set():
+            item = queue.get(settings.cut_seconds / 2)
+            if isinstance(item, Parcel):
+                writer.wait_for_room()
+                assembler.feed(item)
+            elif item is not None:
+                assembler.keepalive(item)
+            now = time.monotonic()
+            if not assembler.has_committed:
+                waiting_since = None
+                writer.flush_position()
+                continue
+            self._backoff.reset()
+            waiting_since = waiting_since or now
+            patience = settings.cut_seconds if queue.is_empty else settings.longest_cut_seconds
+            if now - waiting_since >= patience:
+                assembler.cut()
+                waiting_since = None
+        if self._stop.is_set():
+            assembler.cut()
+
+    def _keep_house(self, session: ReplicationSession, writer: SpoolWriter, ended: threading.Event) -> None:
+        reported = 0.0
+        while not ended.wait(0.05):
+            floor = writer.tick()
+            if floor is not None and writer.end is not None:
+                self._acknowledged = max(self._acknowledged, min(floor, writer.end))
+            if time.monotonic() - reported >= 0.2:
+                reported = time.monotonic()
+                self._report(
+                    CaptureStatus(_reading(session, writer), writer.end, self._acknowledged, writer.unreleased_bytes)
+                )
+
+
+def _reading(session: ReplicationSession, writer: SpoolWriter) -> Reading:
+    if writer.disk.full:
+        return Reading.DISK_FULL
+    return Reading.SPOOL_FULL if writer.is_full else Reading.STREAMING
+
+
+def _answer_seconds(catalog) -> float:
+    """A quarter of the time after which the server gives a silent reader up; 10 s at most."""
+    row = catalog.execute(
+        "select setting::int8 from pg_catalog.pg_settings where name = 'wal_sender_timeout'"
+    ).fetchone()
+    milliseconds = int(row[0]) if row else 60_000
+    return min(10.0, milliseconds / 4000) if milliseconds else 10.0
+
+
+def _create_temporary_slot(session: ReplicationSession, slot: str) -> Lsn:
+    command = f'CREATE_REPLICATION_SLOT "{slot}" TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT'
+    rows = run_command(session.connection, command, f"create the temporary slot {slot!r}", timeout=None, slot=slot)
+    return Lsn.parse(rows[0][1] or "0/0")

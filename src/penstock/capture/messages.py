@@ -1,0 +1,197 @@
+"""The messages of pgoutput that are few: read one at a time with a checked cursor.
+
+Inserts, updates, deletes, begins and commits come by the million and are read column at a time (`scan.py`,
+`waves.py`). All others pass through here. No I/O; malformed bytes raise `DecodeError` with the offset from the
+start of the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import DecodeError
+from penstock.lsn import Lsn
+from penstock.source.columns import RelationColumn
+
+POSTGRES_EPOCH_MICROSECONDS = 946_684_800_000_000
+"""2000-01-01 UTC in Unix microseconds: where the server's clock readings start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """The shape that the following rows of a table have."""
+
+    table_id: int
+    namespace: str
+    name: str
+    replica_identity: str
+    columns: tuple[RelationColumn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Tables that were emptied together."""
+
+    table_ids: tuple[int, ...]
+    cascade: bool
+    restart_identity: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalMessage:
+    """What `pg_logical_emit_message` wrote."""
+
+    transactional: bool
+    lsn: Lsn
+    prefix: str
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStart:
+    """A run of messages of one transaction that is still open begins."""
+
+    xid: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCommit:
+    """A streamed transaction committed; its rows are known now."""
+
+    xid: int
+    commit_lsn: Lsn
+    end_lsn: Lsn
+    commit_time: int
+    """Unix microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAbort:
+    """A streamed transaction, or one of its sub-transactions, was rolled back."""
+
+    xid: int
+    subtransaction_xid: int
+
+
+def parse_relation(message: bytes, *, streamed: bool = False) -> Relation:
+    """Read `R`."""
+    cursor = _Cursor(message, b"R", streamed)
+    table_id = cursor.uint(4, "relation")
+    namespace = cursor.text("namespace") or "pg_catalog"
+    name = cursor.text("relation name")
+    identity = chr(cursor.uint(1, "replica identity"))
+    if identity not in "dnfi":
+        raise cursor.error("an unknown replica identity", at=cursor.position - 1)
+    columns = tuple(_relation_column(cursor) for _ in range(cursor.uint(2, "column count")))
+    cursor.finish()
+    return Relation(table_id, namespace, name, identity, columns)
+
+
+def parse_truncate(message: bytes, *, streamed: bool = False) -> Truncate:
+    """Read `T`."""
+    cursor = _Cursor(message, b"T", streamed)
+    count = cursor.uint(4, "table count")
+    options = cursor.uint(1, "options")
+    if count * 4 > cursor.remaining:
+        raise cursor.error("more tables than bytes")
+    table_ids = tuple(cursor.uint(4, "relation") for _ in range(count))
+    cursor.finish()
+    return Truncate(table_ids, cascade=bool(options & 1), restart_identity=bool(options & 2))
+
+
+def parse_logical_message(message: bytes, *, streamed: bool = False) -> LogicalMessage:
+    """Read `M`."""
+    cursor = _Cursor(message, b"M", streamed)
+    transactional = bool(cursor.uint(1, "flags") & 1)
+    lsn = Lsn(cursor.uint(8, "position"))
+    prefix = cursor.text("prefix")
+    content = cursor.take(cursor.uint(4, "content length"), "content")
+    cursor.finish()
+    return LogicalMessage(transactional, lsn, prefix, content)
+
+
+def parse_stream_start(message: bytes) -> StreamStart:
+    """Read `S`."""
+    cursor = _Cursor(message, b"S")
+    start = StreamStart(xid=cursor.uint(4, "transaction"), first=cursor.uint(1, "first segment") == 1)
+    cursor.finish()
+    return start
+
+
+def parse_stream_commit(message: bytes) -> StreamCommit:
+    """Read `c`."""
+    cursor = _Cursor(message, b"c")
+    xid = cursor.uint(4, "transaction")
+    cursor.uint(1, "flags")
+    commit_lsn, end_lsn = Lsn(cursor.uint(8, "commit position")), Lsn(cursor.uint(8, "end position"))
+    commit_time = cursor.uint(8, "commit time") + POSTGRES_EPOCH_MICROSECONDS
+    cursor.finish()
+    return StreamCommit(xid, commit_lsn, end_lsn, commit_time)
+
+
+def parse_stream_abort(message: bytes) -> StreamAbort:
+    """Read `A`."""
+    cursor = _Cursor(message, b"A")
+    abort = StreamAbort(xid=cursor.uint(4, "transaction"), subtransaction_xid=cursor.uint(4, "sub-transaction"))
+    cursor.finish()
+    return abort
+
+
+def _relation_column(cursor: _Cursor) -> RelationColumn:
+    is_key = bool(cursor.uint(1, "column flags") & 1)
+    name = cursor.text("column name")
+    type_oid = cursor.uint(4, "column type")
+    return RelationColumn(name, type_oid, cursor.int32("type modifier"), is_key)
+
+
+class _Cursor:
+    """Reads from left to right and never past the end."""
+
+    __slots__ = ("_message", "position")
+
+    def __init__(self, message: bytes, kind: bytes, streamed: bool = False) -> None:
+        self._message = message
+        self.position = 0
+        if self.take(1, "kind") != kind:
+            raise self.error(f"not a message of kind {kind.decode()}", at=0)
+        if streamed:
+            self.uint(4, "transaction")
+
+    @property
+    def remaining(self) -> int:
+        return len(self._message) - self.position
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.remaining:
+            raise self.error(f"the message ends inside its {what}")
+        part = self._message[self.position : self.position + count]
+        self.position += count
+        return part
+
+    def uint(self, size: int, what: str) -> int:
+        return int.from_bytes(self.take(size, what), "big")
+
+    def int32(self, what: str) -> int:
+        return int.from_bytes(self.take(4, what), "big", signed=True)
+
+    def text(self, what: str) -> str:
+        end = self._message.find(b"\0", self.position)
+        if end < 0:
+            raise self.error(f"the {what} has no end")
+        raw = self._message[self.position : end]
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"the {what} is not UTF-8", at=self.position + error.start) from None
+        self.position = end + 1
+        return text
+
+    def finish(self) -> None:
+        if self.remaining:
+            raise self.error(f"{self.remaining} bytes follow the end of the message")
+
+    def error(self, what: str, *, at: int | None = None) -> DecodeError:
+        offset = self.position if at is None else at
+        kind = self._message[:1].decode("ascii", "replace")
+        return DecodeError(f"malformed {kind!r} message at offset {offset}: {what}", offset=offset)

@@ -1,0 +1,214 @@
+"""A replication connection: starts at a position, reads messages, and answers on its own timer.
+
+Reading goes through libpq's buffer, message by message, into parcels. Between reads it naps for some milliseconds:
+the server then sends without waking anybody, and whole buffers are read at once, which is what makes this reader
+faster than one that wakes up for every message. After a moment without messages it sleeps on the socket instead.
+
+Answers depend on nothing but the clock and the acknowledged position. When the queue is full nothing is read, and
+the answers go on: the server sees a slow reader, not a dead one.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psycopg
+from psycopg import pq
+
+from penstock.capture.messages import POSTGRES_EPOCH_MICROSECONDS
+from penstock.capture.queue import ParcelQueue
+from penstock.capture.scan import PADDING, Parcel
+from penstock.errors import DecodeError, ServerUnavailable
+from penstock.lsn import Lsn
+from penstock.source.connections import SourceSettings, connect_replication
+from penstock.source.faults import Place, from_connection, from_result
+
+logger = logging.getLogger(__name__)
+
+PARCEL_BYTES = 1 << 20
+NAP_SECONDS = 0.008
+IDLE_SECONDS = 0.1
+"""After this long without messages, sleep on the socket."""
+_MESSAGE, _KEEPALIVE = b"wk"
+_STREAMING_SINCE = 140000
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """What pgoutput is asked for."""
+
+    slot: str
+    publications: tuple[str, ...]
+    streaming: bool = True
+    """Transactions that are too large for the server's memory are sent before they end (14 and newer)."""
+    messages: bool = False
+
+
+class ReplicationSession:
+    """Owns its connection. `read` runs in one thread; `acknowledged` is asked from that thread only."""
+
+    def __init__(self, settings: SourceSettings, options: StartOptions) -> None:
+        self.connection = connect_replication(settings)
+        self._options = options
+        self._place = Place.of(self.connection)
+        self._received = Lsn(0)
+        self._answered = Lsn(0)
+        self._answered_at = 0.0
+        self._asked = False
+        self.paused = False
+        """Whether reading waits for room in the queue."""
+
+    def start(self, position: Lsn) -> None:
+        """Begin with the first commit that starts at or after `position`."""
+        connection = self.connection
+        result = connection.exec_(self._start_command(position).encode())
+        if result.status != pq.ExecStatus.COPY_BOTH:
+            raise from_result(result, self._place, "start replication", slot=self._options.slot)
+        connection.nonblocking = 1
+        self._received = position
+        logger.info("replication started slot=%s position=%s", self._options.slot, position)
+
+    def read(
+        self,
+        queue: ParcelQueue,
+        acknowledged: Callable[[], Lsn],
+        stop: threading.Event,
+        *,
+        answer_seconds: float,
+    ) -> None:
+        """Read until `stop`. Raises when the connection ends."""
+        last_message = time.monotonic()
+        while not stop.is_set():
+            self._answer(acknowledged(), answer_seconds)
+            self.paused = not queue.has_room
+            if self.paused and not queue.wait_for_room(min(0.1, answer_seconds / 4)):
+                continue
+            if self._read_available(queue):
+                last_message = time.monotonic()
+                time.sleep(NAP_SECONDS)
+            elif time.monotonic() - last_message < IDLE_SECONDS:
+                time.sleep(NAP_SECONDS)
+            else:
+                select.select([self.connection.socket], [], [], min(0.1, answer_seconds / 4))
+
+    def finish(self, acknowledged: Lsn) -> None:
+        """Send a last answer and hang up."""
+        try:
+            self._send_answer(acknowledged)
+            self.connection.put_copy_end()
+            self.connection.flush()
+        except psycopg.Error:
+            logger.debug("the connection was gone before the last answer")
+        self.close()
+
+    def close(self) -> None:
+        """Hang up without a word."""
+        self.connection.finish()
+
+    def _read_available(self, queue: ParcelQueue) -> bool:
+        """Move what has arrived into the queue, until there is nothing more or the queue is full."""
+        any_message = False
+        get, consume = self.connection.get_copy_data, self.connection.consume_input
+        messages: list[memoryview] = []
+        append = messages.append
+        size = 0
+        just_consumed = False
+        try:
+            # The only loop over messages in Python: libpq hands them out one at a time.
+            while True:
+                length, message = get(1)
+                if length > 0:
+                    just_consumed = False
+                    if message[0] == _MESSAGE:
+                        append(message)
+                        size += length
+                        if size < PARCEL_BYTES:
+                            continue
+                    self._put(queue, messages)
+                    any_message = True
+                    size = 0
+                    if message[0] == _KEEPALIVE:
+                        self._take_keepalive(queue, message)
+                    elif message[0] != _MESSAGE:
+                        raise DecodeError("an unknown replication message", offset=0)
+                    elif not queue.has_room:
+                        return True
+                elif length == 0:
+                    if just_consumed:
+                        break
+                    consume()
+                    just_consumed = True
+                else:
+                    raise self._end_of_copy()
+        except psycopg.Error:
+            raise from_connection(self.connection, self._place, "read changes", slot=self._options.slot) from None
+        finally:
+            # Not after an error: those messages come again.
+            if messages and just_consumed:
+                self._put(queue, messages)
+                any_message = True
+        return any_message
+
+    def _put(self, queue: ParcelQueue, messages: list[memoryview]) -> None:
+        if messages:
+            lengths = np.fromiter(map(len, messages), np.int64, len(messages))
+            self._received = max(self._received, Lsn(int.from_bytes(messages[-1][1:9], "big")))
+            queue.put(Parcel(b"".join((*messages, PADDING)), lengths))
+            messages.clear()
+
+    def _take_keepalive(self, queue: ParcelQueue, message: memoryview) -> None:
+        if len(message) != 18:
+            raise DecodeError("a keepalive of another length", offset=len(message))
+        position = Lsn(int.from_bytes(message[1:9], "big"))
+        self._received = max(self._received, position)
+        self._asked = self._asked or message[17] == 1
+        queue.put(position)
+
+    def _answer(self, acknowledged: Lsn, answer_seconds: float) -> None:
+        """Tell the server how far we are, when it asked, when there is news, or when it is time."""
+        elapsed = time.monotonic() - self._answered_at
+        news = acknowledged > self._answered and elapsed >= 0.1
+        if self._asked or news or elapsed >= answer_seconds:
+            try:
+                self._send_answer(acknowledged)
+            except psycopg.Error:
+                raise from_connection(self.connection, self._place, "answer the server") from None
+
+    def _send_answer(self, acknowledged: Lsn) -> None:
+        self._answered = max(self._answered, acknowledged)
+        clock = time.time_ns() // 1000 - POSTGRES_EPOCH_MICROSECONDS
+        received = max(self._received, self._answered)
+        self.connection.put_copy_data(
+            struct.pack(">cQQQqB", b"r", received, self._answered, self._answered, clock, 0)
+        )
+        self.connection.flush()
+        self._answered_at = time.monotonic()
+        self._asked = False
+
+    def _end_of_copy(self) -> Exception:
+        result = self.connection.get_result()
+        if result is not None and result.status == pq.ExecStatus.FATAL_ERROR:
+            options = self._options
+            return from_result(
+                result, self._place, "read changes", slot=options.slot, publication=options.publications[0]
+            )
+        return ServerUnavailable(f"the server ended the replication ({self._place.where})", where=self._place.where)
+
+    def _start_command(self, position: Lsn) -> str:
+        options = self._options
+        names = ",".join('"' + name.replace('"', '""') + '"' for name in options.publications)
+        streaming = options.streaming and self.connection.server_version >= _STREAMING_SINCE
+        parameters = {"proto_version": "2" if streaming else "1", "publication_names": names}
+        if streaming:
+            parameters["streaming"] = "on"
+        if options.messages and self.connection.server_version >= _STREAMING_SINCE:
+            parameters["messages"] = "true"
+        quoted = ", ".join(f"{key} '{value.replace(chr(39), chr(39) * 2)}'" for key, value in parameters.items())
+        return f'START_REPLICATION SLOT "{options.slot}" LOGICAL {position} ({quoted})'

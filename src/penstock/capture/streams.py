@@ -1,0 +1,120 @@
+"""Streamed transactions that are still open: their messages, set aside as they came.
+
+Kept in memory while small, in a file from then on; thrown away when the connection ends, because the server sends
+an open transaction again from its beginning.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.capture.scan import PADDING, Parcel
+from penstock.errors import DecodeError
+
+MEMORY_BYTES = 1 << 20
+"""Per transaction; more is written to its file."""
+
+
+@dataclass(slots=True)
+class OpenStream:
+    """The messages of one transaction, in order."""
+
+    path: Path
+    aborted: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Sub-transactions that were rolled back."""
+    _raw: list[bytes] = field(default_factory=list)
+    _lengths: list[NDArray[np.int64]] = field(default_factory=list)
+    _pending: int = 0
+    _on_disk: bool = False
+
+    def append(self, raw: memoryview, lengths: NDArray[np.int64]) -> None:
+        self._raw.append(bytes(raw))
+        self._lengths.append(lengths)
+        self._pending += len(raw)
+        if self._pending >= MEMORY_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Move what is in memory to the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._messages, "ab") as messages:
+            messages.writelines(self._raw)
+        with open(self._numbers, "ab") as numbers:
+            numbers.write(np.concatenate(self._lengths).astype(np.int64).tobytes())
+        self._raw, self._lengths, self._pending, self._on_disk = [], [], 0, True
+
+    def parcels(self, most_bytes: int) -> Iterator[Parcel]:
+        """Read all messages again, in parcels of about this size; can be done once."""
+        if self._on_disk:
+            yield from self._parcels_on_disk(most_bytes)
+        if self._raw:
+            yield Parcel(b"".join((*self._raw, PADDING)), np.concatenate(self._lengths))
+        self.discard()
+
+    def discard(self) -> None:
+        if self._on_disk:
+            self._messages.unlink(missing_ok=True)
+            self._numbers.unlink(missing_ok=True)
+        self._raw, self._lengths, self._on_disk = [], [], False
+
+    def _parcels_on_disk(self, most_bytes: int) -> Iterator[Parcel]:
+        # Mapped, not read: the lengths of a very large transaction are many as well.
+        lengths = np.memmap(self._numbers, np.int64, mode="r")
+        first = 0
+        with open(self._messages, "rb") as messages:
+            while first < len(lengths):
+                window = np.array(lengths[first : first + (1 << 18)])
+                total = np.cumsum(window)
+                count = max(1, int(np.searchsorted(total, most_bytes, side="right")))
+                yield Parcel(messages.read(int(total[count - 1])) + PADDING, window[:count])
+                first += count
+
+    @property
+    def _messages(self) -> Path:
+        return self.path.with_suffix(".messages")
+
+    @property
+    def _numbers(self) -> Path:
+        return self.path.with_suffix(".lengths")
+
+
+class OpenStreams:
+    """The streamed transactions of one connection."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self._folder = folder
+        self._streams: dict[int, OpenStream] = {}
+
+    def start(self, xid: int) -> None:
+        """A run of this transaction's messages begins."""
+        if xid not in self._streams:
+            self._streams[xid] = OpenStream(self._folder / str(xid))
+
+    def append(self, xid: int, raw: memoryview, lengths: NDArray[np.int64]) -> None:
+        """Set messages of a transaction aside."""
+        self._streams[xid].append(raw, lengths)
+
+    def abort(self, xid: int, subtransaction_xid: int) -> None:
+        """Forget a transaction, or remember that a part of it was rolled back."""
+        stream = self._streams.get(xid)
+        if stream is None:
+            return
+        if xid == subtransaction_xid:
+            stream.discard()
+            del self._streams[xid]
+        else:
+            stream.aborted = np.append(stream.aborted, subtransaction_xid)
+
+    def take(self, xid: int) -> OpenStream:
+        """The messages of a transaction that has committed."""
+        stream = self._streams.pop(xid, None)
+        if stream is None:
+            raise DecodeError(f"the commit of transaction {xid}, of which nothing was streamed", offset=1)
+        return stream

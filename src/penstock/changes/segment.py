@@ -1,0 +1,114 @@
+"""The columns of a segment: how changes of one table, in one schema version, lie on disk.
+
+Seven columns say what happened; the table's own columns follow, typed.
+
+| column | meaning |
+|---|---|
+| `_op` | 1 insert, 2 update, 3 delete |
+| `_commit_lsn` | start of the commit record; with `_ordinal` the order key |
+| `_ordinal` | number of the change among all surviving changes of its transaction |
+| `_commit_time` | by the source's clock, UTC |
+| `_xid` | of the top-level transaction |
+| `_unchanged` | bitmap of the columns that were *not sent* (bit i of byte i // 8); NULL when all were |
+| `_old` | the row's identity before an update, when it was sent |
+| `_unrepresentable` | texts of cells that their type cannot hold, by column name; only in segments that have some |
+
+A cell that was not sent is NULL here and means nothing: only `_unchanged` tells it from a real NULL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import pyarrow as pa
+
+from penstock.schema import Column, ReplicaIdentity, TableSchema
+from penstock.values import Codec, TypeSettings, codec_for
+
+OP = "_op"
+COMMIT_LSN = "_commit_lsn"
+ORDINAL = "_ordinal"
+COMMIT_TIME = "_commit_time"
+XID = "_xid"
+UNCHANGED = "_unchanged"
+OLD = "_old"
+UNREPRESENTABLE = "_unrepresentable"
+
+RESERVED = (OP, COMMIT_LSN, ORDINAL, COMMIT_TIME, XID, UNCHANGED, OLD, UNREPRESENTABLE)
+UNREPRESENTABLE_TYPE = pa.map_(pa.string(), pa.string())
+
+
+class Operation(IntEnum):
+    """What happened to a row."""
+
+    INSERT = 1
+    UPDATE = 2
+    DELETE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentColumn:
+    """A table's column in a segment."""
+
+    column: Column
+    field_name: str
+    codec: Codec
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """A table's columns with their names and types in segments."""
+
+    schema: TableSchema
+    columns: tuple[SegmentColumn, ...]
+    old_columns: tuple[SegmentColumn, ...]
+    """What `_old` holds: the identity; with FULL every column; nothing where there is no identity."""
+    arrow_schema: pa.Schema
+
+    @property
+    def old_type(self) -> pa.DataType | None:
+        return self.arrow_schema.field(OLD).type if self.old_columns else None
+
+
+def segment_layout(schema: TableSchema, settings: TypeSettings | None = None) -> SegmentLayout:
+    """Decide names and types, once per schema version."""
+    settings = settings or TypeSettings()
+    names = field_names(schema)
+    columns = tuple(
+        SegmentColumn(column, name, codec_for(column.type, column.type_modifier, settings), index)
+        for index, (column, name) in enumerate(zip(schema.columns, names, strict=True))
+    )
+    full = schema.replica_identity is ReplicaIdentity.FULL
+    old_columns = tuple(column for column in columns if full or column.column.identity)
+    fields = [
+        pa.field(OP, pa.int8(), nullable=False),
+        pa.field(COMMIT_LSN, pa.int64(), nullable=False),
+        pa.field(ORDINAL, pa.int64(), nullable=False),
+        pa.field(COMMIT_TIME, pa.timestamp("us", "UTC"), nullable=False),
+        pa.field(XID, pa.int64(), nullable=False),
+        pa.field(UNCHANGED, pa.binary()),
+    ]
+    if old_columns:
+        old_type = pa.struct([pa.field(column.field_name, column.codec.arrow_type) for column in old_columns])
+        fields.append(pa.field(OLD, old_type))
+    fields += [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
+    return SegmentLayout(schema, columns, old_columns, pa.schema(fields))
+
+
+def field_names(schema: TableSchema) -> tuple[str, ...]:
+    """The columns' names in segments.
+
+    A name that collides with ours, or with another one when case is ignored (as Spark does), gets its attribute
+    number behind it.
+    """
+    taken: set[str] = set(RESERVED)
+    names: list[str] = []
+    for column in schema.columns:
+        name = column.name
+        while name.lower() in taken:
+            name = f"{name}#{column.attnum}"
+        taken.add(name.lower())
+        names.append(name)
+    return tuple(names)

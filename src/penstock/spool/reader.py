@@ -1,0 +1,105 @@
+"""Reading a spool: entries after a position, of some tables or of all.
+
+Any number of readers, in any process. A reader that must not miss anything registers (`penstock.spool.registry`)
+before it reads, and advances when it needs something no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.changes.steps import Message, Segment
+from penstock.errors import PositionGone, SpoolCorrupt
+from penstock.lsn import Lsn, reaches
+from penstock.schema import TableSchema
+from penstock.spool.entries import Entry
+from penstock.spool.folder import SpoolFolder
+from penstock.spool.log import LogTail
+from penstock.spool.registry import Readers
+from penstock.spool.schemas import SchemaVersions
+
+POLL_SECONDS = 0.01
+
+
+class SpoolReader:
+    """A view of a spool that grows; not for use by several threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = SpoolFolder(path)
+        self._tail = LogTail(self._folder)
+        self._entries: list[Entry] = []
+        self._schemas = SchemaVersions(self._folder)
+        self.readers = Readers(self._folder)
+
+    @property
+    def captured(self) -> Lsn | None:
+        """The boundary up to which everything is in the spool; None while there is nothing."""
+        self._refresh()
+        return self._entries[-1].end if self._entries else None
+
+    def entries(self, after: Lsn, tables: Collection[int] | None = None) -> list[Entry]:
+        """Entries that end after a boundary, in order, with the steps of these tables only (messages have none).
+
+        The first one may begin before `after`; its transactions that are in already are told by their commit
+        positions (`penstock.lsn.are_in`).
+        """
+        self._refresh()
+        if self._entries and not reaches(after, self._entries[0].begin):
+            raise PositionGone(
+                f"entries after {after} were asked for, but the spool begins at {self._entries[0].begin}",
+                position=after,
+            )
+        found = [entry for entry in self._entries if not reaches(after, entry.end)]
+        if tables is None:
+            return found
+        return [
+            replace(
+                entry,
+                steps=tuple(step for step in entry.steps if isinstance(step, Message) or step.table_id in tables),
+            )
+            for entry in found
+        ]
+
+    def wait(self, after: Lsn, timeout: float) -> bool:
+        """Wait until the spool reaches beyond a boundary; False when it did not in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            captured = self.captured
+            if captured is not None and not reaches(after, captured):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+
+    def forget(self, before: Lsn) -> None:
+        """Drop entries from memory that this reader has passed."""
+        while len(self._entries) > 1 and reaches(before, self._entries[0].end):
+            del self._entries[0]
+
+    def schema(self, segment: Segment) -> TableSchema:
+        """The schema that a segment's rows have."""
+        return self._schemas.load(segment.table_id, segment.version)
+
+    def path(self, segment: Segment) -> Path:
+        return self._folder.root / segment.file
+
+    def read(self, segment: Segment) -> pa.Table:
+        """A segment's rows."""
+        try:
+            return pq.read_table(self.path(segment), partitioning=None)
+        except FileNotFoundError:
+            raise PositionGone(
+                f"a segment of {segment.table} was released already", position=segment.first.commit_lsn
+            ) from None
+
+    def _refresh(self) -> None:
+        for entry in self._tail.read_new():
+            if self._entries and entry.begin != self._entries[-1].end:
+                raise SpoolCorrupt(f"entry {entry.number} does not follow what was read before")
+            self._entries.append(entry)

@@ -1,0 +1,122 @@
+"""Who still needs what: readers with their positions, and tables whose changes are held for a copy.
+
+A reader is registered before it reads anything, and stays registered while it is down: what it has not finished is
+neither deleted nor acknowledged. Its file is written by the reader alone, and read by the writer.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError, HoldBroken, SpoolError
+from penstock.lsn import Lsn, reaches
+from penstock.spool.folder import SpoolFolder, read_file, replace_file, sync_folder
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+class Readers:
+    """The registered readers of a spool."""
+
+    def __init__(self, folder: SpoolFolder) -> None:
+        self._folder = folder
+        folder.create()
+
+    def register(self, name: str, position: Lsn) -> Lsn:
+        """Make a reader known, durably; a known one keeps its position. Returns the position it continues from."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"not a name for a reader: {name!r}", hint="Use letters, digits, dots, dashes, underscores.")
+        known = self.position(name)
+        if known is not None:
+            return known
+        replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
+        return position
+
+    def advance(self, name: str, position: Lsn) -> None:
+        """Nothing before `position` is needed any more. Positions only grow."""
+        known = self.position(name)
+        if known is None:
+            raise SpoolError(f"no reader {name!r} is registered in this spool")
+        if not reaches(known, position):
+            # Not synced: after a power cut an older position holds back more than needed, which is safe.
+            replace_file(self._folder.readers / f"{name}.json", {"position": str(position)})
+
+    def unregister(self, name: str) -> None:
+        """Forget a reader: what only it needed will be deleted and acknowledged."""
+        (self._folder.readers / f"{name}.json").unlink(missing_ok=True)
+        sync_folder(self._folder.readers)
+
+    def position(self, name: str) -> Lsn | None:
+        """A reader's position, None if it is not registered."""
+        record = read_file(self._folder.readers / f"{name}.json")
+        return None if record is None else Lsn.parse(record["position"])
+
+    def positions(self) -> dict[str, Lsn]:
+        """All readers."""
+        found = {path.stem: self.position(path.stem) for path in self._folder.readers.glob("[!.]*.json")}
+        return {name: position for name, position in found.items() if position is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A table's changes are kept from `begin` on; `broken` when they outgrew their budget and were let go."""
+
+    table_id: int
+    begin: Lsn | None
+    broken: bool = False
+
+
+class Holds:
+    """Tables that are being copied."""
+
+    def __init__(self, folder: SpoolFolder) -> None:
+        self._folder = folder
+        folder.create()
+
+    def request(self, table_id: int) -> None:
+        """Ask for a table's changes to be kept from now on; the writer confirms with the position."""
+        self._write(Hold(table_id, None), durable=True)
+
+    def confirmed(self, table_id: int) -> Lsn | None:
+        """From where on the table's changes are kept; None if the writer has not answered yet."""
+        hold = self.get(table_id)
+        if hold is None:
+            raise SpoolError(f"the changes of table {table_id} are not held")
+        if hold.broken:
+            raise HoldBroken(f"the changes kept for table {table_id} outgrew copy_max_bytes", table_id=table_id)
+        return hold.begin
+
+    def wait_confirmed(self, table_id: int, timeout: float) -> Lsn:
+        """`confirmed`, waiting for the writer."""
+        deadline = time.monotonic() + timeout
+        while (begin := self.confirmed(table_id)) is None:
+            if time.monotonic() > deadline:
+                raise SpoolError("capture does not answer; is it running?")
+            time.sleep(0.02)
+        return begin
+
+    def release(self, table_id: int) -> None:
+        """The copy has ended."""
+        (self._folder.holds / f"{table_id}.json").unlink(missing_ok=True)
+
+    def get(self, table_id: int) -> Hold | None:
+        record = read_file(self._folder.holds / f"{table_id}.json")
+        if record is None:
+            return None
+        return Hold(table_id, Lsn.parse(record["begin"]) if record["begin"] else None, record["broken"])
+
+    def all(self) -> list[Hold]:
+        """Every hold, answered or not."""
+        found = [self.get(int(path.stem)) for path in self._folder.holds.glob("[!.]*.json")]
+        return [hold for hold in found if hold is not None]
+
+    def answer(self, hold: Hold) -> None:
+        """The writer's side: confirm or break a hold, unless it was released meanwhile."""
+        if (self._folder.holds / f"{hold.table_id}.json").exists():
+            self._write(hold)
+
+    def _write(self, hold: Hold, *, durable: bool = False) -> None:
+        record = {"begin": str(hold.begin) if hold.begin is not None else None, "broken": hold.broken}
+        replace_file(self._folder.holds / f"{hold.table_id}.json", record, durable=durable)

@@ -1,0 +1,131 @@
+"""What may be deleted: entries that every reader has passed, but for tables that are being copied.
+
+Two budgets. What readers have not passed counts against the spool's size, and stops capture when it is full. What is
+kept only because a table is being copied has a budget of its own; beyond it the largest of these is let go, and that
+copy has to start again. The others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.changes.steps import Segment
+from penstock.lsn import Lsn, is_in, reaches
+from penstock.spool.entries import Entry
+from penstock.spool.folder import SpoolFolder
+from penstock.spool.registry import Hold, Holds
+
+logger = logging.getLogger(__name__)
+
+
+class Retention:
+    """Counts bytes and deletes files. `add` and `apply` may run in different threads."""
+
+    def __init__(self, folder: SpoolFolder, entries: Iterable[Entry], *, copy_max_bytes: int) -> None:
+        self._folder = folder
+        self._copy_max_bytes = copy_max_bytes
+        self._holds = Holds(folder)
+        self._lock = threading.Lock()
+        self._waiting: deque[Entry] = deque(entries)
+        """Not passed by all readers."""
+        self._held: deque[tuple[Entry, dict[int, list[Segment]]]] = deque()
+        """Passed by all readers; what is kept of them, by table."""
+        self.unreleased_bytes = sum(entry.bytes for entry in self._waiting)
+
+    def add(self, entry: Entry) -> None:
+        """An entry was published."""
+        with self._lock:
+            self._waiting.append(entry)
+            self.unreleased_bytes += entry.bytes
+
+    def apply(self, floor: Lsn | None, end: Lsn | None) -> None:
+        """Delete what is not needed, given the boundary that all readers have passed."""
+        holds = self._answer(floor, end)
+        if floor is not None:
+            self._release(floor, holds)
+        self._let_go(holds)
+        self._stay_within_budget(holds)
+        self._drop_log_parts(floor)
+
+    def _answer(self, floor: Lsn | None, end: Lsn | None) -> dict[int, Lsn]:
+        """Confirm new requests: all that is not released yet is still here, and will be kept from now on."""
+        begins: dict[int, Lsn] = {}
+        for hold in self._holds.all():
+            if hold.broken or end is None:
+                continue
+            begin = hold.begin
+            if begin is None:
+                with self._lock:
+                    begin = self._waiting[0].begin if self._waiting else end
+                self._holds.answer(Hold(hold.table_id, begin))
+            begins[hold.table_id] = begin
+        return begins
+
+    def _release(self, floor: Lsn, holds: dict[int, Lsn]) -> None:
+        while True:
+            with self._lock:
+                # The newest entry stays: its end is where the next one begins.
+                if len(self._waiting) < 2 or not reaches(floor, self._waiting[0].end):
+                    return
+                entry = self._waiting.popleft()
+                self.unreleased_bytes -= entry.bytes
+            kept: dict[int, list[Segment]] = {}
+            for step in entry.steps:
+                if isinstance(step, Segment):
+                    if step.table_id in holds and not is_in(step.last.commit_lsn, holds[step.table_id]):
+                        kept.setdefault(step.table_id, []).append(step)
+                    else:
+                        (self._folder.root / step.file).unlink(missing_ok=True)
+            if kept:
+                self._held.append((entry, kept))
+            else:
+                shutil.rmtree(self._folder.entry(entry.number), ignore_errors=True)
+
+    def _let_go(self, holds: dict[int, Lsn]) -> None:
+        """Delete what was kept for copies that have ended."""
+        for _ in range(len(self._held)):
+            entry, kept = self._held.popleft()
+            for table_id in [table_id for table_id in kept if table_id not in holds]:
+                for segment in kept.pop(table_id):
+                    (self._folder.root / segment.file).unlink(missing_ok=True)
+            if kept:
+                self._held.append((entry, kept))
+            else:
+                shutil.rmtree(self._folder.entry(entry.number), ignore_errors=True)
+
+    def _stay_within_budget(self, holds: dict[int, Lsn]) -> None:
+        used: dict[int, int] = {}
+        for _, kept in self._held:
+            for table_id, segments in kept.items():
+                used[table_id] = used.get(table_id, 0) + sum(segment.bytes for segment in segments)
+        while sum(used.values()) > self._copy_max_bytes:
+            largest = max(used, key=lambda table_id: used[table_id])
+            logger.error("changes kept for a copying table outgrew their budget table_id=%d", largest)
+            self._holds.answer(Hold(largest, holds.pop(largest, None), broken=True))
+            del used[largest]
+            self._let_go(holds)
+
+    def _drop_log_parts(self, floor: Lsn | None) -> None:
+        """Delete parts of the log whose entries are all gone; the last part always stays."""
+        parts = self._folder.log_parts()
+        if floor is None or len(parts) < 2:
+            return
+        with self._lock:
+            first = self._held[0][0].number if self._held else self._waiting[0].number
+        for part, following in zip(parts, parts[1:], strict=False):
+            if _first_number(following) > first:
+                return
+            part.unlink(missing_ok=True)
+
+
+def _first_number(part: Path) -> int:
+    from penstock.spool.log import parse
+
+    with open(part, "rb") as file:
+        entries, _ = parse(file.readline())
+    return entries[0].number if entries else 1 << 62

@@ -1,0 +1,67 @@
+"""Versions of tables' schemas, each valid from an order key on.
+
+A version's name is its key, so versions are ordered by the log and not by when they were seen: a message that
+arrives again after a crash finds the version that it made, and never goes back to an older one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+
+from penstock.errors import SpoolCorrupt
+from penstock.lsn import OrderKey
+from penstock.schema import TableSchema
+from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.spool.folder import SpoolFolder, read_file, replace_file
+
+
+class SchemaVersions:
+    """The versions in a spool. The writer adds to them; readers load single ones."""
+
+    def __init__(self, folder: SpoolFolder) -> None:
+        self._folder = folder
+        self._versions: dict[int, dict[str, TableSchema]] = {}
+
+    def version_for(self, schema: TableSchema, since: OrderKey) -> str:
+        """The version that holds at `since`; a new one only if the schema differs from the one that held so far."""
+        versions = self._known(schema.table_id)
+        name = f"{since.commit_lsn:016X}-{since.ordinal:08X}"
+        names = sorted(versions)
+        position = bisect_right(names, name)
+        if position and versions[names[position - 1]] == schema:
+            return names[position - 1]
+        path = self._path(schema.table_id, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, schema_to_json(schema))
+        versions[name] = schema
+        return name
+
+    def latest(self, table_id: int) -> TableSchema | None:
+        """The newest version, which a RELATION message is compared with."""
+        versions = self._known(table_id)
+        return versions[max(versions)] if versions else None
+
+    def load(self, table_id: int, version: str) -> TableSchema:
+        """One version."""
+        versions = self._versions.setdefault(table_id, {})
+        if version not in versions:
+            record = read_file(self._path(table_id, version))
+            if record is None:
+                raise SpoolCorrupt(f"schema version {version} of table {table_id} is not in the spool")
+            versions[version] = schema_from_json(record)
+        return versions[version]
+
+    def names(self, table_id: int) -> list[str]:
+        """All versions of a table, oldest first."""
+        return sorted(self._known(table_id))
+
+    def _known(self, table_id: int) -> dict[str, TableSchema]:
+        if table_id not in self._versions:
+            self._versions[table_id] = {}
+            for path in sorted((self._folder.schemas / str(table_id)).glob("*.json")):
+                self.load(table_id, path.stem)
+        return self._versions[table_id]
+
+    def _path(self, table_id: int, version: str) -> Path:
+        return self._folder.schemas / str(table_id) / f"{version}.json"

@@ -1,0 +1,280 @@
+"""The one writer of a spool: segments first, then the line that makes them visible.
+
+Two threads use it. The decoding thread writes segments, publishes entries and waits when the spool is full; the
+housekeeping thread calls `tick`, which lets go of what nobody needs. What happens to files between a crash and the
+next start does not matter: whatever no line names is removed when the spool is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.changes.steps import Message, Segment, Step, Truncation
+from penstock.errors import SpoolCorrupt, SpoolInUse
+from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.schema import TableSchema
+from penstock.source.lineage import Lineage
+from penstock.spool.disk import DiskGuard, Stopping
+from penstock.spool.entries import Entry, to_line
+from penstock.spool.folder import SpoolFolder, read_file, replace_file
+from penstock.spool.log import read_parts
+from penstock.spool.registry import Readers
+from penstock.spool.retention import Retention
+from penstock.spool.schemas import SchemaVersions
+
+logger = logging.getLogger(__name__)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolSettings:
+    """Bounds of a spool."""
+
+    path: Path
+    max_bytes: int = 4 << 30
+    """Published and not yet released by all readers; beyond it capture stops reading. A transaction may exceed it."""
+    copy_max_bytes: int = 4 << 30
+    """Kept only for tables that are being copied; beyond it the largest of these copies is given up."""
+    min_free_bytes: int = 256 << 20
+    """Room that is left on the disk; below it capture waits."""
+    position_interval: float = 0.5
+    """How often a position without changes is written down, in seconds."""
+    log_part_bytes: int = 4 << 20
+    compression: str = "lz4"
+
+
+class SpoolWriter:
+    """Holds the spool's lock from opening to closing."""
+
+    def __init__(self, settings: SpoolSettings, stop: threading.Event | None = None) -> None:
+        """`stop` ends every wait for room."""
+        self._settings = settings
+        self._folder = SpoolFolder(settings.path)
+        self._folder.create()
+        self._stop = stop or threading.Event()
+        self._lock_file = self._lock()
+        try:
+            self.disk = DiskGuard(settings.path, min_free_bytes=settings.min_free_bytes, stop=self._stop)
+            self.readers = Readers(self._folder)
+            self.schemas = SchemaVersions(self._folder)
+            self._boot = self._clear_after_restart()
+            entries = self._recover()
+        except BaseException:
+            self._lock_file.close()
+            raise
+        self._retention = Retention(self._folder, entries, copy_max_bytes=settings.copy_max_bytes)
+        self._room = threading.Condition()
+        self._steps: list[Step] = []
+        self._segment_count = 0
+        last = entries[-1] if entries else None
+        self._number = last.number + 1 if last else 1
+        self._end = last.end if last else None
+        self._seen = self._end
+        self._seen_at = 0.0
+
+    @property
+    def open_folder(self) -> Path:
+        """Where streamed transactions wait for their end."""
+        return self._folder.open
+
+    @property
+    def end(self) -> Lsn | None:
+        """The boundary up to which everything is published; None in a new spool."""
+        return self._end
+
+    @property
+    def unreleased_bytes(self) -> int:
+        return self._retention.unreleased_bytes
+
+    @property
+    def is_full(self) -> bool:
+        return self._retention.unreleased_bytes >= self._settings.max_bytes
+
+    def needed_from(self) -> Lsn | None:
+        """From where the server must send: the end, or what the slowest reader lacks if there is nothing yet."""
+        if self._end is not None:
+            return self._end
+        return min(self.readers.positions().values(), default=None)
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Where the positions in this spool come from; None in a new one."""
+        stored = read_file(self._folder.lineage)
+        return Lineage(**stored["lineage"]) if stored is not None else None
+
+    def begin_at(self, position: Lsn, lineage: Lineage) -> None:
+        """Capture starts here, with what comes from this lineage; in a spool with content only where it ends."""
+        if self._end is not None and position != self._end:
+            raise SpoolCorrupt(f"capture would start at {position}, but the spool ends at {self._end}")
+        replace_file(self._folder.lineage, {"lineage": asdict(lineage), "boot": self._boot}, durable=True)
+        if self._end is None:
+            self._append(Entry(self._number, position, position))
+
+    # The decoding thread
+
+    def write_rows(self, schema: TableSchema, rows: pa.Table, first: OrderKey, last: OrderKey) -> None:
+        """Write consecutive changes of a table as a segment of the next entry."""
+        folder = self._folder.entry(self._number)
+        path = folder / f"{schema.table_id}-{self._segment_count}.parquet"
+        self._segment_count += 1
+
+        def write() -> tuple[str, int]:
+            folder.mkdir(exist_ok=True)
+            version = self.schemas.version_for(schema, first)
+            pq.write_table(
+                rows,
+                path,
+                compression=self._settings.compression,
+                use_dictionary=False,
+                write_statistics=False,
+                store_schema=True,
+                row_group_size=1 << 30,
+            )
+            return version, path.stat().st_size
+
+        version, size = self.disk.run(write, lambda: path.unlink(missing_ok=True))
+        self._steps.append(
+            Segment(
+                table_id=schema.table_id,
+                table=str(schema),
+                version=version,
+                file=str(path.relative_to(self._settings.path)),
+                rows=rows.num_rows,
+                bytes=size,
+                first=first,
+                last=last,
+            )
+        )
+
+    def write_step(self, step: Truncation | Message) -> None:
+        """Add a truncate or a message to the next entry."""
+        self._steps.append(step)
+
+    def publish(self, end: Lsn, *, transactions: int, commit_times: tuple[int, int]) -> None:
+        """Make the next entry visible. A position without transactions is written down now and then only."""
+        if not transactions:
+            self._seen = max(self._seen or end, end)
+            if time.monotonic() - self._seen_at < self._settings.position_interval:
+                return
+        self._flush(end, transactions, commit_times)
+
+    def flush_position(self) -> None:
+        """Write down a position that `publish` has put off; called when nothing else happens."""
+        due = time.monotonic() - self._seen_at >= self._settings.position_interval
+        if due and not self._steps and self._seen is not None and self._end is not None and self._seen > self._end:
+            self._flush(self._seen, 0, (0, 0))
+
+    def wait_for_room(self) -> None:
+        """Block while published entries fill the spool; capture's queue then fills, and reading stops."""
+        with self._room:
+            while self.is_full:
+                if self._stop.is_set():
+                    raise Stopping
+                self._room.wait(0.1)
+
+    def discard_unpublished(self) -> None:
+        """Forget what was written for the next entry; the connection it came from is gone."""
+        self._steps = []
+        self._segment_count = 0
+        shutil.rmtree(self._folder.entry(self._number), ignore_errors=True)
+
+    # The housekeeping thread
+
+    def tick(self) -> Lsn | None:
+        """Let go of what nobody needs; the boundary that all readers have passed, None without readers."""
+        floor = min(self.readers.positions().values(), default=None)
+        self._retention.apply(floor, self._end)
+        with self._room:
+            self._room.notify_all()
+        return floor
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock_file.close()
+
+    def _flush(self, end: Lsn, transactions: int, commit_times: tuple[int, int]) -> None:
+        if self._end is None:
+            raise SpoolCorrupt("an entry was published before the spool has begun")
+        if not transactions and not self._steps and not reaches(end, self._end + 1):
+            return
+        self._append(Entry(self._number, self._end, end, transactions, *commit_times, tuple(self._steps)))
+        self._steps = []
+        self._segment_count = 0
+
+    def _append(self, entry: Entry) -> None:
+        line = to_line(entry)
+        path = self._part()
+        size = path.stat().st_size if path.exists() else 0
+
+        def write() -> None:
+            with open(path, "ab", buffering=0) as part:
+                part.write(line)
+
+        self.disk.run(write, lambda: path.exists() and os.truncate(path, size))
+        self._number = entry.number + 1
+        self._end = entry.end
+        self._seen_at = time.monotonic()
+        self._retention.add(entry)
+
+    def _part(self) -> Path:
+        parts = self._folder.log_parts()
+        if parts and parts[-1].stat().st_size < self._settings.log_part_bytes:
+            return parts[-1]
+        return self._folder.log / f"{(int(parts[-1].stem) if parts else 0) + 1:08d}.jsonl"
+
+    def _lock(self):
+        file = open(self._folder.lock, "a+")  # noqa: SIM115 — held until close
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            raise SpoolInUse(f"the spool {self._settings.path} is written by process {owner}", owner=owner) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+
+    def _clear_after_restart(self) -> str:
+        """Empty a spool that was written before the machine's last restart; this start's number.
+
+        Segments are not synced, so after a power cut a line can be there without its file. The slot has it all.
+        """
+        boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+        stored = read_file(self._folder.lineage)
+        if stored is not None and stored["boot"] != boot:
+            logger.info("the machine was restarted: the spool is filled again from the slot")
+            for folder in (self._folder.log, self._folder.segments):
+                shutil.rmtree(folder, ignore_errors=True)
+            self._folder.create()
+        return boot
+
+    def _recover(self) -> deque[Entry]:
+        """Read the log, drop a torn last line, and remove files that no line names."""
+        shutil.rmtree(self._folder.open, ignore_errors=True)
+        entries: deque[Entry] = deque()
+        for _, content in read_parts(self._folder, repair=True):
+            entries.extend(content)
+        for before, after in zip(entries, list(entries)[1:], strict=False):
+            if before.end != after.begin or before.number >= after.number:
+                raise SpoolCorrupt(f"entry {after.number} does not follow entry {before.number}")
+        named = {
+            Path(step.file).parent.name for entry in entries for step in entry.steps if isinstance(step, Segment)
+        }
+        for folder in self._folder.segments.iterdir():
+            if folder.name not in named:
+                shutil.rmtree(folder, ignore_errors=True)
+        return entries
