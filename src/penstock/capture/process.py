@@ -1,0 +1,232 @@
+"""Capture as a child process with its supervisor.
+
+The child has its own interpreter, so decoding never waits for the work of the parent. It gets its settings on
+standard input, which stays open as a sign of life: when the parent is gone, however it went, the child reads the end
+of the file and exits. It reports its state on standard output, one JSON object per line, and logs to standard error.
+
+The supervisor starts the child again when it dies of something that passes, and keeps the error when it does not.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Reading
+from penstock.errors import CaptureStopped, PenstockError, Retry
+from penstock.lsn import Lsn, reaches
+from penstock.retry import Backoff
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 30.0
+"""A child that was asked to stop and has not after this long is killed; the spool stands that."""
+
+
+class CaptureProcess:
+    """The supervisor; use it as a context manager."""
+
+    def __init__(self, settings: CaptureSettings) -> None:
+        self._settings = settings
+        self._backoff = Backoff(first=0.2, longest=15.0)
+        self._stopping = threading.Event()
+        self._changed = threading.Condition()
+        self._status = CaptureStatus(Reading.CONNECTING)
+        self._error: PenstockError | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self.restarts = 0
+
+    def __enter__(self) -> CaptureProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @property
+    def status(self) -> CaptureStatus:
+        """The last report. Raises what ended capture for good."""
+        self.check()
+        return self._status
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child else None
+
+    def start(self) -> None:
+        """Start the child and watch it."""
+        if self._thread is not None:
+            raise RuntimeError("capture was started already")
+        self._thread = threading.Thread(target=self._supervise, name="capture-supervisor", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what ended capture for good, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def wait_until_streaming(self, timeout: float = 60.0) -> CaptureStatus:
+        """Wait for the connection to the slot; raises what prevents it, also what is still being retried."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._status.reading not in (Reading.STREAMING, Reading.SPOOL_FULL, Reading.DISK_FULL):
+                self.check()
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise self._status.error or CaptureStopped("capture did not connect in time")
+            return self._status
+
+    def wait_captured(self, position: Lsn, timeout: float) -> bool:
+        """Wait until everything before a boundary is in the spool; False when it is not in time."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._status.captured is None or not reaches(self._status.captured, position):
+                self.check()
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return False
+        return True
+
+    def stop(self) -> None:
+        """Let the child publish what is whole, answer the server and exit."""
+        self._stopping.set()
+        child = self._child
+        if child is not None and child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning("capture does not stop, killing it pid=%d", child.pid)
+                child.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _supervise(self) -> None:
+        while not self._stopping.is_set():
+            error = self._run_child()
+            if self._stopping.is_set():
+                break
+            if error.retry is not Retry.TIMED or self._settings.temporary:
+                self._fail(error)
+                return
+            delay = self._backoff.next_delay()
+            self.restarts += 1
+            logger.warning("capture ended, starting it again in=%.1fs error=%s", delay, error)
+            self._update(CaptureStatus(Reading.RETRYING, self._status.captured, self._status.acknowledged, error=error))
+            self._stopping.wait(delay)
+        self._update(CaptureStatus(Reading.STOPPED, self._status.captured, self._status.acknowledged))
+
+    def _run_child(self) -> PenstockError:
+        """Run a child to its end; why it ended."""
+        command = [sys.executable, "-m", "penstock.capture"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            self._child = child
+            if self._stopping.is_set():
+                child.terminate()
+            assert child.stdin is not None
+            assert child.stdout is not None
+            error: PenstockError | None = None
+            try:
+                child.stdin.write(base64.b64encode(pickle.dumps(self._settings)) + b"\n")
+                child.stdin.flush()
+            except BrokenPipeError:
+                pass
+            for line in child.stdout:
+                report = _read_report(line)
+                if isinstance(report, CaptureStatus):
+                    if report.reading is Reading.STREAMING:
+                        self._backoff.reset()
+                    self._update(report)
+                elif report is not None:
+                    error = report
+            code = child.wait()
+        return error or CaptureStopped(f"the capture process ended by itself ({_describe_exit(code)})", code=code)
+
+    def _update(self, status: CaptureStatus) -> None:
+        with self._changed:
+            self._status = status
+            self._changed.notify_all()
+
+    def _fail(self, error: PenstockError) -> None:
+        logger.error("capture stopped error=%s", error)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+def run_child() -> int:
+    """The child's main function."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings: CaptureSettings = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    threading.Thread(target=_exit_with_parent, daemon=True, name="parent").start()
+    try:
+        Capture(settings, stop, _write_status).run()
+    except PenstockError as error:
+        _write_line({"error": _dump(error)})
+        return 1
+    return 0
+
+
+def _exit_with_parent() -> None:
+    """Standard input ends when the parent does, even if it was killed."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(3)
+
+
+def _write_status(status: CaptureStatus) -> None:
+    _write_line(
+        {
+            "reading": status.reading.value,
+            "captured": None if status.captured is None else str(status.captured),
+            "acknowledged": None if status.acknowledged is None else str(status.acknowledged),
+            "unreleased_bytes": status.unreleased_bytes,
+            "why": None if status.error is None else _dump(status.error),
+        }
+    )
+
+
+def _write_line(record: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def _read_report(line: bytes) -> CaptureStatus | PenstockError | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if "error" in record:
+        return _load(record["error"])
+    return CaptureStatus(
+        reading=Reading(record["reading"]),
+        captured=None if record["captured"] is None else Lsn.parse(record["captured"]),
+        acknowledged=None if record["acknowledged"] is None else Lsn.parse(record["acknowledged"]),
+        unreleased_bytes=record["unreleased_bytes"],
+        error=None if record["why"] is None else _load(record["why"]),
+    )
+
+
+def _dump(error: PenstockError) -> str:
+    return base64.b64encode(pickle.dumps(error)).decode()
+
+
+def _load(text: str) -> PenstockError:
+    return pickle.loads(base64.b64decode(text))
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
