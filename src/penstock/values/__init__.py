@@ -1,1 +1,23 @@
+"""Postgres text into Arrow, a column at a time, a file per family of types; and policies for values that do not fit.
 
+Importing the families registers them.
+"""
+
+from penstock.values import arrays, binary, booleans, datetimes, floats, integers, numeric, text  # noqa: F401
+from penstock.values.codec import MAX_TEXT_BYTES, Codec, Decoded, codec_for
+from penstock.values.policy import Settled, apply_policy
+from penstock.values.settings import CompositePolicy, NumericPolicy, OutOfRange, TypeSettings, UnknownTypes
+
+__all__ = [
+    "MAX_TEXT_BYTES",
+    "Codec",
+    "CompositePolicy",
+    "Decoded",
+    "NumericPolicy",
+    "OutOfRange",
+    "Settled",
+    "TypeSettings",
+    "UnknownTypes",
+    "apply_policy",
+    "codec_for",
+]

@@ -1,0 +1,129 @@
+"""`timestamptz`, `timestamp`, `date` and `time`: microseconds and days, from years 1 to 9999.
+
+What lakes, Spark and Python cannot hold is rejected: `infinity`, BC, years over 9999, `24:00:00`. Text is ISO, as
+Postgres writes it under `datestyle = ISO`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.values.cells import blank, cast_matching, fixed_values, matches, merge, reject, to_numpy
+from penstock.values.codec import Decoded, register
+
+FIRST_DAY, LAST_DAY = -719_162, 2_932_896
+"""0001-01-01 and 9999-12-31 in days since 1970."""
+DAY = 86_400_000_000
+"""Microseconds."""
+
+# Exact, with leap years, so that what matches can be cast: the alternative is to search for 30 February by halving.
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"  # all but 0000
+_DAY_OF_YEAR = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = f"(?:{_YEAR}-{_DAY_OF_YEAR}|(?:[0-9][0-9]{_FOURTH}|{_FOURTH}00)-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
+_OFFSET = "[+-](?:0[0-9]|1[0-5])(?::[0-5][0-9])?"
+
+_DATE_PATTERN = rf"\A{_DATE}\z"
+_TIME_PATTERN = rf"\A{_TIME}\z"
+_TIMESTAMP_PATTERN = rf"\A{_DATE}[ T]{_TIME}\z"
+_TIMESTAMPTZ_PATTERN = rf"\A{_DATE}[ T]{_TIME}{_OFFSET}\z"
+_OFFSET_WITH_SECONDS = r"[+-][0-9]{2}:[0-9]{2}:[0-5][0-9]\z"
+
+_EPOCH_DAY = pa.scalar("1970-01-01 ", pa.large_string())
+_NOTHING = pa.scalar("", pa.large_string())
+_MINUS = pa.scalar("-", pa.large_string())
+
+
+@dataclass(frozen=True, slots=True)
+class DateCodec:
+    """Days."""
+
+    arrow_type: pa.DataType
+
+    def decode(self, text: pa.LargeStringArray) -> Decoded:
+        try:
+            decoded = Decoded(pc.cast(text, self.arrow_type), None)
+        except pa.ArrowInvalid:
+            return cast_matching(text, self.arrow_type, _DATE_PATTERN)
+        return _reject_outside(decoded, np.int32, FIRST_DAY, LAST_DAY)
+
+
+@dataclass(frozen=True, slots=True)
+class TimestampCodec:
+    """Microseconds, without a zone or in UTC."""
+
+    arrow_type: pa.DataType
+
+    def decode(self, text: pa.LargeStringArray) -> Decoded:
+        try:
+            decoded = Decoded(pc.cast(text, self.arrow_type), None)
+        except pa.ArrowInvalid:
+            decoded = self._decode_carefully(text)
+        # Arrow takes year 0, and an offset may move a value over either end.
+        return _reject_outside(decoded, np.int64, FIRST_DAY * DAY, (LAST_DAY + 1) * DAY - 1)
+
+    def _decode_carefully(self, text: pa.LargeStringArray) -> Decoded:
+        if self.arrow_type.tz is None:
+            return cast_matching(text, self.arrow_type, _TIMESTAMP_PATTERN)
+        has_seconds = pc.match_substring_regex(text, _OFFSET_WITH_SECONDS)
+        if not has_seconds.true_count:
+            return cast_matching(text, self.arrow_type, _TIMESTAMPTZ_PATTERN)
+        return self._decode_offset_seconds(text, has_seconds)
+
+    def _decode_offset_seconds(self, text: pa.LargeStringArray, has_seconds: pa.BooleanArray) -> Decoded:
+        """Local mean time has offsets like +00:19:32, which Arrow cannot read; never sent by a session in UTC."""
+        shorter = pc.if_else(has_seconds, pc.utf8_slice_codeunits(text, 0, -3), text)
+        decoded = cast_matching(shorter, self.arrow_type, _TIMESTAMPTZ_PATTERN)
+        affected = np.flatnonzero(to_numpy(pc.fill_null(has_seconds, False)))
+        offsets = text.take(pa.array(affected))
+        seconds = pc.cast(pc.utf8_slice_codeunits(offsets, -2), pa.int64()).to_numpy()
+        west = to_numpy(pc.equal(pc.utf8_slice_codeunits(offsets, -9, -8), _MINUS))
+        values = fixed_values(decoded.array, np.int64).copy()
+        values[affected] -= np.where(west, -seconds, seconds) * 1_000_000
+        validity = decoded.array.is_valid().buffers()[1]
+        array = pa.Array.from_buffers(self.arrow_type, len(text), [validity, pa.py_buffer(values)])
+        return Decoded(array, decoded.rejected)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeCodec:
+    """Microseconds since midnight; `24:00:00` is not a time of any day."""
+
+    arrow_type: pa.DataType
+
+    def decode(self, text: pa.LargeStringArray) -> Decoded:
+        # Arrow has no cast to times: read them as timestamps of the first day.
+        try:
+            return self._cast(text)
+        except pa.ArrowInvalid:
+            pass
+        unwanted = ~matches(text, _TIME_PATTERN)
+        decoded = self._cast(blank(text, unwanted))
+        return Decoded(decoded.array, merge(unwanted, None))
+
+    def _cast(self, text: pa.LargeStringArray) -> Decoded:
+        moments = pc.cast(pc.binary_join_element_wise(_EPOCH_DAY, text, _NOTHING), pa.timestamp("us"))
+        return Decoded(pc.cast(moments, self.arrow_type), None)
+
+
+def _reject_outside(decoded: Decoded, kind: type[np.int32 | np.int64], low: int, high: int) -> Decoded:
+    values = fixed_values(decoded.array, kind)
+    if not len(values) or (values.min() >= low and values.max() <= high):
+        return decoded
+    outside = (values < low) | (values > high)
+    return reject(decoded, outside & to_numpy(decoded.array.is_valid()))
+
+
+register("date", factory=lambda type_, modifier, settings: DateCodec(pa.date32()), rejects=True)
+register("timestamp", factory=lambda type_, modifier, settings: TimestampCodec(pa.timestamp("us")), rejects=True)
+register(
+    "timestamptz", factory=lambda type_, modifier, settings: TimestampCodec(pa.timestamp("us", "UTC")), rejects=True
+)
+register("time", factory=lambda type_, modifier, settings: TimeCodec(pa.time64("us")), rejects=True)

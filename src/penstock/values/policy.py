@@ -1,0 +1,115 @@
+"""What becomes of cells that their column's type cannot hold."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from penstock.errors import ValueOutOfRange
+from penstock.values.cells import matches
+from penstock.values.codec import Decoded
+from penstock.values.datetimes import DAY, FIRST_DAY, LAST_DAY
+from penstock.values.settings import OutOfRange
+
+
+class Settled(NamedTuple):
+    """A column after its policy."""
+
+    array: pa.Array
+    """Of the codec's type."""
+    kept: pa.StringArray | None
+    """The text of the cells that `array` cannot hold, NULL elsewhere; None if there are none to keep."""
+
+
+class _Bounds(NamedTuple):
+    """The ends of an Arrow type and the texts that lie beyond them."""
+
+    low: pa.Scalar
+    high: pa.Scalar
+    below: str
+    above: str
+
+
+def apply_policy(
+    decoded: Decoded, text: pa.LargeStringArray, policy: OutOfRange, *, table: str, column: str
+) -> Settled:
+    """Settle the rejected cells of a column; `text` is what was decoded.
+
+    Under TEXT the columns concerned are text already and reject nothing; what another type rejects is kept. CLAMP
+    gives infinities and values beyond an end that end; NaN, decimals with too many digits after the point, and
+    arrays are not beyond an end, and are kept.
+    """
+    if decoded.rejected is None:
+        return Settled(decoded.array, None)
+    match policy:
+        case OutOfRange.ERROR:
+            raise ValueOutOfRange(
+                f"{table}.{column} has {int(decoded.rejected.sum())} value(s) that {decoded.array.type} cannot hold",
+                table=table,
+                column=column,
+            )
+        case OutOfRange.NULL:
+            return Settled(decoded.array, None)
+        case OutOfRange.CLAMP:
+            return _clamp(decoded, decoded.rejected, text)
+        case OutOfRange.KEEP | OutOfRange.TEXT:
+            return Settled(decoded.array, _keep(text, np.flatnonzero(decoded.rejected)))
+
+
+def _keep(text: pa.LargeStringArray, positions: NDArray[np.intp]) -> pa.StringArray | None:
+    if not len(positions):
+        return None
+    index = np.zeros(len(text), np.int64)
+    index[positions] = np.arange(len(positions))
+    elsewhere = np.ones(len(text), np.bool_)
+    elsewhere[positions] = False
+    return pc.cast(text.take(pa.array(positions)), pa.string()).take(pa.array(index, mask=elsewhere))
+
+
+def _clamp(decoded: Decoded, rejected: NDArray[np.bool_], text: pa.LargeStringArray) -> Settled:
+    positions = np.flatnonzero(rejected)
+    bounds = _bounds(decoded.array.type)
+    if bounds is None:
+        return Settled(decoded.array, _keep(text, positions))
+    cells = text.take(pa.array(positions))
+    below, above = matches(cells, bounds.below), matches(cells, bounds.above)
+    array = decoded.array
+    for beyond, end in ((below, bounds.low), (above, bounds.high)):
+        if beyond.any():
+            where = np.zeros(len(text), np.bool_)
+            where[positions[beyond]] = True
+            array = pc.if_else(pa.array(where), end, array)
+    return Settled(array, _keep(text, positions[~(below | above)]))
+
+
+def _bounds(arrow_type: pa.DataType) -> _Bounds | None:
+    if pa.types.is_date32(arrow_type) or pa.types.is_timestamp(arrow_type):
+        low, high = FIRST_DAY, LAST_DAY
+        if pa.types.is_timestamp(arrow_type):
+            low, high = FIRST_DAY * DAY, (LAST_DAY + 1) * DAY - 1
+        return _Bounds(
+            pa.scalar(low, arrow_type),
+            pa.scalar(high, arrow_type),
+            below=r"\A(?:-infinity|[0-9]{4,}-[0-9: .+-]+ BC)\z",
+            above=r"\A(?:infinity|[0-9]{5,}-[0-9: .+-]+)\z",
+        )
+    if pa.types.is_time64(arrow_type):
+        return _Bounds(
+            pa.scalar(0, arrow_type), pa.scalar(DAY - 1, arrow_type), below=r"\A\z.", above=r"\A24:00:00(?:\.0+)?\z"
+        )
+    if pa.types.is_decimal(arrow_type):
+        largest = Decimal(10**arrow_type.precision - 1).scaleb(-arrow_type.scale)
+        # Too many digits before the point, the first of them not zero.
+        beyond = rf"[1-9][0-9]{{{arrow_type.precision - arrow_type.scale},}}(?:\.[0-9]*)?"
+        return _Bounds(
+            pa.scalar(-largest, arrow_type),
+            pa.scalar(largest, arrow_type),
+            below=rf"\A-(?:Infinity|{beyond})\z",
+            above=rf"\A(?:Infinity|{beyond})\z",
+        )
+    return None
