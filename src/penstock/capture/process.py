@@ -180,7 +180,7 @@ def run_child() -> int:
 
 def _exit_with_parent() -> None:
     """Standard input ends when the parent does, even if it was killed."""
-    while sys.stdin.buffer.read(4096):
+    while os.read(0, 4096):
         pass
     os._exit(3)
 
