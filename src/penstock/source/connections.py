@@ -34,6 +34,8 @@ PINNED_PARAMETERS: Mapping[str, str] = {
     "bytea_output": "hex",
     "search_path": "pg_catalog",
     "row_security": "off",
+    # Some losses are only warned about: see faults.from_notice.
+    "client_min_messages": "warning",
 }
 """What every session has, whatever the server, the database, the role or the URL says."""
 

@@ -152,6 +152,21 @@ def from_result(result: pq.abc.PGresult, place: Place, doing: str, **about: Any)
     return classify(reply, place, doing, **about)
 
 
+def from_notice(notice: pq.abc.PGresult, place: Place, doing: str, *, publication: str) -> SourceError | None:
+    """The error that a notice hides, None for harmless ones; for the notice handler of a replication connection.
+
+    From 18 on, a publication that does not exist at the point being decoded is only a warning, and the server goes
+    on *without* the changes: unless the warning is taken for what it is, they are lost in silence.
+    """
+    state = _decode(notice.error_field(pq.DiagnosticField.SQLSTATE))
+    message = _decode(notice.error_field(pq.DiagnosticField.MESSAGE_PRIMARY))
+    if state != "55000" or not _mentions(message, publication, "publication"):
+        return None
+    detail = _decode(notice.error_field(pq.DiagnosticField.MESSAGE_DETAIL))
+    said = classify(Reply(message, state, detail), place, doing)
+    return PublicationMissing(said.message, where=place.where, sqlstate=state, publication=publication)
+
+
 def from_connection(connection: pq.abc.PGconn, place: Place, doing: str, **about: Any) -> SourceError:
     """The named error for a connection that broke, from libpq's own message."""
     return classify(Reply(_decode(connection.error_message)), place, doing, **about)

@@ -1,0 +1,242 @@
+"""Publications on real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from penstock.errors import ConfigError, PermissionDenied, PublicationMissing
+from penstock.source import Role, SourceSettings, connect, load_table
+from penstock.source.publications import (
+    changes_between,
+    create_publication,
+    ensure_publication,
+    inspect_publication,
+    load_membership,
+    published_attnums,
+    published_tables,
+)
+
+Connection = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def connection(any_database: Any) -> Iterator[Connection]:
+    with connect(SourceSettings(any_database.dsn), Role.CATALOG) as connection:
+        yield connection
+
+
+def names(connection: Connection, publication: str = "pub") -> list[str]:
+    return [str(table) for table in published_tables(connection, publication)]
+
+
+def test_a_missing_publication_is_named(connection: Connection) -> None:
+    for call in (published_tables, load_membership):
+        with pytest.raises(PublicationMissing, match="nope") as caught:
+            call(connection, "nope")
+        assert caught.value.hint
+    with pytest.raises(PublicationMissing):
+        ensure_publication(connection, "nope", ["*"], manage=False)
+    assert inspect_publication(connection, "nope") is None
+
+
+def test_a_managed_publication_follows_its_patterns(any_database: Any, connection: Connection) -> None:
+    any_database.execute(
+        """
+        create schema sales; create schema "Odd";
+        create table public.orders (id int primary key); create table sales.orders (id int primary key);
+        create table sales.audit (id int); create table "Odd"."T able" (id int primary key);
+        create unlogged table sales.scratch (id int); create view sales.looks as select 1 as one
+        """
+    )
+    first = ensure_publication(connection, "pub", ["public.*", "sales.*", '"Odd".*'], ["*.audit"])
+    assert first.created
+    assert names(connection) == ["Odd.T able", "public.orders", "sales.orders"]
+    assert first.publication.operations == {"insert", "update", "delete", "truncate"}
+    assert first.publication.via_root
+    again = ensure_publication(connection, "pub", ["public.*", "sales.*", '"Odd".*'], ["*.audit"])
+    assert (again.created, again.added, again.removed) == (False, (), ())
+    any_database.execute("create table public.later (id int primary key)")
+    changed = ensure_publication(connection, "pub", ["public.*"])
+    assert changed.added == ("public.later",)
+    assert changed.removed == ("Odd.T able", "sales.orders")
+    assert names(connection) == ["public.later", "public.orders"]
+    left_alone = ensure_publication(connection, "pub", ["*"], manage=False)
+    assert [str(table) for table in left_alone.tables] == ["public.later", "public.orders"]
+
+
+def test_a_pattern_that_matches_nothing_makes_an_empty_publication(connection: Connection) -> None:
+    ensured = ensure_publication(connection, "pub", ["nothing.*"])
+    assert ensured.created
+    assert ensured.tables == ()
+
+
+def test_a_publication_for_all_tables_cannot_be_managed(any_database: Any, connection: Connection) -> None:
+    any_database.execute("create table t (id int primary key); create publication pub for all tables")
+    with pytest.raises(ConfigError, match="all tables"):
+        ensure_publication(connection, "pub", ["public.t"])
+    assert names(connection) == ["public.t"]
+
+
+def test_column_lists_and_row_filters_are_those_that_the_server_applies(
+    any_database: Any, connection: Connection
+) -> None:
+    any_database.execute(
+        """
+        create table a (id int primary key, x text, y text, g int generated always as (1) stored);
+        create table b (id int primary key, kind text);
+        create schema s; create table s.c (id int primary key);
+        create publication pub for table a (y, id), b where (kind = 'it''s' and id > 5);
+        create publication everything for all tables;
+        """
+    )
+    tables = {table.name: table for table in published_tables(connection, "pub")}
+    assert tables["a"].column_attnums == (1, 3)
+    assert tables["a"].row_filter is None
+    assert tables["b"].column_attnums is None
+    assert tables["b"].row_filter == "((kind = 'it''s'::text) AND (id > 5))"
+    everything = published_tables(connection, "everything")
+    assert [(str(table), table.column_attnums) for table in everything] == [
+        ("public.a", None),
+        ("public.b", None),
+        ("s.c", None),
+    ]
+    publication = inspect_publication(connection, "everything")
+    assert publication is not None
+    catalog = load_table(connection, everything[0].oid)
+    assert catalog is not None
+    assert published_attnums(catalog, everything[0], publication) == (1, 2, 3)
+    assert published_attnums(catalog, tables["a"], publication) == (1, 3)
+
+
+def test_a_filter_does_not_count_when_its_schema_is_published(any_database: Any, connection: Connection) -> None:
+    any_database.execute(
+        """
+        create table t (id int primary key); create table other (id int primary key);
+        create publication pub for table t where (id > 5), tables in schema public
+        """
+    )
+    assert [(table.name, table.row_filter) for table in published_tables(connection, "pub")] == [
+        ("other", None),
+        ("t", None),
+    ]
+
+
+def test_generated_columns_count_when_they_are_published(any_database: Any, connection: Connection) -> None:
+    if any_database.server.major < 18:
+        pytest.skip("generated columns are published from 18 on")
+    any_database.execute(
+        """
+        create table t (
+            id int primary key, g int generated always as (1) stored, v int generated always as (2) virtual
+        );
+        create publication pub for table t with (publish_generated_columns = stored)
+        """
+    )
+    publication = inspect_publication(connection, "pub")
+    (table,) = published_tables(connection, "pub")
+    catalog = load_table(connection, table.oid)
+    assert publication is not None
+    assert catalog is not None
+    assert publication.generated_columns
+    assert published_attnums(catalog, table, publication) == (1, 2)
+    assert catalog.attributes[2].generated == "v"
+
+
+@pytest.mark.trap(17)
+@pytest.mark.parametrize("via_root", [True, False])
+def test_partitions_are_sent_as_root_or_leaf(any_database: Any, connection: Connection, via_root: bool) -> None:
+    any_database.execute(
+        """
+        create table top (id int primary key) partition by range (id);
+        create table leaf1 partition of top for values from (0) to (10);
+        create table leaf2 partition of top for values from (10) to (20)
+        """
+    )
+    ensured = ensure_publication(connection, "pub", ["public.*"], via_root=via_root)
+    assert ensured.added == ("public.top",)
+    expected = ["public.top"] if via_root else ["public.leaf1", "public.leaf2"]
+    assert names(connection) == expected
+    narrowed = ensure_publication(connection, "pub", ["public.leaf1"])
+    assert narrowed.added == ("public.leaf1",)
+    assert narrowed.removed == ("public.top",)
+
+
+@pytest.mark.trap(18)
+def test_a_table_removed_and_added_again_is_seen(any_database: Any, connection: Connection) -> None:
+    any_database.execute(
+        """
+        create table a (id int primary key); create table b (id int primary key); create table c (id int primary key);
+        create publication pub for table a, b
+        """
+    )
+    oid = {name: any_database.execute("select %s::regclass::oid::int8", [name])[0][0] for name in "abc"}
+    before = load_membership(connection, "pub")
+    assert before.names[oid["a"]] == "public.a"
+    for statement in ("analyze", "vacuum full pg_publication_rel", "vacuum freeze pg_publication"):
+        any_database.execute(statement)
+    any_database.execute("insert into a values (1); alter table b add column x int; create index on a (id)")
+    assert not changes_between(before, load_membership(connection, "pub"))
+    any_database.execute("alter publication pub add table c")
+    change = changes_between(before, load_membership(connection, "pub"))
+    assert (change.added, change.removed, change.readded) == ({oid["c"]}, set(), set())
+    any_database.execute("alter publication pub drop table a; alter publication pub add table a")
+    any_database.execute("alter publication pub drop table c")
+    change = changes_between(before, load_membership(connection, "pub"))
+    assert (change.added, change.removed, change.readded) == (set(), set(), {oid["a"]})
+
+
+@pytest.mark.trap(18)
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "drop publication pub; create publication pub for table a, b",
+        "alter publication pub set (publish = 'insert'); alter publication pub set (publish = 'insert, update')",
+        "alter publication pub rename to other; alter publication other rename to pub",
+    ],
+)
+def test_a_publication_that_was_away_may_have_missed_changes_of_all(
+    any_database: Any, connection: Connection, statement: str
+) -> None:
+    any_database.execute(
+        "create table a (id int primary key); create table b (id int primary key);create publication pub for table a, b"
+    )
+    before = load_membership(connection, "pub")
+    any_database.execute(statement)
+    assert changes_between(before, load_membership(connection, "pub")).readded == before.tables.keys()
+
+
+@pytest.mark.trap(18)
+def test_schemas_and_partitions_are_followed_too(any_database: Any, connection: Connection) -> None:
+    any_database.execute(
+        """
+        create schema s; create table s.t (id int primary key);
+        create table top (id int primary key) partition by range (id);
+        create table leaf partition of top for values from (0) to (10);
+        create publication pub for table top, tables in schema s
+        """
+    )
+    before = load_membership(connection, "pub")
+    assert set(before.names.values()) == {"s.t", "public.leaf"}
+    any_database.execute("alter publication pub drop tables in schema s; alter publication pub add tables in schema s")
+    change = changes_between(before, load_membership(connection, "pub"))
+    assert {before.names[oid] for oid in change.readded} == {"s.t"}
+    any_database.execute("alter publication pub drop table top; alter publication pub add table top")
+    change = changes_between(before, load_membership(connection, "pub"))
+    assert {before.names[oid] for oid in change.readded} == {"s.t", "public.leaf"}
+
+
+def test_creating_without_privilege_is_named(any_database: Any, connection: Connection) -> None:
+    any_database.execute("create table t (id int primary key)")
+    role = f"r_{any_database.name}"
+    connection.execute(f"create role {role}".encode())
+    connection.execute(f"set role {role}".encode())
+    try:
+        with pytest.raises(PermissionDenied):
+            create_publication(connection, "pub", [])
+    finally:
+        connection.execute("reset role")
+        connection.execute(f"drop role {role}".encode())
