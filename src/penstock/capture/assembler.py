@@ -187,7 +187,7 @@ class Assembler:
         rows_before = np.concatenate(([0], np.cumsum(is_row)))
         opened = self._open
         before = self._block.transactions - 1
-        begun = scan.uint64(begins, 1), scan.commit_times(begins, 9), scan.uint32(begins, 17)
+        begun = scan.positions(begins, 1), scan.commit_times(begins, 9), scan.uint32(begins, 17)
         self._block.add_transactions(*begun)
         rows = first + np.flatnonzero(is_row)
         if len(rows):
@@ -205,11 +205,11 @@ class Assembler:
         if len(commits):
             number = np.searchsorted(begins, commits)
             announced = np.concatenate(([opened.commit_lsn if opened else 0], begun[0]))[number]
-            if (scan.uint64(commits, 2) != announced).any():
+            if (scan.positions(commits, 2) != announced).any():
                 raise DecodeError("a commit at another position than its begin announced", offset=2)
             rows_after = int(rows_before[-1] - rows_before[commits[-1] - first])
             cut = Cut(self._block.rows - rows_after, len(self._block.marks), before + int(number[-1]) + 1)
-            self._note_commits(cut, Lsn(int(scan.uint64(commits[-1:], 10)[0])), scan.commit_times(commits, 18))
+            self._note_commits(cut, Lsn(int(scan.positions(commits[-1:], 10)[0])), scan.commit_times(commits, 18))
             if not len(begins) or begins[-1] < commits[-1]:
                 self._open = None
                 self._ordinal = 0

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+import psycopg
 
 from penstock.capture.assembler import Assembler, AssemblerSettings
 from penstock.capture.queue import ParcelQueue
@@ -136,7 +139,7 @@ class Capture:
             finally:
                 session.close()
 
-    def _start(self, session: ReplicationSession, writer: SpoolWriter, catalog) -> None:
+    def _start(self, session: ReplicationSession, writer: SpoolWriter, catalog: psycopg.Connection[Any]) -> None:
         """Find the position to start from, refuse one that the server cannot serve, and start there."""
         settings = self._settings
         system = identify_system(session.connection)
@@ -210,9 +213,7 @@ class Capture:
         while not ended.is_set() and not self._stop.wait(0.05):
             pass
 
-    def _decode(
-        self, queue: ParcelQueue, writer: SpoolWriter, assembler: Assembler, ended: threading.Event
-    ) -> None:
+    def _decode(self, queue: ParcelQueue, writer: SpoolWriter, assembler: Assembler, ended: threading.Event) -> None:
         """Feed the assembler, and cut when a transaction has waited long enough."""
         settings = self._settings
         waiting_since: float | None = None
@@ -256,7 +257,7 @@ def _reading(session: ReplicationSession, writer: SpoolWriter) -> Reading:
     return Reading.SPOOL_FULL if writer.is_full else Reading.STREAMING
 
 
-def _answer_seconds(catalog) -> float:
+def _answer_seconds(catalog: psycopg.Connection[Any]) -> float:
     """A quarter of the time after which the server gives a silent reader up; 10 s at most."""
     row = catalog.execute(
         "select setting::int8 from pg_catalog.pg_settings where name = 'wal_sender_timeout'"

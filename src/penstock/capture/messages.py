@@ -104,7 +104,7 @@ def parse_logical_message(message: bytes, *, streamed: bool = False) -> LogicalM
     """Read `M`."""
     cursor = _Cursor(message, b"M", streamed)
     transactional = bool(cursor.uint(1, "flags") & 1)
-    lsn = Lsn(cursor.uint(8, "position"))
+    lsn = cursor.position_in_log("position")
     prefix = cursor.text("prefix")
     content = cursor.take(cursor.uint(4, "content length"), "content")
     cursor.finish()
@@ -124,8 +124,10 @@ def parse_stream_commit(message: bytes) -> StreamCommit:
     cursor = _Cursor(message, b"c")
     xid = cursor.uint(4, "transaction")
     cursor.uint(1, "flags")
-    commit_lsn, end_lsn = Lsn(cursor.uint(8, "commit position")), Lsn(cursor.uint(8, "end position"))
-    commit_time = cursor.uint(8, "commit time") + POSTGRES_EPOCH_MICROSECONDS
+    commit_lsn, end_lsn = cursor.position_in_log("commit position"), cursor.position_in_log("end position")
+    commit_time = cursor.int(8, "commit time") + POSTGRES_EPOCH_MICROSECONDS
+    if commit_time >= 1 << 63:
+        raise cursor.error("a commit time beyond all clocks")
     cursor.finish()
     return StreamCommit(xid, commit_lsn, end_lsn, commit_time)
 
@@ -142,7 +144,7 @@ def _relation_column(cursor: _Cursor) -> RelationColumn:
     is_key = bool(cursor.uint(1, "column flags") & 1)
     name = cursor.text("column name")
     type_oid = cursor.uint(4, "column type")
-    return RelationColumn(name, type_oid, cursor.int32("type modifier"), is_key)
+    return RelationColumn(name, type_oid, cursor.int(4, "type modifier"), is_key)
 
 
 class _Cursor:
@@ -172,8 +174,14 @@ class _Cursor:
     def uint(self, size: int, what: str) -> int:
         return int.from_bytes(self.take(size, what), "big")
 
-    def int32(self, what: str) -> int:
-        return int.from_bytes(self.take(4, what), "big", signed=True)
+    def int(self, size: int, what: str) -> int:
+        return int.from_bytes(self.take(size, what), "big", signed=True)
+
+    def position_in_log(self, what: str) -> Lsn:
+        value = self.int(8, what)
+        if value < 0:
+            raise self.error(f"a {what} beyond all logs", at=self.position - 8)
+        return Lsn(value)
 
     def text(self, what: str) -> str:
         end = self._message.find(b"\0", self.position)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psycopg
 
 from penstock.capture.messages import Relation
@@ -13,7 +15,7 @@ from penstock.spool.schemas import SchemaVersions
 class CatalogResolver:
     """Asks once per RELATION message: these are rare, and a column can be dropped and added again unseen otherwise."""
 
-    def __init__(self, connection: psycopg.Connection, versions: SchemaVersions) -> None:
+    def __init__(self, connection: psycopg.Connection[Any], versions: SchemaVersions) -> None:
         self._connection = connection
         self._versions = versions
         self._types: dict[int, PostgresType] = {}

@@ -48,7 +48,7 @@ class Parcel:
 class Scan:
     """Columns over the messages of a parcel."""
 
-    __slots__ = ("_raw", "_uint32", "_uint64", "bytes", "count", "end", "kind", "start")
+    __slots__ = ("_int64", "_raw", "_uint32", "bytes", "count", "end", "kind", "start")
 
     def __init__(self, parcel: Parcel) -> None:
         self._raw = parcel.raw
@@ -61,7 +61,7 @@ class Scan:
             raise DecodeError("a replication message without content", offset=0)
         self.kind = self.bytes[self.start + HEADER]
         self._uint32 = np.ndarray((len(self.bytes) - 3,), ">u4", self.bytes, 0, (1,))
-        self._uint64 = np.ndarray((len(self.bytes) - 7,), ">u8", self.bytes, 0, (1,))
+        self._int64 = np.ndarray((len(self.bytes) - 7,), ">i8", self.bytes, 0, (1,))
         unknown = ~_IS_KNOWN[self.kind]
         if unknown.any():
             kind = chr(self.kind[int(np.argmax(unknown))])
@@ -81,10 +81,13 @@ class Scan:
         """A 32-bit number at the same offset of several messages."""
         return self._uint32[self.start[messages] + (HEADER + offset)].astype(np.int64)
 
-    def uint64(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:
-        """A 64-bit number at the same offset of several messages; positions and times use 63 bits."""
-        return self._uint64[self.start[messages] + (HEADER + offset)].astype(np.int64)
+    def positions(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:
+        """A position in the log at the same offset of several messages."""
+        positions = self._int64[self.start[messages] + (HEADER + offset)].astype(np.int64)
+        if (positions < 0).any():
+            raise DecodeError(f"a position beyond all logs at offset {offset}", offset=offset)
+        return positions
 
     def commit_times(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:
         """A time at the same offset of several messages, in Unix microseconds."""
-        return self.uint64(messages, offset) + POSTGRES_EPOCH_MICROSECONDS
+        return self._int64[self.start[messages] + (HEADER + offset)].astype(np.int64) + POSTGRES_EPOCH_MICROSECONDS

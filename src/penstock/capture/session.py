@@ -185,9 +185,7 @@ class ReplicationSession:
         self._answered = max(self._answered, acknowledged)
         clock = time.time_ns() // 1000 - POSTGRES_EPOCH_MICROSECONDS
         received = max(self._received, self._answered)
-        self.connection.put_copy_data(
-            struct.pack(">cQQQqB", b"r", received, self._answered, self._answered, clock, 0)
-        )
+        self.connection.put_copy_data(struct.pack(">cQQQqB", b"r", received, self._answered, self._answered, clock, 0))
         self.connection.flush()
         self._answered_at = time.monotonic()
         self._asked = False

@@ -12,30 +12,22 @@ first in its message and is read by a wave of its own, over those rows only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.changes.segment import (
-    COMMIT_LSN,
-    COMMIT_TIME,
     OLD,
-    OP,
-    ORDINAL,
-    UNCHANGED,
     UNREPRESENTABLE,
     UNREPRESENTABLE_TYPE,
-    XID,
     Operation,
     SegmentColumn,
     SegmentLayout,
 )
 from penstock.errors import DecodeError
 from penstock.values import OutOfRange, apply_policy
-
-PADDING = 8
-"""Bytes that a buffer must have behind its last message, so that reads at a cursor stay inside."""
 
 _NULL, _UNCHANGED, _TEXT = 1, 2, 3
 _KIND = np.zeros(256, np.uint8)
@@ -46,7 +38,7 @@ _OPERATION[ord("I")], _OPERATION[ord("U")], _OPERATION[ord("D")] = Operation.INS
 
 _NEW, _KEY, _OLD_ROW = ord("N"), ord("K"), ord("O")
 
-_EVEN = pa.array(np.arange(0, 1 << 16, 2, dtype=np.int64))
+_EVEN = pa.array(np.arange(0, 1 << 17, 2, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +59,20 @@ class WaveRows:
     xid: NDArray[np.int64]
 
 
+class _Span(NamedTuple):
+    """Where messages begin and end; nothing is read beyond."""
+
+    message: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+
 class Buffer:
     """Bytes of many messages, readable as bytes and as big-endian 32-bit numbers at any offset."""
 
     __slots__ = ("arrow", "bytes", "uint32")
 
     def __init__(self, raw: bytes | bytearray | memoryview) -> None:
-        """`raw` ends in `PADDING` bytes that belong to no message."""
+        """`raw` ends in `penstock.capture.scan.PADDING`, so that reads at the last message's end stay inside."""
         self.bytes = np.frombuffer(raw, np.uint8)
         self.arrow = pa.py_buffer(raw)
         # One byte apart, so that indexing reads four bytes anywhere.
@@ -81,125 +80,108 @@ class Buffer:
 
 
 def decode_rows(buffer: Buffer, rows: WaveRows, layout: SegmentLayout, policy: OutOfRange) -> pa.Table:
-    """Turn the rows of one table into typed columns in the layout of segments."""
+    """Turn the rows of one table into typed columns in the layout of segments.
+
+    Under the policy `error` texts are kept as under `keep`: whoever applies the segment stops that table, and capture
+    goes on for the others.
+    """
     count = len(rows.start)
+    span = _Span(rows.message, rows.end)
+    policy = OutOfRange.KEEP if policy is OutOfRange.ERROR else policy
     kept = _KeptTexts()
-    operation = _OPERATION[rows.operation]
-    cursor, old_rows, is_key = _old_cursors(buffer, rows)
-    old: pa.Array | None = None
-    if layout.old_columns:
-        old = pa.nulls(count, layout.old_type)
-    if len(old_rows):
-        old, behind = _decode_old(buffer, rows, old_rows, cursor, layout, policy, kept)
-        cursor[old_rows] = behind
+    cursor = rows.start.copy()
     marker = buffer.bytes[cursor]
+    with_old = np.flatnonzero((rows.operation == ord("U")) & ((marker == _KEY) | (marker == _OLD_ROW)))
+    old = pa.nulls(count, layout.old_type) if layout.old_columns else None
+    if len(with_old):
+        old, cursor[with_old] = _decode_old(buffer, span, with_old, cursor[with_old], layout, policy, kept)
+        marker = buffer.bytes[cursor]
+
     is_delete = rows.operation == ord("D")
-    expected = (marker == _NEW) != is_delete
-    if is_delete.any():
-        expected &= ~is_delete | (marker == _KEY) | (marker == _OLD_ROW)
-        is_key = is_delete & (marker == _KEY)
-    _require(expected, rows, cursor, layout, "an unknown tuple marker")
-    _require_columns(buffer, cursor, rows, layout)
+    is_key = is_delete & (marker == _KEY)
+    correct = np.where(is_delete, is_key | (marker == _OLD_ROW), marker == _NEW)
+    _require(correct, span, cursor, layout, "an unknown tuple marker")
+    _require_columns(buffer, cursor, span, layout)
     cursor += 3
 
     unchanged = _Bitmap(count, len(layout.columns))
     arrays: list[pa.Array] = []
     any_key = bool(is_key.any())
     for column in layout.columns:
-        cursor, text, not_sent, _ = _advance(buffer, cursor, rows, layout)
+        cursor, text, not_sent = _advance(buffer, cursor, span, layout)
         if any_key and not column.column.identity:
             # The other columns of a key tuple are padded with NULLs that mean "not sent".
             not_sent = is_key if not_sent is None else not_sent | is_key
         if not_sent is not None:
             unchanged.add(column.index, not_sent)
         arrays.append(_decode_column(column, text, layout, policy, kept, column.field_name))
-    _require(cursor == rows.end, rows, cursor, layout, "bytes behind the last column")
+    _require(cursor == rows.end, span, cursor, layout, "bytes behind the last column")
 
-    columns: dict[str, pa.Array] = {
-        OP: pa.array(operation),
-        COMMIT_LSN: pa.array(rows.commit_lsn),
-        ORDINAL: pa.array(rows.ordinal),
-        COMMIT_TIME: pa.array(rows.commit_time).view(pa.timestamp("us", "UTC")),
-        XID: pa.array(rows.xid),
-        UNCHANGED: unchanged.array(),
-    }
+    ours = [
+        pa.array(_OPERATION[rows.operation]),
+        pa.array(rows.commit_lsn),
+        pa.array(rows.ordinal),
+        pa.array(rows.commit_time).view(pa.timestamp("us", "UTC")),
+        pa.array(rows.xid),
+        unchanged.array(),
+    ]
     if old is not None:
-        columns[OLD] = old
-    table = pa.Table.from_arrays([*columns.values(), *arrays], schema=layout.arrow_schema)
-    if kept:
-        table = table.append_column(UNREPRESENTABLE, kept.array(count))
-    return table
-
-
-def _old_cursors(
-    buffer: Buffer, rows: WaveRows
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Cursors at the first markers, and which updates begin with an old tuple."""
-    cursor = rows.start.copy()
-    marker = buffer.bytes[cursor]
-    updates = (rows.operation == ord("U")) & ((marker == _KEY) | (marker == _OLD_ROW))
-    return cursor, np.flatnonzero(updates), np.zeros(len(cursor), np.bool_)
+        ours.append(old)
+    table = pa.Table.from_arrays([*ours, *arrays], schema=layout.arrow_schema)
+    return table.append_column(UNREPRESENTABLE, kept.array(count)) if kept else table
 
 
 def _decode_old(
     buffer: Buffer,
-    rows: WaveRows,
-    old_rows: NDArray[np.int64],
+    span: _Span,
+    with_old: NDArray[np.int64],
     cursor: NDArray[np.int64],
     layout: SegmentLayout,
     policy: OutOfRange,
     kept: _KeptTexts,
 ) -> tuple[pa.Array | None, NDArray[np.int64]]:
-    """The old tuples of updates as a struct over all rows, and the cursors behind them."""
-    selected = WaveRows(
-        rows.operation[old_rows], rows.start[old_rows], rows.end[old_rows], rows.message[old_rows],
-        rows.commit_lsn, rows.ordinal, rows.commit_time, rows.xid,
-    )  # fmt: skip
-    cursor = cursor[old_rows]
-    _require_columns(buffer, cursor, selected, layout)
+    """The old tuples of some rows as a struct over all rows, and the cursors behind them."""
+    count = len(span.end)
+    span = _Span(span.message[with_old], span.end[with_old])
+    _require_columns(buffer, cursor, span, layout)
     cursor = cursor + 3
     wanted = {column.index for column in layout.old_columns}
+    place = np.full(count, -1, np.int64)
+    place[with_old] = np.arange(len(with_old))
+    absent = place < 0
+    spread = pa.array(place, mask=absent)
     children: list[pa.Array] = []
-    count = len(rows.start)
-    scatter = np.full(count, -1, np.int64)
-    scatter[old_rows] = np.arange(len(old_rows))
-    absent = scatter < 0
-    index = pa.array(scatter, mask=absent)
     for column in layout.columns:
-        cursor, text, _, _ = _advance(buffer, cursor, selected, layout)
+        cursor, text, _ = _advance(buffer, cursor, span, layout)
         if column.index in wanted:
             name = f"{OLD}.{column.field_name}"
-            decoded = _decode_column(column, text, layout, policy, kept, name, rows=old_rows)
-            children.append(decoded.take(index))
+            children.append(_decode_column(column, text, layout, policy, kept, name, rows=with_old).take(spread))
     if not children:
         return None, cursor
-    assert layout.old_type is not None
-    return pa.StructArray.from_arrays(children, fields=list(layout.old_type), mask=pa.array(absent)), cursor
+    return pa.StructArray.from_arrays(children, fields=list(layout.old_type or ()), mask=pa.array(absent)), cursor
 
 
 def _advance(
-    buffer: Buffer, cursor: NDArray[np.int64], rows: WaveRows, layout: SegmentLayout
-) -> tuple[NDArray[np.int64], pa.Array, NDArray[np.bool_] | None, NDArray[np.bool_] | None]:
-    """One wave: read a column's kind and length in every row; give its texts, what was not sent, and new cursors."""
+    buffer: Buffer, cursor: NDArray[np.int64], span: _Span, layout: SegmentLayout
+) -> tuple[NDArray[np.int64], pa.Array, NDArray[np.bool_] | None]:
+    """One wave: read a column in every row; the new cursors, its texts, and where it was not sent."""
     kind = _KIND[buffer.bytes[cursor]]
     is_text = kind == _TEXT
     if is_text.all():
         start = cursor + 5
-        behind = start + buffer.uint32[cursor + 1]
-        _require(behind <= rows.end, rows, cursor, layout, "a value longer than its message")
-        return behind, _cut(buffer, start, behind, None), None, None
-    _require(kind != 0, rows, cursor, layout, "an unknown kind of column")
-    start = np.where(is_text, cursor + 5, cursor + 1)
-    length = np.where(is_text, buffer.uint32[cursor + 1], 0)
-    behind = start + length
-    _require(behind <= rows.end, rows, cursor, layout, "a value longer than its message")
-    missing = kind == _UNCHANGED
-    return behind, _cut(buffer, start, behind, ~is_text), missing if missing.any() else None, ~is_text
+        end = start + buffer.uint32[cursor + 1]
+        absent = unchanged = None
+    else:
+        _require(kind != 0, span, cursor, layout, "an unknown kind of column")
+        start = np.where(is_text, cursor + 5, cursor + 1)
+        end = start + np.where(is_text, buffer.uint32[cursor + 1], 0)
+        absent = ~is_text
+        unchanged = kind == _UNCHANGED
+    _require(end <= span.end, span, cursor, layout, "a value longer than its message")
+    return end, _cut(buffer, start, end, absent), unchanged if unchanged is not None and unchanged.any() else None
 
 
-def _cut(
-    buffer: Buffer, start: NDArray[np.int64], end: NDArray[np.int64], null: NDArray[np.bool_] | None
-) -> pa.Array:
+def _cut(buffer: Buffer, start: NDArray[np.int64], end: NDArray[np.int64], null: NDArray[np.bool_] | None) -> pa.Array:
     """Copy byte ranges into an Arrow array without an index per byte.
 
     The offsets start0, end0, start1, end1, … describe the ranges and the gaps between them; the even ones are ours.
@@ -240,19 +222,19 @@ def _decode_column(
 
 
 def _require(
-    correct: NDArray[np.bool_], rows: WaveRows, cursor: NDArray[np.int64], layout: SegmentLayout, what: str
+    correct: NDArray[np.bool_], span: _Span, cursor: NDArray[np.int64], layout: SegmentLayout, what: str
 ) -> None:
     if not correct.all():
         row = int(np.argmin(correct))
-        offset = int(cursor[row] - rows.message[row])
+        offset = int(cursor[row] - span.message[row])
         raise DecodeError(f"malformed row of {layout.schema} at offset {offset}: {what}", offset=offset)
 
 
-def _require_columns(buffer: Buffer, cursor: NDArray[np.int64], rows: WaveRows, layout: SegmentLayout) -> None:
+def _require_columns(buffer: Buffer, cursor: NDArray[np.int64], span: _Span, layout: SegmentLayout) -> None:
     """Every tuple must have as many columns as the relation has, and room for their count."""
-    _require(cursor + 3 <= rows.end, rows, cursor, layout, "the message ends inside a tuple's header")
+    _require(cursor + 3 <= span.end, span, cursor, layout, "the message ends inside a tuple's header")
     found = buffer.uint32[cursor] >> 8 & 0xFFFF
-    _require(found == len(layout.columns), rows, cursor, layout, "another number of columns than the relation's")
+    _require(found == len(layout.columns), span, cursor, layout, "another number of columns than the relation's")
 
 
 class _Bitmap:
@@ -278,9 +260,7 @@ class _Bitmap:
         offsets = np.zeros(self._count + 1, np.int32)
         np.cumsum(some * self._width, out=offsets[1:])
         validity = pa.array(some).buffers()[1]
-        return pa.Array.from_buffers(
-            pa.binary(), self._count, [validity, pa.py_buffer(offsets), pa.py_buffer(used)]
-        )
+        return pa.Array.from_buffers(pa.binary(), self._count, [validity, pa.py_buffer(offsets), pa.py_buffer(used)])
 
 
 class _KeptTexts:

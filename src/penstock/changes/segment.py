@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from penstock.errors import ValueOutOfRange
 from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.values import Codec, TypeSettings, codec_for
 
@@ -37,6 +39,7 @@ UNREPRESENTABLE = "_unrepresentable"
 
 RESERVED = (OP, COMMIT_LSN, ORDINAL, COMMIT_TIME, XID, UNCHANGED, OLD, UNREPRESENTABLE)
 UNREPRESENTABLE_TYPE = pa.map_(pa.string(), pa.string())
+_ENTRY_TYPE = pa.struct([pa.field("key", pa.string(), nullable=False), pa.field("value", pa.string())])
 
 
 class Operation(IntEnum):
@@ -112,3 +115,20 @@ def field_names(schema: TableSchema) -> tuple[str, ...]:
         taken.add(name.lower())
         names.append(name)
     return tuple(names)
+
+
+def count_unrepresentable(rows: pa.Table) -> int:
+    """Rows with cells that their type cannot hold."""
+    if UNREPRESENTABLE not in rows.column_names:
+        return 0
+    return rows.num_rows - rows.column(UNREPRESENTABLE).null_count
+
+
+def require_representable(rows: pa.Table, table: str) -> None:
+    """Under the policy `error`: refuse rows that have such cells, naming the columns and never a value."""
+    if count_unrepresentable(rows):
+        entries = pc.list_flatten(rows.column(UNREPRESENTABLE).cast(pa.list_(_ENTRY_TYPE)))
+        columns = sorted(set(pc.struct_field(entries, 0).unique().to_pylist()))
+        raise ValueOutOfRange(
+            f"{table} has values that do not fit the type of: {', '.join(columns)}", table=table, columns=columns
+        )

@@ -22,6 +22,8 @@ class Segment:
     bytes: int
     first: OrderKey
     last: OrderKey
+    unrepresentable: int = 0
+    """Rows with cells whose type cannot hold them; their texts are in `_unrepresentable`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
 """Where things lie in a spool, and how small files are replaced without ever being half there.
 
-    spool/
-      lineage.json          which server, timeline and slot the positions belong to
-      lock                  held by the one writer
-      log/00000001.jsonl    entries in order, in parts
-      segments/00000042/    the files of entry 42
-      schemas/16384/…json   versions of a table's schema
-      readers/<name>.json   up to where each reader needs nothing more
-      holds/16384.json      tables that are being copied: their changes are kept longer
-      open/                 streamed transactions that have not ended
+spool/
+  lineage.json          which server, timeline and slot the positions belong to
+  lock                  held by the one writer
+  log/00000001.jsonl    entries in order, in parts
+  segments/00000042/    the files of entry 42
+  schemas/16384/…json   versions of a table's schema
+  readers/<name>.json   up to where each reader needs nothing more
+  holds/16384.json      tables that are being copied: their changes are kept longer
+  open/                 streamed transactions that have not ended
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class Readers:
     def register(self, name: str, position: Lsn) -> Lsn:
         """Make a reader known, durably; a known one keeps its position. Returns the position it continues from."""
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"not a name for a reader: {name!r}", hint="Use letters, digits, dots, dashes, underscores.")
+            raise ConfigError(
+                f"not a name for a reader: {name!r}", hint="Use letters, digits, dots, dashes, underscores."
+            )
         known = self.position(name)
         if known is not None:
             return known

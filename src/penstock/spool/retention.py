@@ -7,6 +7,7 @@ copy has to start again. The others go on.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import threading
@@ -18,6 +19,7 @@ from penstock.changes.steps import Segment
 from penstock.lsn import Lsn, is_in, reaches
 from penstock.spool.entries import Entry
 from penstock.spool.folder import SpoolFolder
+from penstock.spool.log import parse
 from penstock.spool.registry import Hold, Holds
 
 logger = logging.getLogger(__name__)
@@ -117,15 +119,13 @@ class Retention:
             return
         with self._lock:
             first = self._held[0][0].number if self._held else self._waiting[0].number
-        for part, following in zip(parts, parts[1:], strict=False):
+        for part, following in itertools.pairwise(parts):
             if _first_number(following) > first:
                 return
             part.unlink(missing_ok=True)
 
 
 def _first_number(part: Path) -> int:
-    from penstock.spool.log import parse
-
     with open(part, "rb") as file:
         entries, _ = parse(file.readline())
     return entries[0].number if entries else 1 << 62

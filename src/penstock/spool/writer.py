@@ -8,6 +8,7 @@ next start does not matter: whatever no line names is removed when the spool is 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import shutil
@@ -16,10 +17,12 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.changes.segment import count_unrepresentable
 from penstock.changes.steps import Message, Segment, Step, Truncation
 from penstock.errors import SpoolCorrupt, SpoolInUse
 from penstock.lsn import Lsn, OrderKey, reaches
@@ -155,6 +158,7 @@ class SpoolWriter:
                 bytes=size,
                 first=first,
                 last=last,
+                unrepresentable=count_unrepresentable(rows),
             )
         )
 
@@ -234,7 +238,7 @@ class SpoolWriter:
             return parts[-1]
         return self._folder.log / f"{(int(parts[-1].stem) if parts else 0) + 1:08d}.jsonl"
 
-    def _lock(self):
+    def _lock(self) -> IO[str]:
         file = open(self._folder.lock, "a+")  # noqa: SIM115 — held until close
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,12 +272,10 @@ class SpoolWriter:
         entries: deque[Entry] = deque()
         for _, content in read_parts(self._folder, repair=True):
             entries.extend(content)
-        for before, after in zip(entries, list(entries)[1:], strict=False):
+        for before, after in itertools.pairwise(entries):
             if before.end != after.begin or before.number >= after.number:
                 raise SpoolCorrupt(f"entry {after.number} does not follow entry {before.number}")
-        named = {
-            Path(step.file).parent.name for entry in entries for step in entry.steps if isinstance(step, Segment)
-        }
+        named = {Path(step.file).parent.name for entry in entries for step in entry.steps if isinstance(step, Segment)}
         for folder in self._folder.segments.iterdir():
             if folder.name not in named:
                 shutil.rmtree(folder, ignore_errors=True)
