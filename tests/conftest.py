@@ -112,7 +112,9 @@ def make_server() -> Iterator[Callable[..., PostgresServer]]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which servers the tests could run on, and which tests were skipped for want of one."""
+    """Say how to repeat the order, which servers there were, and which tests were skipped for want of one."""
+    seed = terminalreporter.config.getoption("randomly_seed", default=None)
+    terminalreporter.write_line(f"order of tests: --randomly-seed={seed}")
     there = installed_binaries()
     found = [f"{there[major].version} ({there[major].origin})" for major in MAJORS if major in there]
     terminalreporter.write_line(f"PostgreSQL for tests: {', '.join(found) or 'none'}")

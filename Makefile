@@ -1,0 +1,109 @@
+# `make` alone lists the targets. Every target sets up what it needs; nothing has to be prepared.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := requirements/constraints.txt
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## list the targets
+	@echo "Penstock. Targets:"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
+.PHONY: setup
+setup: $(STAMP) ## create .venv with everything; as root also install missing system packages
+
+.PHONY: system
+system:
+	@scripts/system-packages.sh $(PYTHON)
+
+$(BIN)/python: | system
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) hatchling
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+.PHONY: demo
+demo: $(STAMP) ## start a server and writers and watch the changes, for 20 seconds
+	$(BIN)/penstock demo $(ARGS)
+
+.PHONY: test
+test: lint unit integration ## everything that must pass: lint, unit, integration and end to end
+
+.PHONY: unit
+unit: $(STAMP) ## the tests that need no service, in less than a minute
+	$(PYTEST) -q tests/unit $(ARGS)
+
+.PHONY: integration
+integration: $(STAMP) system ## the tests on real servers, and whole pipelines
+	$(PYTEST) -q $(wildcard tests/integration tests/e2e) $(ARGS)
+
+.PHONY: lint
+lint: ruff types imports ## ruff, types and import order
+
+.PHONY: ruff
+ruff: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(STAMP) ## check the types
+	$(BIN)/basedpyright
+
+.PHONY: imports
+imports: $(STAMP) ## check that packages import only what stands before them
+	$(BIN)/lint-imports --no-cache
+
+.PHONY: fmt
+fmt: $(STAMP) ## format the code and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: bench-capture ## all benchmarks
+
+.PHONY: bench-capture
+bench-capture: $(STAMP) ## capture against pg_recvlogical; ARGS="--workload mixed --changes 300000" narrows it
+	$(BIN)/python benchmarks/capture.py $(ARGS)
+
+.PHONY: traps
+traps: $(STAMP) ## which trap is covered by which tests, and which by none
+	@$(BIN)/python scripts/traps.py
+
+.PHONY: audit
+audit: $(STAMP) ## look for what must not be committed, overlong files and broken requirements
+	@$(BIN)/python scripts/audit.py
+	@$(BIN)/python -m pip check
+
+.PHONY: fuzz
+fuzz: $(STAMP) ## the decoder against 100,000 mutated messages
+	PENSTOCK_FUZZ_CASES=$${PENSTOCK_FUZZ_CASES:-100000} $(PYTEST) tests/unit/capture/test_fuzz.py --timeout 3600 $(ARGS)
+
+.PHONY: soak
+soak: $(STAMP) ## the long tests: 50 kills under load; the report goes to docs/soak
+	PENSTOCK_SOAK_KILLS=$${PENSTOCK_SOAK_KILLS:-50} $(BIN)/python scripts/soak.py $(ARGS)
+
+.PHONY: build
+build: $(STAMP) ## build the wheel and try it in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	scripts/try-wheel.sh $(BIN)/python dist/*.whl
+
+.PHONY: constraints
+constraints: $(STAMP) ## write the versions of .venv into the constraints
+	@sed -n '/^#/p' $(CONSTRAINTS) > $(CONSTRAINTS).new
+	@$(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip --exclude setuptools >> $(CONSTRAINTS).new
+	@mv $(CONSTRAINTS).new $(CONSTRAINTS)
+
+.PHONY: clean
+clean: ## remove everything that make has created
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+#!/bin/sh
+# What the set-up needs from the system: Python's venv module, and Debian's PostgreSQL 15 as one more version to test
+# on. As root they are installed; for anybody else one message says how, and the set-up goes on without PostgreSQL 15.
+# Usage: system-packages.sh <python>
+set -eu
+
+python=${1:-python3}
+cluster_settings=/etc/postgresql-common/createcluster.d/penstock.conf
+# Debian's package would create and start a server at once; only its programs are wanted.
+no_cluster="mkdir -p ${cluster_settings%/*} && echo 'create_main_cluster = false' > $cluster_settings"
+missing=
+needed=
+
+if ! command -v "$python" >/dev/null; then
+    echo "make: no '$python' on this machine. Name another interpreter: make setup PYTHON=/path/to/python3.12" >&2
+    exit 1
+fi
+if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
+    echo "make: Penstock runs on Python 3.11 to 3.13, '$python' is $("$python" -V 2>&1)." >&2
+    echo "      Name another interpreter: make setup PYTHON=/path/to/python3.12" >&2
+    exit 1
+fi
+if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    needed="python3-venv"
+fi
+if [ ! -x /usr/lib/postgresql/15/bin/postgres ] && command -v apt-get >/dev/null; then
+    missing="postgresql-15"
+fi
+if [ -z "$needed$missing" ]; then
+    exit 0
+fi
+
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "make: installing with apt-get:" $needed $missing
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq || echo "make: apt-get update failed; going on with the package lists that are there" >&2
+    if [ -n "$needed" ]; then
+        apt-get install -y -qq --no-install-recommends $needed >/dev/null
+    fi
+    if [ -n "$missing" ]; then
+        if [ ! -e "$cluster_settings" ]; then
+            sh -c "$no_cluster"
+            trap 'rm -f "$cluster_settings"' EXIT
+        fi
+        apt-get install -y -qq --no-install-recommends $missing >/dev/null ||
+            echo "make: could not install $missing; its tests are skipped, the rest goes on" >&2
+    fi
+    exit 0
+fi
+
+install="apt-get update && apt-get install -y --no-install-recommends $(echo $needed $missing)"
+if [ -n "$missing" ]; then
+    install="$no_cluster && $install"
+fi
+{
+    echo "make: missing on this machine: $(echo $needed $missing). To install (needs root):"
+    echo "    sudo sh -c \"$install\""
+} >&2
+if [ -n "$needed" ]; then
+    echo "make: without $needed there can be no environment; stopping." >&2
+    exit 1
+fi
+echo "make: going on without $missing; its tests are skipped by name." >&2
