@@ -1,0 +1,364 @@
+"""Changes one by one, in the exact order of their commits: for people, tests, and destinations that think in rows.
+
+This is the slow path. Everything else in Penstock works on columns; here each row becomes a Python object, which costs
+some ten microseconds a row. Use it where rows are few or where somebody looks at them; a destination that has to keep
+up with a busy server reads segments.
+
+    for event in iterate_events(reader, reader.entries(position), after=position):
+        match event:
+            case Insert(table=table, row=row): ...
+
+Within an entry, segments of all tables are merged by their order key. A segment is opened when its first change is due
+and closed after its last, and a slice of its rows is turned into objects at a time, so memory follows the number of
+segments that overlap, not the size of the entry.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from itertools import groupby
+from typing import Any, Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.changes import steps
+from penstock.changes.segment import (
+    COMMIT_LSN,
+    COMMIT_TIME,
+    OLD,
+    OP,
+    ORDINAL,
+    UNCHANGED,
+    UNREPRESENTABLE,
+    XID,
+    Operation,
+    field_names,
+)
+from penstock.changes.steps import Segment, Step, Truncation
+from penstock.lsn import Lsn, OrderKey, are_in, is_in
+from penstock.schema import TableSchema
+
+SLICE_ROWS = 2_000
+"""Rows of a segment that are Python objects at the same time."""
+
+
+class UnchangedType(Enum):
+    """The type of `Unchanged`."""
+
+    UNCHANGED = "unchanged"
+
+    def __repr__(self) -> str:
+        return "Unchanged"
+
+
+Unchanged: Final = UnchangedType.UNCHANGED
+"""A cell of an update that the server did not send, because its value is large (TOAST) and stayed the same.
+
+Not None, which is SQL's NULL; survives pickling and copying, so `is` works everywhere.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Unrepresentable:
+    """A value that its column's type cannot hold (`infinity`, `24:00:00`, numeric NaN …), as Postgres writes it."""
+
+    text: str
+
+
+Row = Mapping[str, Any]
+"""Column name → value: what Arrow gives for the type, None, `Unchanged` or `Unrepresentable`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The changes of a transaction follow. Transactions without any that were asked for do not appear."""
+
+    commit_lsn: Lsn
+    """Where its commit record starts."""
+    commit_time: datetime
+    xid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All changes of the transaction have come: only now may anybody's position pass it."""
+
+    commit_lsn: Lsn
+    commit_time: datetime
+    xid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """The rows of this table have this shape from here on; comes before its first row, and again when it changes."""
+
+    key: OrderKey
+    """Of the row that follows."""
+    table: TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """A new row."""
+
+    key: OrderKey
+    commit_time: datetime
+    xid: int
+    table: TableSchema
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A row as it is now."""
+
+    key: OrderKey
+    commit_time: datetime
+    xid: int
+    table: TableSchema
+    row: Row
+    old: Row | None
+    """What identified the row before, if the server sent it: when the key changed, or with REPLICA IDENTITY FULL
+    (then the whole row)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A row that is gone."""
+
+    key: OrderKey
+    commit_time: datetime
+    xid: int
+    table: TableSchema
+    old: Row
+    """The columns of the replica identity; with FULL all of them. What was not sent is not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Tables that were emptied by one statement."""
+
+    key: OrderKey
+    commit_time: datetime
+    xid: int
+    table_ids: tuple[int, ...]
+    tables: tuple[str, ...]
+    """Namespace and name of each."""
+    cascade: bool
+    restart_identity: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A logical message (`pg_logical_emit_message`); its key is that of the change after it."""
+
+    key: OrderKey
+    commit_time: datetime
+    xid: int
+    prefix: str
+    content: bytes
+
+
+Change = Insert | Update | Delete | Truncate | Message
+Event = Begin | Commit | Relation | Change
+
+
+class SegmentReader(Protocol):
+    """Where rows and schemas come from; a `SpoolReader` is one. Called from the thread that iterates."""
+
+    def read(self, segment: Segment) -> pa.Table:
+        """A segment's rows, by the layout of `penstock.changes.segment`. Called once per segment."""
+        ...
+
+    def schema(self, segment: Segment) -> TableSchema:
+        """The schema of a segment's rows."""
+        ...
+
+
+class Steps(Protocol):
+    """Whole transactions; an entry of the spool is one."""
+
+    @property
+    def steps(self) -> Sequence[Step]: ...
+
+
+def iterate_events(
+    reader: SegmentReader,
+    entries: Iterable[Steps],
+    *,
+    after: Lsn | None = None,
+    tables: Callable[[Segment | Truncation], bool] | None = None,
+) -> Iterator[Event]:
+    """The events of entries, in the order `(commit_lsn, ordinal)` over all tables.
+
+    `after` is a boundary: transactions that it covers are left out. `tables` says of which tables changes are wanted.
+    Entries are taken one at a time and may come from a generator that waits for them.
+    """
+    versions: dict[int, str] = {}
+    for entry in entries:
+        wanted = [step for step in entry.steps if _is_wanted(step, after, tables)]
+        yield from _frame_transactions(_merge(_sources(reader, wanted, after)), versions)
+
+
+def _is_wanted(step: Step, after: Lsn | None, tables: Callable[[Segment | Truncation], bool] | None) -> bool:
+    last = step.last if isinstance(step, Segment) else step.key
+    if after is not None and is_in(last.commit_lsn, after):
+        return False
+    return isinstance(step, steps.Message) or tables is None or tables(step)
+
+
+_Item = tuple[Change, str]
+"""A change, and the schema version of its row; empty if it is none."""
+
+# A message has the key of the change behind it, and stands before it.
+_BEFORE, _AT = 0, 1
+
+
+@dataclass(slots=True)
+class _Source:
+    """Changes in order, of which the first is at `key` or later; nothing is read before it is due."""
+
+    key: OrderKey
+    rank: int
+    number: int
+    items: Iterator[_Item]
+    item: _Item | None = None
+
+    def __lt__(self, other: _Source) -> bool:
+        return (*self.key, self.rank, self.number) < (*other.key, other.rank, other.number)
+
+    def advance(self) -> bool:
+        """Take the next item; False when there is none."""
+        self.item = next(self.items, None)
+        if self.item is not None:
+            self.key = self.item[0].key
+        return self.item is not None
+
+
+def _sources(reader: SegmentReader, wanted: list[Step], after: Lsn | None) -> list[_Source]:
+    sources: list[_Source] = []
+    for step in wanted:
+        if isinstance(step, Segment):
+            sources.append(_Source(step.first, _AT, len(sources), _iterate_segment(reader, step, after)))
+        elif isinstance(step, steps.Message):
+            event = Message(step.key, _to_datetime(step.commit_time), step.xid, step.prefix, step.content)
+            sources.append(_Source(step.key, _BEFORE, len(sources), iter([(event, "")])))
+    truncations = sorted((step for step in wanted if isinstance(step, Truncation)), key=lambda step: step.key)
+    for key, group in groupby(truncations, key=lambda step: step.key):
+        sources.append(_Source(key, _AT, len(sources), iter([(_truncate(list(group)), "")])))
+    return sources
+
+
+def _truncate(group: list[Truncation]) -> Truncate:
+    return Truncate(
+        group[0].key,
+        _to_datetime(group[0].commit_time),
+        group[0].xid,
+        tuple(step.table_id for step in group),
+        tuple(step.table for step in group),
+        group[0].cascade,
+        group[0].restart_identity,
+    )
+
+
+def _merge(sources: list[_Source]) -> Iterator[_Item]:
+    heapq.heapify(sources)
+    while sources:
+        source = sources[0]
+        if source.item is not None:
+            yield source.item
+        if source.advance():
+            heapq.heapreplace(sources, source)
+        else:
+            heapq.heappop(sources)
+
+
+def _frame_transactions(items: Iterator[_Item], versions: dict[int, str]) -> Iterator[Event]:
+    """Put begins, commits and relations where they belong; an entry holds whole transactions."""
+    opened: Begin | None = None
+    for change, version in items:
+        if opened is None or opened.commit_lsn != change.key.commit_lsn:
+            if opened is not None:
+                yield Commit(opened.commit_lsn, opened.commit_time, opened.xid)
+            opened = Begin(change.key.commit_lsn, change.commit_time, change.xid)
+            yield opened
+        if isinstance(change, Insert | Update | Delete) and versions.get(change.table.table_id) != version:
+            versions[change.table.table_id] = version
+            yield Relation(change.key, change.table)
+        yield change
+    if opened is not None:
+        yield Commit(opened.commit_lsn, opened.commit_time, opened.xid)
+
+
+def _iterate_segment(reader: SegmentReader, segment: Segment, after: Lsn | None) -> Iterator[_Item]:
+    rows = reader.read(segment)
+    schema = reader.schema(segment)
+    first = 0
+    if after is not None:
+        # In commit order, so what is in stands in front.
+        first = int(np.count_nonzero(are_in(rows.column(COMMIT_LSN).to_numpy(), after)))
+    for start in range(first, rows.num_rows, SLICE_ROWS):
+        for change in _convert(rows.slice(start, SLICE_ROWS), schema):
+            yield change, segment.version
+
+
+def _convert(rows: pa.Table, schema: TableSchema) -> Iterator[Insert | Update | Delete]:
+    """Turn a slice of a segment into events."""
+    # Cold: only those who asked for single rows come here, and they get Python objects in the end.
+    values = {name: rows.column(name).to_pylist() for name in rows.column_names}
+    fields = field_names(schema)
+    names = tuple(column.name for column in schema.columns)
+    renamed = dict(zip(fields, names, strict=True))
+    cells = list(zip(*(values[field] for field in fields), strict=True)) if fields else [()] * rows.num_rows
+    nothing = [None] * rows.num_rows
+    for operation, commit_lsn, ordinal, commit_time, xid, bitmap, old, texts, row_cells in zip(
+        values[OP],
+        values[COMMIT_LSN],
+        values[ORDINAL],
+        values[COMMIT_TIME],
+        values[XID],
+        values[UNCHANGED],
+        values.get(OLD, nothing),
+        values.get(UNREPRESENTABLE, nothing),
+        cells,
+        strict=True,
+    ):
+        row = dict(zip(names, row_cells, strict=True))
+        old_row = None if old is None else {renamed[field]: value for field, value in old.items()}
+        for field, text in texts or ():
+            _put_text(field, text, renamed, row, old_row)
+        key = OrderKey(Lsn(commit_lsn), ordinal)
+        if operation == Operation.INSERT:
+            yield Insert(key, commit_time, xid, schema, row | _not_sent(bitmap, names))
+        elif operation == Operation.UPDATE:
+            yield Update(key, commit_time, xid, schema, row | _not_sent(bitmap, names), old_row)
+        else:
+            absent = _not_sent(bitmap, names)
+            yield Delete(
+                key, commit_time, xid, schema, {name: value for name, value in row.items() if name not in absent}
+            )
+
+
+def _put_text(
+    field: str, text: str, renamed: Mapping[str, str], row: dict[str, Any], old: dict[str, Any] | None
+) -> None:
+    """Put the text of a cell that its type cannot hold in the cell's place; `_old.` marks those of the old identity."""
+    if field in renamed:
+        row[renamed[field]] = Unrepresentable(text)
+    elif old is not None:
+        old[renamed[field.removeprefix(f"{OLD}.")]] = Unrepresentable(text)
+
+
+def _not_sent(bitmap: bytes | None, names: tuple[str, ...]) -> dict[str, UnchangedType]:
+    if bitmap is None:
+        return {}
+    return {name: Unchanged for index, name in enumerate(names) if bitmap[index >> 3] >> (index & 7) & 1}
+
+
+def _to_datetime(microseconds: int) -> datetime:
+    return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=microseconds)
