@@ -46,6 +46,8 @@ class CaptureSettings:
     """The slot is made by this connection, and ends with it."""
     start: Lsn | None = None
     """Where a new spool begins; None for where the slot stands."""
+    acknowledge: bool = True
+    """The slot follows the readers of the spool; without it, one only looks, and the slot stays where it is."""
     streaming: bool = True
     queue_bytes: int = 32 << 20
     """Read and not yet decoded."""
@@ -242,7 +244,7 @@ class Capture:
         reported = 0.0
         while not ended.wait(0.05):
             floor = writer.tick()
-            if floor is not None and writer.end is not None:
+            if self._settings.acknowledge and floor is not None and writer.end is not None:
                 self._acknowledged = max(self._acknowledged, min(floor, writer.end))
             if time.monotonic() - reported >= 0.2:
                 reported = time.monotonic()
