@@ -127,7 +127,8 @@ class CaptureProcess:
     def _run_child(self) -> PenstockError:
         """Run a child to its end; why it ended."""
         command = [sys.executable, "-m", "penstock.capture"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        # In a group of its own: Ctrl-C in a terminal is for the parent, which then stops the child in good order.
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as child:
             self._child = child
             if self._stopping.is_set():
                 child.terminate()
