@@ -38,6 +38,12 @@ class SpoolReader:
         self.readers = Readers(self._folder)
 
     @property
+    def begin(self) -> Lsn | None:
+        """The boundary from which on entries can be read; None while there is nothing."""
+        self._refresh()
+        return self._entries[0].begin if self._entries else None
+
+    @property
     def captured(self) -> Lsn | None:
         """The boundary up to which everything is in the spool; None while there is nothing."""
         self._refresh()
