@@ -74,9 +74,7 @@ class ArrayCodec:
         ends = np.zeros(len(text) + 1, np.int32)
         np.cumsum(elements.counts, out=ends[1:])
         validity = text.is_valid().buffers()[1] if text.null_count else None
-        return pa.Array.from_buffers(
-            self.arrow_type, len(text), [validity, pa.py_buffer(ends)], children=[values]
-        )
+        return pa.Array.from_buffers(self.arrow_type, len(text), [validity, pa.py_buffer(ends)], children=[values])
 
 
 def _split(text: pa.LargeStringArray, delimiter: int) -> _Elements | _Malformed:
@@ -91,9 +89,9 @@ def _split(text: pa.LargeStringArray, delimiter: int) -> _Elements | _Malformed:
         return _Malformed(present & ~framed)
 
     escapes = _escapes(data)
-    quotes = np.flatnonzero(data == _QUOTE)
-    if len(escapes):
-        quotes = np.setdiff1d(quotes, escapes + 1, assume_unique=True)
+    is_quote = data == _QUOTE
+    is_quote[escapes + 1] = False
+    quotes = np.flatnonzero(is_quote)
     if len(quotes):
         odd = (np.diff(np.searchsorted(quotes, offsets)) & 1).astype(np.bool_)
         if odd.any():
@@ -102,15 +100,12 @@ def _split(text: pa.LargeStringArray, delimiter: int) -> _Elements | _Malformed:
     def outside(positions: Positions) -> Positions:
         return positions[(np.searchsorted(quotes, positions) & 1) == 0] if len(quotes) else positions
 
-    stray_escapes = outside(escapes)
-    inner_braces = np.concatenate(
-        [
-            np.setdiff1d(outside(np.flatnonzero(data == _OPEN)), starts[framed], assume_unique=True),
-            np.setdiff1d(outside(np.flatnonzero(data == _CLOSE)), ends[framed] - 1, assume_unique=True),
-        ]
-    )
-    if len(stray_escapes) or len(inner_braces):
-        return _Malformed(_cells_at(np.concatenate([stray_escapes, inner_braces]), offsets))
+    is_brace = (data == _OPEN) | (data == _CLOSE)
+    is_brace[starts[framed]] = False
+    is_brace[ends[framed] - 1] = False
+    stray = np.concatenate([outside(escapes), outside(np.flatnonzero(is_brace))])
+    if len(stray):
+        return _Malformed(_cells_at(stray, offsets))
 
     separators = outside(np.flatnonzero(data == delimiter))
     filled = lengths > 2
@@ -136,10 +131,12 @@ def _cut(
     lengths = ends - starts
     if len(quotes):
         quoted = data[starts] == _QUOTE
-        around = np.concatenate([starts[quoted], ends[quoted] - 1])
-        misplaced = np.setxor1d(quotes, around)
-        if len(misplaced):
-            return _Malformed(_cells_at(misplaced, offsets))
+        is_misplaced = np.zeros(len(data), np.bool_)
+        is_misplaced[quotes] = True
+        is_misplaced[starts[quoted]] = False
+        is_misplaced[ends[quoted] - 1] ^= True  # where an element that begins with a quote does not end with one, too
+        if is_misplaced.any():
+            return _Malformed(_cells_at(np.flatnonzero(is_misplaced), offsets))
         lengths = lengths - 2 * quoted
         candidates = np.flatnonzero((lengths == len(_NULL)) & ~quoted)
     else:

@@ -6,6 +6,8 @@ again. Nothing here loops over cells, except `_cast_piecewise`, which says why i
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -45,7 +47,7 @@ def to_numpy(flags: pa.BooleanArray) -> NDArray[np.bool_]:
     return flags.to_numpy(zero_copy_only=False)
 
 
-def fixed_values(array: pa.Array, kind: type[np.generic]) -> NDArray[np.generic]:
+def fixed_values(array: pa.Array, kind: type[np.generic]) -> NDArray[Any]:
     """The numbers of a fixed-width array, without copying; those under NULLs mean nothing."""
     buffer = array.buffers()[1]
     if buffer is None or len(array) == 0:

@@ -20,19 +20,20 @@ FIRST_DAY, LAST_DAY = -719_162, 2_932_896
 DAY = 86_400_000_000
 """Microseconds."""
 
-# Exact, with leap years, so that what matches can be cast: the alternative is to search for 30 February by halving.
+# Exactly what Arrow reads, with leap years, so that what matches can be cast (the alternative is to search for 30
+# February by halving) and whether a cell fits never depends on the others of its column.
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"  # all but 0000
-_DAY_OF_YEAR = (
-    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
+_LONG_MONTH = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+_SHORT_MONTH = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+_FEBRUARY = "02-(?:0[1-9]|1[0-9]|2[0-8])"
 _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
-_DATE = f"(?:{_YEAR}-{_DAY_OF_YEAR}|(?:[0-9][0-9]{_FOURTH}|{_FOURTH}00)-02-29)"
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
-_OFFSET = "[+-](?:0[0-9]|1[0-5])(?::[0-5][0-9])?"
+_DATE = f"(?:{_YEAR}-(?:{_LONG_MONTH}|{_SHORT_MONTH}|{_FEBRUARY})|(?:[0-9][0-9]{_FOURTH}|{_FOURTH}00)-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9](?::[0-5][0-9](?:\.[0-9]{1,6})?)?)?"
+_OFFSET = "(?:Z|[+-](?:[01][0-9]|2[0-3])(?::?[0-5][0-9])?)"
 
 _DATE_PATTERN = rf"\A{_DATE}\z"
 _TIME_PATTERN = rf"\A{_TIME}\z"
-_TIMESTAMP_PATTERN = rf"\A{_DATE}[ T]{_TIME}\z"
+_TIMESTAMP_PATTERN = rf"\A{_DATE}(?:[ T]{_TIME})?\z"
 _TIMESTAMPTZ_PATTERN = rf"\A{_DATE}[ T]{_TIME}{_OFFSET}\z"
 _OFFSET_WITH_SECONDS = r"[+-][0-9]{2}:[0-9]{2}:[0-5][0-9]\z"
 

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from penstock.values.cells import cast_matching, fixed_values, matches, reject
 from penstock.values.codec import Decoded, register
 
-_NUMBER = r"\A(?:-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|NaN|-?Infinity)\z"
-_INFINITY = r"\A-?Infinity\z"
+_NUMBER = r"\A(?:[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|NaN|-?Infinity)\z"
+_NOT_FINITE = r"\A(?:NaN|-?Infinity)\z"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,15 @@ class FloatCodec:
         return self._reject_overflow(decoded, text)
 
     def _reject_overflow(self, decoded: Decoded, text: pa.LargeStringArray) -> Decoded:
-        """Arrow reads numbers that are too large as infinity; only what is called Infinity is."""
+        """Arrow reads numbers that are too large as infinity; only what is called so is infinite."""
         kind = np.float32 if self.arrow_type == pa.float32() else np.float64
-        infinite = np.flatnonzero(np.isinf(fixed_values(decoded.array, kind)))
-        if not len(infinite):
+        finite = np.isfinite(fixed_values(decoded.array, kind))
+        if finite.all():
             return decoded
-        overflow = np.zeros(len(text), np.bool_)
-        overflow[infinite] = ~matches(text.take(pa.array(infinite)), _INFINITY)
-        return reject(decoded, overflow)
+        others = np.flatnonzero(~finite)
+        misnamed = np.zeros(len(text), np.bool_)
+        misnamed[others] = ~matches(text.take(pa.array(others)), _NOT_FINITE)
+        return reject(decoded, misnamed)
 
 
 register("float4", factory=lambda type_, modifier, settings: FloatCodec(pa.float32()))

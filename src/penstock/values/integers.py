@@ -8,7 +8,7 @@ from decimal import Decimal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.values.cells import blank, cast_matching, layout, merge, reject, to_numpy
+from penstock.values.cells import cast_matching, layout, reject, to_numpy
 from penstock.values.codec import Decoded, register
 
 _LIMITS = {
@@ -17,7 +17,7 @@ _LIMITS = {
     pa.int64(): (Decimal(-(2**63)), Decimal(2**63 - 1)),
 }
 _WIDE = pa.decimal128(19, 0)
-_DIGITS = r"\A-?[0-9]{1,19}\z"
+_DIGITS = r"\A-?0*[0-9]{1,19}\z"
 _LAST_DIGIT = ord("9")
 
 
@@ -42,9 +42,7 @@ class IntegerCodec:
         low, high = (pa.scalar(limit, _WIDE) for limit in _LIMITS[self.arrow_type])
         outside = pc.or_(pc.less(wide.array, low), pc.greater(wide.array, high))
         decoded = reject(wide, to_numpy(pc.fill_null(outside, False)))
-        if decoded.rejected is not None:
-            text = blank(text, decoded.rejected)
-        return Decoded(pc.cast(text, self.arrow_type), merge(decoded.rejected, None))
+        return Decoded(pc.cast(decoded.array, self.arrow_type), decoded.rejected)
 
 
 register("int2", factory=lambda type_, modifier, settings: IntegerCodec(pa.int16()))

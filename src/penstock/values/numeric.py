@@ -68,13 +68,15 @@ class DecimalCodec:
         return bool(whole_digits.max() <= self.precision - self.scale and digits.max() <= MAX_DIGITS)
 
     def _decode_carefully(self, text: pa.LargeStringArray) -> Decoded:
-        whole = f"[0-9]{{1,{self.precision - self.scale}}}" if self.precision > self.scale else "0"
-        pattern = rf"\A-?{whole}(?:\.[0-9]{{0,{self.scale}}})?\z"
+        room = self.precision - self.scale
+        whole = f"[0-9]{{1,{room}}}" if room else "0"
+        fraction = f"[0-9]{{1,{self.scale}}}" if self.scale else "0"
+        pattern = rf"\A[+-]?0*(?:{whole}\.?|(?:{whole})?\.{fraction})\z"
         return cast_matching(self._without_padding(text), self.arrow_type, pattern)
 
     def _without_padding(self, text: pa.LargeStringArray) -> pa.LargeStringArray:
         """Zeros beyond the scale mean nothing, but would overflow on the way."""
-        return pc.replace_substring_regex(text, rf"\A(-?[0-9]+\.[0-9]{{{self.scale}}})0+\z", r"\1")
+        return pc.replace_substring_regex(text, rf"\A([+-]?[0-9]*\.[0-9]{{{max(self.scale, 1)}}})0+\z", r"\1")
 
 
 def numeric_codec(type_: PostgresType, modifier: int, settings: TypeSettings) -> Codec:

@@ -103,11 +103,12 @@ def _bounds(arrow_type: pa.DataType) -> _Bounds | None:
             pa.scalar(0, arrow_type), pa.scalar(DAY - 1, arrow_type), below=r"\A\z.", above=r"\A24:00:00(?:\.0+)?\z"
         )
     if pa.types.is_decimal(arrow_type):
-        largest = Decimal(10**arrow_type.precision - 1).scaleb(-arrow_type.scale)
+        # From its digits: arithmetic, even a minus sign, would round to the 28 digits of Python's default context.
+        largest = Decimal((0, (9,) * arrow_type.precision, -arrow_type.scale))
         # Too many digits before the point, the first of them not zero.
         beyond = rf"[1-9][0-9]{{{arrow_type.precision - arrow_type.scale},}}(?:\.[0-9]*)?"
         return _Bounds(
-            pa.scalar(-largest, arrow_type),
+            pa.scalar(largest.copy_negate(), arrow_type),
             pa.scalar(largest, arrow_type),
             below=rf"\A-(?:Infinity|{beyond})\z",
             above=rf"\A(?:Infinity|{beyond})\z",
