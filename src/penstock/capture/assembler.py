@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -216,13 +216,13 @@ class Assembler:
 
     def _require_nesting(self, begins: NDArray[np.int64], commits: NDArray[np.int64]) -> None:
         """Begins and commits take turns."""
-        opened = int(self._open is not None)
-        balance = len(begins) + opened - len(commits)
-        paired = begins if opened == 0 else np.concatenate(([-1], begins))
-        if balance not in (0, 1) or not (paired[: len(commits)] < commits).all():
-            raise DecodeError("a commit without a begin", offset=0)
-        if not (commits[: len(paired) - 1] < paired[1:]).all():
-            raise DecodeError("a begin inside of a transaction", offset=0)
+        paired = begins if self._open is None else np.concatenate(([-1], begins))
+        if (
+            len(paired) - len(commits) not in (0, 1)
+            or not (paired[: len(commits)] < commits).all()
+            or not (commits[: len(paired) - 1] < paired[1:]).all()
+        ):
+            raise DecodeError("begins and commits do not take turns", offset=0)
 
     def _note_commits(self, cut: Cut, end: Lsn, times: NDArray[np.int64]) -> None:
         self._committed = cut
@@ -261,7 +261,7 @@ class Assembler:
             )
         )
 
-    def _lanes(self, tables: NDArray[np.int64], stream: int | None) -> NDArray[np.uint16] | NDArray[np.uint32]:
+    def _lanes(self, tables: NDArray[np.int64], stream: int | None) -> NDArray[np.unsignedinteger[Any]]:
         number_type = np.uint16 if len(self._relations.lanes) <= 1 << 16 else np.uint32
         if (tables == tables[0]).all():
             lane = self._relations.lane(int(tables[0]), transaction=stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +39,7 @@ class Transaction:
 class RowIndex:
     """Rows in the order of the stream; offsets count from the start of the block."""
 
-    lane: NDArray[np.uint16] | NDArray[np.uint32]
+    lane: NDArray[np.unsignedinteger[Any]]
     operation: NDArray[np.uint8]
     message: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -210,7 +210,7 @@ def _concatenate(indexes: list[RowIndex]) -> RowIndex:
     )
 
 
-def _by_lane(lane: NDArray[np.uint16] | NDArray[np.uint32]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _by_lane(lane: NDArray[np.unsignedinteger[Any]]) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Row numbers of each lane, in order."""
     if (lane == lane[0]).all():
         yield int(lane[0]), np.arange(len(lane))

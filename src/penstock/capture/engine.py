@@ -163,7 +163,7 @@ class Capture:
                 hint="Another program has read from this slot. What lies between is gone: copy the tables again.",
                 slot=settings.slot,
             )
-        # A restart can leave the server's WAL some bytes short of a keepalive's position, never of a commit's end.
+        # From a position it has not reached, the server would deliver nothing and say nothing.
         if not reaches(system.position, needed):
             raise PositionAhead(
                 f"reading has to go on at {needed}, but the server's log ends at {system.position}",

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 from typing import Any
 
 from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Reading
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
 """A child that was asked to stop and has not after this long is killed; the spool stands that."""
+FRUITLESS_RESTARTS = 6
+"""A child that ends this often in a row without having captured anything will not do better the next time."""
 
 
 class CaptureProcess:
@@ -110,11 +114,14 @@ class CaptureProcess:
             self._thread.join()
 
     def _supervise(self) -> None:
+        fruitless = 0
         while not self._stopping.is_set():
+            captured = self._status.captured
             error = self._run_child()
             if self._stopping.is_set():
                 break
-            if error.retry is not Retry.TIMED or self._settings.temporary:
+            fruitless = fruitless + 1 if self._status.captured == captured else 0
+            if error.retry is not Retry.TIMED or self._settings.temporary or fruitless >= FRUITLESS_RESTARTS:
                 self._fail(error)
                 return
             delay = self._backoff.next_delay()
@@ -175,6 +182,12 @@ def run_child() -> int:
         Capture(settings, stop, _write_status).run()
     except PenstockError as error:
         _write_line({"error": _dump(error)})
+        return 1
+    except Exception as error:
+        # Not its text nor a traceback: libraries quote the values that they stumble over.
+        frames = traceback.extract_tb(error.__traceback__)
+        where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-8:]))
+        logger.error("capture failed error=%s at=%s", type(error).__name__, where)
         return 1
     return 0
 

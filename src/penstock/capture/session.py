@@ -90,12 +90,13 @@ class ReplicationSession:
             self.paused = not queue.has_room
             if self.paused and not queue.wait_for_room(min(0.1, answer_seconds / 4)):
                 continue
-            if self._read_available(queue):
-                last_message = time.monotonic()
+            arrived, drained = self._read_parcel(queue)
+            now = time.monotonic()
+            if arrived:
+                last_message = now
+            if drained and now - last_message < IDLE_SECONDS:
                 time.sleep(NAP_SECONDS)
-            elif time.monotonic() - last_message < IDLE_SECONDS:
-                time.sleep(NAP_SECONDS)
-            else:
+            elif drained:
                 select.select([self.connection.socket], [], [], min(0.1, answer_seconds / 4))
 
     def finish(self, acknowledged: Lsn) -> None:
@@ -112,9 +113,8 @@ class ReplicationSession:
         """Hang up without a word."""
         self.connection.finish()
 
-    def _read_available(self, queue: ParcelQueue) -> bool:
-        """Move what has arrived into the queue, until there is nothing more or the queue is full."""
-        any_message = False
+    def _read_parcel(self, queue: ParcelQueue) -> tuple[bool, bool]:
+        """Move at most a parcel of messages into the queue; whether any came, and whether there are no more now."""
         get, consume = self.connection.get_copy_data, self.connection.consume_input
         messages: list[memoryview] = []
         append = messages.append
@@ -122,39 +122,28 @@ class ReplicationSession:
         just_consumed = False
         try:
             # The only loop over messages in Python: libpq hands them out one at a time.
-            while True:
+            while size < PARCEL_BYTES:
                 length, message = get(1)
                 if length > 0:
                     just_consumed = False
                     if message[0] == _MESSAGE:
                         append(message)
                         size += length
-                        if size < PARCEL_BYTES:
-                            continue
-                    self._put(queue, messages)
-                    any_message = True
-                    size = 0
-                    if message[0] == _KEEPALIVE:
+                    else:
+                        self._put(queue, messages)
                         self._take_keepalive(queue, message)
-                    elif message[0] != _MESSAGE:
-                        raise DecodeError("an unknown replication message", offset=0)
-                    elif not queue.has_room:
-                        return True
-                elif length == 0:
-                    if just_consumed:
-                        break
+                        return True, False
+                elif length < 0:
+                    raise self._end_of_copy()
+                elif just_consumed:
+                    break
+                else:
                     consume()
                     just_consumed = True
-                else:
-                    raise self._end_of_copy()
         except psycopg.Error:
             raise from_connection(self.connection, self._place, "read changes", slot=self._options.slot) from None
-        finally:
-            # Not after an error: those messages come again.
-            if messages and just_consumed:
-                self._put(queue, messages)
-                any_message = True
-        return any_message
+        self._put(queue, messages)
+        return size > 0, size < PARCEL_BYTES
 
     def _put(self, queue: ParcelQueue, messages: list[memoryview]) -> None:
         if messages:
@@ -164,8 +153,8 @@ class ReplicationSession:
             messages.clear()
 
     def _take_keepalive(self, queue: ParcelQueue, message: memoryview) -> None:
-        if len(message) != 18:
-            raise DecodeError("a keepalive of another length", offset=len(message))
+        if message[0] != _KEEPALIVE or len(message) != 18:
+            raise DecodeError("neither a change nor a keepalive", offset=0)
         position = Lsn(int.from_bytes(message[1:9], "big"))
         self._received = max(self._received, position)
         self._asked = self._asked or message[17] == 1

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.steps import Message, Segment
-from penstock.errors import PositionGone, SpoolCorrupt
+from penstock.errors import PositionGone
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 from penstock.spool.entries import Entry
@@ -98,7 +98,8 @@ class SpoolReader:
     def read(self, segment: Segment) -> pa.Table:
         """A segment's rows."""
         try:
-            return pq.read_table(self.path(segment), partitioning=None)
+            with pq.ParquetFile(self.path(segment)) as file:
+                return file.read()
         except FileNotFoundError:
             raise PositionGone(
                 f"a segment of {segment.table} was released already", position=segment.first.commit_lsn
@@ -107,5 +108,8 @@ class SpoolReader:
     def _refresh(self) -> None:
         for entry in self._tail.read_new():
             if self._entries and entry.begin != self._entries[-1].end:
-                raise SpoolCorrupt(f"entry {entry.number} does not follow what was read before")
+                raise PositionGone(
+                    f"entries after {self._entries[-1].end} were released before they were read",
+                    position=self._entries[-1].end,
+                )
             self._entries.append(entry)

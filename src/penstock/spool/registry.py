@@ -37,13 +37,12 @@ class Readers:
         return position
 
     def advance(self, name: str, position: Lsn) -> None:
-        """Nothing before `position` is needed any more. Positions only grow."""
+        """Nothing before `position` is needed any more; durable, because the slot follows it. Positions only grow."""
         known = self.position(name)
         if known is None:
             raise SpoolError(f"no reader {name!r} is registered in this spool")
         if not reaches(known, position):
-            # Not synced: after a power cut an older position holds back more than needed, which is safe.
-            replace_file(self._folder.readers / f"{name}.json", {"position": str(position)})
+            replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
 
     def unregister(self, name: str) -> None:
         """Forget a reader: what only it needed will be deleted and acknowledged."""

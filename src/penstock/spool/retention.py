@@ -71,8 +71,7 @@ class Retention:
     def _release(self, floor: Lsn, holds: dict[int, Lsn]) -> None:
         while True:
             with self._lock:
-                # The newest entry stays: its end is where the next one begins.
-                if len(self._waiting) < 2 or not reaches(floor, self._waiting[0].end):
+                if not self._waiting or not reaches(floor, self._waiting[0].end):
                     return
                 entry = self._waiting.popleft()
                 self.unreleased_bytes -= entry.bytes
@@ -118,7 +117,8 @@ class Retention:
         if floor is None or len(parts) < 2:
             return
         with self._lock:
-            first = self._held[0][0].number if self._held else self._waiting[0].number
+            live = [entries[0] for entries in ([entry for entry, _ in self._held], self._waiting) if entries]
+        first = live[0].number if live else 1 << 62
         for part, following in itertools.pairwise(parts):
             if _first_number(following) > first:
                 return
@@ -128,4 +128,4 @@ class Retention:
 def _first_number(part: Path) -> int:
     with open(part, "rb") as file:
         entries, _ = parse(file.readline())
-    return entries[0].number if entries else 1 << 62
+    return entries[0].number if entries else 1 << 63

@@ -1,0 +1,191 @@
+"""Transactions from recorded messages: the same whatever way they arrive."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.capture.assembler import AssemblerSettings
+from penstock.capture.scan import HEADER
+from penstock.errors import DecodeError
+from penstock.lsn import Lsn
+from tests.unit.capture import corpus as recorded
+from tests.unit.capture.gathering import MemorySink, assemble
+
+
+@pytest.fixture(scope="module")
+def corpus() -> recorded.Corpus:
+    return recorded.load()
+
+
+@pytest.fixture(scope="module")
+def expected(corpus, tmp_path_factory) -> MemorySink:
+    return assemble(corpus, corpus.ordinary, tmp_path_factory.mktemp("streams"))
+
+
+def kind(message: bytes) -> str:
+    return chr(message[HEADER])
+
+
+def test_recorded_messages_give_all_changes(corpus, expected):
+    rows = sum(kind(message) in "IUD" for message in corpus.ordinary)
+    truncated = 2 * sum(kind(message) == "T" for message in corpus.ordinary)
+    assert len(expected.changes()) == rows + truncated
+    assert expected.transactions == sum(kind(message) == "C" for message in corpus.ordinary)
+
+
+@pytest.mark.trap(1)
+def test_streamed_transactions_have_the_same_keys_and_rows(corpus, expected, tmp_path):
+    assert {"S", "A", "c"} <= {kind(message) for message in corpus.streamed}
+    streamed = assemble(corpus, corpus.streamed, tmp_path)
+    assert streamed.changes() == expected.changes()
+
+
+@pytest.mark.trap(1)
+def test_relations_are_not_counted(corpus, expected, tmp_path):
+    relations = [message for message in corpus.ordinary if kind(message) == "R"]
+    first = {}
+    for message in relations:
+        first.setdefault(message[HEADER + 1 : HEADER + 5], message)
+    again = []
+    for message in corpus.ordinary:
+        again += [message, *(first.values() if kind(message) in "IU" and len(again) > 60 else ())]
+    assert assemble(corpus, again, tmp_path).changes() == expected.changes()
+
+
+@pytest.mark.parametrize("which", ["ordinary", "streamed"])
+def test_parcels_may_end_anywhere(corpus, expected, tmp_path, which):
+    messages = getattr(corpus, which)
+    assert assemble(corpus, messages, tmp_path, cuts=list(range(1, len(messages)))).changes() == expected.changes()
+    for seed in range(20):
+        cuts = sorted(random.Random(seed).sample(range(1, len(messages)), 9))
+        assert assemble(corpus, messages, tmp_path, cuts=cuts, cut_each=True).changes() == expected.changes()
+
+
+@pytest.mark.parametrize("which", ["ordinary", "streamed"])
+@pytest.mark.parametrize("block_bytes", [1, 2_000, 40_000])
+def test_blocks_may_be_of_any_size(corpus, expected, tmp_path, which, block_bytes):
+    messages = getattr(corpus, which)
+    sink = assemble(
+        corpus,
+        messages,
+        tmp_path,
+        cuts=list(range(0, len(messages), 7)),
+        settings=AssemblerSettings(block_bytes=block_bytes),
+    )
+    assert sink.changes() == expected.changes()
+
+
+@pytest.mark.trap(3)
+def test_an_entry_never_ends_inside_a_transaction(corpus, tmp_path):
+    messages = corpus.ordinary
+    commits = [index for index, message in enumerate(messages) if kind(message) == "C"]
+    for length in range(len(messages)):
+        sink = assemble(corpus, messages[:length], tmp_path, settings=AssemblerSettings(block_bytes=500))
+        assert sink.transactions == sum(index < length for index in commits)
+        ends = [
+            int.from_bytes(messages[index][HEADER + 10 : HEADER + 18], "big") for index in commits if index < length
+        ]
+        assert (sink.ends[-1] if sink.ends else None) == (ends[-1] if ends else None)
+
+
+@pytest.mark.trap(32)
+def test_a_truncate_stands_between_the_rows_around_it(corpus, expected):
+    (entry,) = expected.entries
+    steps = [
+        ("rows", part[1].num_rows) if isinstance(part, tuple) else ("truncate", 0)
+        for part in entry
+        if (str(part[0]) if isinstance(part, tuple) else part.table) == "public.whole"
+    ]
+    # Inserted, updated and deleted; truncated; inserted again: twice.
+    assert [name for name, _ in steps] == ["rows", "truncate", "rows", "truncate", "rows"]
+    assert steps[0] == ("rows", 6)
+    assert steps[-1] == ("rows", 1)
+
+
+@pytest.mark.trap(13)
+def test_a_repeated_relation_changes_nothing(corpus, tmp_path):
+    sink = MemorySink()
+    from penstock.capture.assembler import Assembler
+
+    assembler = Assembler(sink, recorded.RecordedResolver(corpus.schemas), tmp_path, AssemblerSettings())
+    assembler.feed(recorded.parcel(corpus.ordinary))
+    lanes = len(assembler._relations.lanes)
+    assembler.feed(recorded.parcel([message for message in corpus.ordinary if kind(message) == "R"]))
+    assert len(assembler._relations.lanes) == lanes == len(corpus.schemas)
+
+
+@pytest.mark.trap(12)
+def test_a_relation_inside_a_streamed_transaction_counts_for_it_alone(corpus, tmp_path):
+    messages = corpus.streamed
+    start = next(index for index, message in enumerate(messages) if kind(message) == "S")
+    first_relation = next(index for index in range(start, len(messages)) if kind(messages[index]) == "R")
+    stop = next(index for index in range(first_relation, len(messages)) if kind(messages[index]) == "E")
+    # The run alone, and then an ordinary transaction that relies on it: nothing was described to that one.
+    rows = next(index for index, message in enumerate(corpus.ordinary) if kind(message) == "I")
+    ordinary = [message for message in corpus.ordinary[: rows + 1] if kind(message) != "R"]
+    with pytest.raises(DecodeError, match="never described"):
+        assemble(corpus, [*messages[start : stop + 1], *ordinary], tmp_path)
+
+
+def test_a_keepalive_moves_the_position_only_outside_of_transactions(corpus, tmp_path):
+    from penstock.capture.assembler import Assembler
+
+    sink = MemorySink()
+    assembler = Assembler(sink, recorded.RecordedResolver(corpus.schemas), tmp_path, AssemblerSettings())
+    assembler.keepalive(Lsn(5))
+    assert sink.ends == [Lsn(5)]
+    begin = next(index for index, message in enumerate(corpus.ordinary) if kind(message) == "B")
+    assembler.feed(recorded.parcel(corpus.ordinary[: begin + 3]))
+    assembler.keepalive(Lsn(1 << 40))
+    assert sink.ends == [Lsn(5)]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda messages: messages[1:], "take turns|outside of a transaction|never described"),
+        (lambda messages: [messages[0], *messages], "take turns"),
+        (lambda messages: [message for message in messages if kind(message) != "R"], "never described"),
+        (lambda messages: [messages[0][:HEADER]], "without content"),
+        (lambda messages: [messages[0][:-3]], "ends at offset 18"),
+        (lambda messages: [messages[0][:HEADER] + b"?"], "unknown kind"),
+    ],
+)
+def test_malformed_streams_are_refused(corpus, tmp_path, change, what):
+    begin = next(index for index, message in enumerate(corpus.ordinary) if kind(message) == "B")
+    with pytest.raises(DecodeError, match=what):
+        assemble(corpus, change(corpus.ordinary[begin:]), tmp_path)
+
+
+@pytest.mark.trap(26)
+def test_the_padding_of_a_key_tuple_is_not_sent(expected):
+    deleted = [
+        row
+        for entry in expected.entries
+        for part in entry
+        if isinstance(part, tuple) and str(part[0]) == "public.plain"
+        for row in part[1].to_pylist()
+        if row["_op"] == 3
+    ]
+    assert deleted
+    for row in deleted:
+        # 24 columns: all but the key are marked.
+        assert row["_unchanged"] == bytes([0xFE, 0xFF, 0xFF])
+        assert row["id"] is not None
+
+
+@pytest.mark.trap(25)
+def test_unchanged_toast_is_marked_and_not_null(expected):
+    updates = [
+        row
+        for entry in expected.entries
+        for part in entry
+        if isinstance(part, tuple) and str(part[0]) == "public.toasted"
+        for row in part[1].to_pylist()
+        if row["_op"] == 2 and row["big"] is None
+    ]
+    assert updates
+    assert {row["_unchanged"] for row in updates} == {b"\x04"}
+    assert any(row["_old"] is not None for row in updates)

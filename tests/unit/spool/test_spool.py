@@ -1,0 +1,311 @@
+"""The spool: what is published is whole, what is needed is kept, what is not needed goes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from penstock.changes.segment import segment_layout
+from penstock.changes.steps import Message, Segment, Truncation
+from penstock.errors import HoldBroken, PositionGone, SpoolCorrupt, SpoolError, SpoolInUse
+from penstock.lsn import Lsn, OrderKey
+from penstock.schema import Column, PostgresType, TableSchema
+from penstock.source.lineage import Lineage
+from penstock.spool import Holds, SpoolReader, SpoolSettings, SpoolWriter, Stopping
+from penstock.spool import writer as writer_module
+from penstock.spool.folder import SpoolFolder
+
+LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
+TEXT = PostgresType(25, "text")
+
+
+def schema(table_id: int = 1, *names: str) -> TableSchema:
+    columns = tuple(Column(name, number, TEXT) for number, name in enumerate(names or ("a", "b"), start=1))
+    return TableSchema(table_id, "public", f"t{table_id}", columns)
+
+
+def rows(table: TableSchema, first: int, count: int = 3, text: str = "x") -> pa.Table:
+    layout = segment_layout(table)
+    values = {
+        "_op": [1] * count,
+        "_commit_lsn": [first] * count,
+        "_ordinal": range(count),
+        "_commit_time": [0] * count,
+        "_xid": [first] * count,
+        "_unchanged": [None] * count,
+    } | {column.field_name: [text] * count for column in layout.columns}
+    return pa.table({name: pa.array(value, layout.arrow_schema.field(name).type) for name, value in values.items()})
+
+
+def publish(writer: SpoolWriter, commit: int, *tables: TableSchema, text: str = "x") -> None:
+    """One transaction that commits at `commit` and ends eight bytes later."""
+    for table in tables or (schema(),):
+        content = rows(table, commit, text=text)
+        writer.write_rows(table, content, OrderKey(Lsn(commit), 0), OrderKey(Lsn(commit), content.num_rows - 1))
+    writer.publish(Lsn(commit + 8), transactions=1, commit_times=(commit, commit))
+
+
+def settings(path: Path, **changes) -> SpoolSettings:
+    return SpoolSettings(**({"path": path / "spool", "min_free_bytes": 0, "position_interval": 0.0} | changes))
+
+
+@pytest.fixture
+def writer(tmp_path):
+    writer = SpoolWriter(settings(tmp_path))
+    writer.begin_at(Lsn(100), LINEAGE)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def reader(tmp_path, writer) -> SpoolReader:
+    return SpoolReader(tmp_path / "spool")
+
+
+def reopen(tmp_path, writer) -> SpoolWriter:
+    writer.close()
+    again = SpoolWriter(settings(tmp_path))
+    again.begin_at(again.end, LINEAGE)
+    return again
+
+
+def test_what_is_published_can_be_read(writer, reader):
+    writer.write_step(Truncation(1, "public.t1", OrderKey(Lsn(100), 0), 5, 6, cascade=True, restart_identity=False))
+    writer.write_step(Message(OrderKey(Lsn(100), 1), 5, 6, "penstock", b"\x00\xff"))
+    publish(writer, 100)
+    publish(writer, 108, schema(2))
+    first, second = reader.entries(Lsn(100))
+    assert [type(step) for step in first.steps] == [Truncation, Message, Segment]
+    assert first.steps[1].content == b"\x00\xff"
+    assert reader.read(second.steps[0]).equals(rows(schema(2), 108))
+    assert reader.schema(second.steps[0]) == schema(2)
+    assert (first.begin, first.end, second.begin, second.end) == (100, 108, 108, 116)
+    assert reader.captured == Lsn(116)
+
+
+def test_entries_by_position_and_table(writer, reader):
+    publish(writer, 100, schema(1), schema(2))
+    publish(writer, 108, schema(2))
+    assert [entry.begin for entry in reader.entries(Lsn(108))] == [108]
+    assert reader.entries(Lsn(116)) == []
+    # A boundary inside an entry gives the entry.
+    assert [entry.begin for entry in reader.entries(Lsn(107))] == [100, 108]
+    tables = [[step.table_id for step in entry.steps] for entry in reader.entries(Lsn(100), tables={1})]
+    assert tables == [[1], []]
+
+
+def test_what_is_not_published_is_not_there(tmp_path, writer, reader):
+    publish(writer, 100)
+    table = schema()
+    writer.write_rows(table, rows(table, 108), OrderKey(Lsn(108), 0), OrderKey(Lsn(108), 2))
+    assert reader.captured == Lsn(108)
+    assert len(list(SpoolFolder(tmp_path / "spool").segments.iterdir())) == 2
+    again = reopen(tmp_path, writer)
+    assert again.end == Lsn(108)
+    assert len(list(SpoolFolder(tmp_path / "spool").segments.iterdir())) == 1
+    publish(again, 108)
+    assert SpoolReader(tmp_path / "spool").captured == Lsn(116)
+    again.close()
+
+
+@pytest.mark.parametrize("torn", [1, 20, -1])
+def test_a_torn_last_line_was_never_there(tmp_path, writer, torn):
+    publish(writer, 100)
+    publish(writer, 108)
+    (part,) = SpoolFolder(tmp_path / "spool").log_parts()
+    content = part.read_bytes()
+    lines = content.splitlines(keepends=True)
+    part.write_bytes(b"".join(lines[:-1]) + lines[-1][:torn])
+    assert SpoolReader(tmp_path / "spool").captured == Lsn(108)
+    again = reopen(tmp_path, writer)
+    assert again.end == Lsn(108)
+    publish(again, 108)
+    assert SpoolReader(tmp_path / "spool").captured == Lsn(116)
+    again.close()
+
+
+def test_damage_in_the_middle_is_an_error(tmp_path, writer):
+    publish(writer, 100)
+    publish(writer, 108)
+    (part,) = SpoolFolder(tmp_path / "spool").log_parts()
+    content = bytearray(part.read_bytes())
+    content[30] ^= 1
+    part.write_bytes(bytes(content))
+    with pytest.raises(SpoolCorrupt):
+        SpoolReader(tmp_path / "spool").entries(Lsn(100))
+
+
+def test_a_second_writer_is_refused_and_told_who_writes(tmp_path, writer):
+    import os
+
+    with pytest.raises(SpoolInUse) as caught:
+        SpoolWriter(settings(tmp_path))
+    assert str(os.getpid()) in str(caught.value)
+
+
+def test_positions_without_changes_move_the_end(writer, reader):
+    writer.publish(Lsn(150), transactions=0, commit_times=(0, 0))
+    assert reader.captured == Lsn(150)
+    writer.publish(Lsn(140), transactions=0, commit_times=(0, 0))
+    assert reader.captured == Lsn(150)
+
+
+@pytest.mark.trap(54)
+def test_a_spool_from_before_a_restart_is_filled_again(tmp_path, writer, monkeypatch):
+    publish(writer, 100)
+    writer.readers.register("lake", Lsn(100))
+    writer.close()
+    boot = tmp_path / "boot_id"
+    boot.write_text("another start")
+    monkeypatch.setattr(writer_module, "BOOT_ID", boot)
+    again = SpoolWriter(settings(tmp_path))
+    assert again.end is None
+    assert again.needed_from() == Lsn(100)
+    again.close()
+
+
+def test_readers_hold_back_what_they_have_not_passed(tmp_path, writer, reader):
+    assert reader.readers.register("lake", Lsn(100)) == Lsn(100)
+    assert reader.readers.register("search", Lsn(100)) == Lsn(100)
+    publish(writer, 100)
+    publish(writer, 108)
+    reader.readers.advance("lake", Lsn(116))
+    assert writer.tick() == Lsn(100)
+    assert len(reader.entries(Lsn(100))) == 2
+    assert reader.read(reader.entries(Lsn(100))[0].steps[0]).num_rows == 3
+    reader.readers.advance("search", Lsn(108))
+    assert writer.tick() == Lsn(108)
+    assert reader.read(reader.entries(Lsn(108))[0].steps[0]).num_rows == 3
+    assert len(list(SpoolFolder(tmp_path / "spool").segments.iterdir())) == 1
+    with pytest.raises(PositionGone):
+        reader.read(reader.entries(Lsn(100))[0].steps[0])
+    # It counts while it is down, and comes back to where it was.
+    assert SpoolReader(tmp_path / "spool").readers.register("search", Lsn(500)) == Lsn(108)
+
+
+def test_positions_of_readers_only_grow(reader):
+    reader.readers.register("lake", Lsn(200))
+    reader.readers.advance("lake", Lsn(150))
+    assert reader.readers.positions() == {"lake": Lsn(200)}
+    reader.readers.unregister("lake")
+    assert reader.readers.positions() == {}
+    with pytest.raises(SpoolError, match="no reader"):
+        reader.readers.advance("lake", Lsn(300))
+
+
+def test_a_full_spool_waits_for_its_readers(tmp_path):
+    stop = threading.Event()
+    writer = SpoolWriter(settings(tmp_path, max_bytes=10), stop)
+    writer.begin_at(Lsn(100), LINEAGE)
+    writer.readers.register("lake", Lsn(100))
+    # One entry larger than the bound gets through, also as the newest one.
+    publish(writer, 100)
+    assert writer.is_full
+    waiting = threading.Thread(target=writer.wait_for_room)
+    waiting.start()
+    writer.readers.advance("lake", Lsn(108))
+    writer.tick()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert writer.unreleased_bytes == 0
+    publish(writer, 108)
+    stop.set()
+    with pytest.raises(Stopping):
+        writer.wait_for_room()
+    writer.close()
+
+
+@pytest.mark.trap(24)
+def test_changes_of_a_copying_table_are_kept_longer(tmp_path, writer, reader):
+    holds = Holds(SpoolFolder(tmp_path / "spool"))
+    reader.readers.register("lake", Lsn(100))
+    publish(writer, 100, schema(1), schema(2))
+    holds.request(2)
+    assert holds.confirmed(2) is None
+    writer.tick()
+    begin = holds.confirmed(2)
+    assert begin == Lsn(100)
+    publish(writer, 108, schema(1), schema(2))
+    reader.readers.advance("lake", Lsn(116))
+    writer.tick()
+    for entry in reader.entries(begin, tables={2}):
+        for step in entry.steps:
+            assert reader.read(step).num_rows == 3
+    kept = sorted(path.name for path in (tmp_path / "spool" / "segments").glob("*/*"))
+    assert kept == ["2-1.parquet", "2-1.parquet"]
+    holds.release(2)
+    writer.tick()
+    assert list((tmp_path / "spool" / "segments").glob("*/*")) == []
+
+
+@pytest.mark.trap(24)
+def test_a_copy_over_its_budget_stops_alone(tmp_path):
+    writer = SpoolWriter(settings(tmp_path, copy_max_bytes=6_000))
+    writer.begin_at(Lsn(100), LINEAGE)
+    holds = Holds(SpoolFolder(tmp_path / "spool"))
+    writer.readers.register("lake", Lsn(100))
+    holds.request(1)
+    holds.request(2)
+    writer.tick()
+    publish(writer, 100, schema(1), text="x")
+    for commit in range(108, 148, 8):
+        publish(writer, commit, schema(2), text="y" * 4000)
+    writer.readers.advance("lake", writer.end)
+    writer.tick()
+    with pytest.raises(HoldBroken):
+        holds.confirmed(2)
+    assert holds.confirmed(1) == Lsn(100)
+    kept = sorted(path.name for path in (tmp_path / "spool" / "segments").glob("*/*"))
+    assert kept == ["1-0.parquet"]
+    writer.close()
+
+
+def test_parts_of_the_log_go_with_their_entries(tmp_path):
+    writer = SpoolWriter(settings(tmp_path, log_part_bytes=600))
+    writer.begin_at(Lsn(100), LINEAGE)
+    reader = SpoolReader(tmp_path / "spool")
+    reader.readers.register("lake", Lsn(100))
+    for commit in range(100, 260, 8):
+        publish(writer, commit)
+    assert len(reader.entries(Lsn(100))) == 20
+    parts = SpoolFolder(tmp_path / "spool").log_parts()
+    assert len(parts) > 3
+    reader.readers.advance("lake", Lsn(228))
+    writer.tick()
+    left = SpoolFolder(tmp_path / "spool").log_parts()
+    assert len(left) < len(parts)
+    late = SpoolReader(tmp_path / "spool")
+    assert [entry.begin for entry in late.entries(Lsn(228))] == list(range(228, 260, 8))
+    with pytest.raises(PositionGone):
+        late.entries(Lsn(100))
+    again = reopen(tmp_path, writer)
+    assert again.end == Lsn(260)
+    again.close()
+
+
+@pytest.mark.trap(14)
+def test_a_schema_makes_a_version_only_when_it_changes(tmp_path, writer):
+    names = writer.schemas
+    first = names.version_for(schema(1, "a"), OrderKey(Lsn(100), 0))
+    assert names.version_for(schema(1, "a"), OrderKey(Lsn(200), 3)) == first
+    second = names.version_for(schema(1, "a", "b"), OrderKey(Lsn(300), 0))
+    assert names.names(1) == [first, second]
+    # Read again from an older position, the older version still holds there, and the newer one where it began.
+    assert names.version_for(schema(1, "a"), OrderKey(Lsn(150), 0)) == first
+    assert names.version_for(schema(1, "a", "b"), OrderKey(Lsn(300), 0)) == second
+    again = reopen(tmp_path, writer)
+    assert again.schemas.version_for(schema(1, "a", "b"), OrderKey(Lsn(400), 0)) == second
+    again.close()
+
+
+def test_records_are_plain_json_with_a_checksum(tmp_path, writer):
+    publish(writer, 100)
+    (part,) = SpoolFolder(tmp_path / "spool").log_parts()
+    line = part.read_text().splitlines()[-1]
+    record = json.loads(line.partition(" ")[2])
+    assert record["begin"] == "0/64"
+    assert record["steps"][0]["rows"] == 3
