@@ -66,50 +66,56 @@ class RecordedResolver:
         )
 
 
-WORKLOAD = """
+TABLES = """
 create type mood as enum ('sad', 'ok', 'happy');
 create domain positive as int check (value > 0);
-create table plain (id bigint primary key, i2 int2, i4 int4, f4 float4, f8 float8, b bool, n numeric(12,2), wide numeric,
-  t text, v varchar(20), ts timestamptz, tsn timestamp, d date, tm time, u uuid, j jsonb, by bytea, ia int[], ta text[],
+create table plain (
+  id bigint primary key, i2 int2, i4 int4, f4 float4, f8 float8, b bool, n numeric(12,2), wide numeric, t text,
+  v varchar(20), ts timestamptz, tsn timestamp, d date, tm time, u uuid, j jsonb, by bytea, ia int[], ta text[],
   m mood, p positive, iv interval, r int4range, ip inet);
-create table whole (a int, b text, c date); alter table whole replica identity full;
+create table whole (a int, b text, c date);
+alter table whole replica identity full;
 create table toasted (id int primary key, small int, big text);
 alter table toasted alter big set storage external;
-create table silent (a int, b text); alter table silent replica identity nothing;
+create table silent (a int, b text);
+alter table silent replica identity nothing;
 create publication corpus for table plain, whole, toasted, silent;
 """
 
-TRANSACTIONS = """
-begin;
-insert into plain select i, i, i * 7, i * 0.5, i / 3.0, i % 2 = 0, i * 1.25, i * 1e30, 'text ' || i, 'v' || i,
+TYPES = """
+insert into plain select
+  {base} + i, i, i * 7, i * 0.5, i / 3.0, i % 2 = 0, i * 1.25, i * 1e30, 'text ' || i, 'v' || i,
   '2026-01-01 10:00:00.123456+00'::timestamptz + i * interval '1 day', '2026-01-01 10:00', '2026-02-28', '10:11:12.5',
-  '11111111-2222-3333-4444-555555555555', '{"a": [1, 2, null]}', '\\x00ff10', array[1, null, i], array['a b', null, '"q"', 'x,y'],
-  'ok', 5, '1 day 02:03:04', '[1,5)', '10.0.0.1/8' from generate_series(1, 8) i;
-insert into plain (id) values (100);
-commit;
-begin;
-update plain set d = 'infinity', ts = '-infinity', tm = '24:00', n = 'NaN', ia = '{{1,2},{3,4}}' where id = 1;
-update plain set d = '0044-03-15 BC', tsn = '12026-01-01 00:00:00' where id = 2;
-update plain set id = 200 where id = 3;
-update plain set id = 300 where id = 200;
-delete from plain where id = 4;
+  '11111111-2222-3333-4444-555555555555', '{{"a": [1, 2, null]}}', '\\x00ff10', array[1, null, i],
+  array['a b', null, '"q"', 'x,y'], 'ok', 5, '1 day 02:03:04', '[1,5)', '10.0.0.1/8' from generate_series(1, 8) i;
+insert into plain (id) values ({base} + 100);
+"""
+
+IDENTITIES = """
+update plain set d = 'infinity', ts = '-infinity', tm = '24:00', n = 'NaN', ia = '{{{{1,2}},{{3,4}}}}'
+  where id = {base} + 1;
+update plain set d = '0044-03-15 BC', tsn = '12026-01-01 00:00:00' where id = {base} + 2;
+update plain set id = {base} + 200 where id = {base} + 3;
+update plain set id = {base} + 300 where id = {base} + 200;
+delete from plain where id = {base} + 4;
 insert into whole values (1, 'one', '2026-01-01'), (1, 'one', '2026-01-01'), (null, null, null);
 update whole set b = 'two' where a = 1;
 delete from whole where a is null;
 insert into silent values (1, 'x');
-commit;
-begin;
-insert into toasted values (1, 1, repeat('x', 3000)), (2, 2, repeat('y', 3000));
+"""
+
+SAVEPOINTS = """
+insert into toasted values ({base} + 1, 1, repeat('x', 3000)), ({base} + 2, 2, repeat('y', 3000));
 update toasted set small = 10;
-update toasted set id = 3 where id = 1;
+update toasted set id = {base} + 3 where id = {base} + 1;
+insert into toasted select {base} + i, i, repeat('z', 1000) from generate_series(500, 500 + {filler}) i;
 savepoint s;
+insert into toasted select {base} + i, i, repeat('z', 1000) from generate_series(600, 600 + {filler}) i;
 update toasted set small = 99;
-insert into plain (id, t) select i, 'never' from generate_series(1000, 1010) i;
 rollback to s;
 update toasted set small = 11;
 truncate whole, silent;
 insert into whole values (7, 'seven', '2026-07-07');
-commit;
 """
 
 
@@ -126,24 +132,14 @@ def record() -> None:
             return None
 
     with PostgresServer(settings={"logical_decoding_work_mem": "64kB"}) as server:
-        server.execute(WORKLOAD)
+        server.execute(TABLES)
         for slot in ("ordinary", "streamed"):
             server.execute(f"select pg_create_logical_replication_slot('{slot}', 'pgoutput')")
-        server.execute(TRANSACTIONS)
-        filler = "insert into toasted select i, i, repeat('z', 1000) from generate_series({0}, {0} + 70) i;"
-        server.execute(
-            "begin;"
-            + TRANSACTIONS.replace("begin;", "")
-            .replace("commit;", "")
-            .replace("savepoint s;", f"{filler.format(500)} savepoint s; {filler.format(600)}")
-            .replace("(1, 8)", "(11, 18)")
-            .replace("(100)", "(110)")
-            .replace("values (1, 1, repeat('x', 3000)), (2, 2,", "values (21, 1, repeat('x', 3000)), (22, 2,")
-            .replace("id = 3 where id = 1;", "id = 23 where id = 21;")
-            .replace("set id = 200 where id = 3", "set id = 201 where id = 13")
-            .replace("set id = 300 where id = 200", "set id = 301 where id = 201")
-            + "commit;"
-        )
+        small = [part.format(base=0, filler=1) for part in (TYPES, IDENTITIES, SAVEPOINTS)]
+        # Too large for the server's memory: this one is streamed.
+        large = "".join(part.format(base=1000, filler=70) for part in (TYPES, IDENTITIES, SAVEPOINTS))
+        for statements in (*small, large):
+            server.execute(f"begin; {statements} commit;")
         end = server.execute("select pg_current_wal_flush_lsn()")[0][0]
         schemas: dict[int, TableSchema] = {}
         found: dict[str, list[bytes]] = {}

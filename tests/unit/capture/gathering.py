@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def assemble(
     sink = MemorySink()
     assembler = Assembler(sink, RecordedResolver(corpus.schemas), folder, settings or AssemblerSettings())
     borders = [0, *(cuts or []), len(messages)]
-    for first, last in zip(borders, borders[1:], strict=False):
+    for first, last in itertools.pairwise(borders):
         if first < last:
             assembler.feed(parcel(messages[first:last]))
             if cut_each:

@@ -57,8 +57,7 @@ def test_mutated_messages_give_a_decode_error_or_another_decoding(tmp_path):
         cuts = sorted(chance.sample(range(len(window)), min(3, len(window))))
         try:
             assemble(corpus, mutate(window, chance), tmp_path, cuts=cuts)
-        except DecodeError as error:
-            assert error.offset >= 0
+        except DecodeError:
             outcomes["refused"] += 1
         except Exception as error:
             raise AssertionError(f"case {case} of seed {SEED}: {type(error).__name__}: {error}") from error
