@@ -144,13 +144,14 @@ class Capture:
     def _start(self, session: ReplicationSession, writer: SpoolWriter, catalog: psycopg.Connection[Any]) -> None:
         """Find the position to start from, refuse one that the server cannot serve, and start there."""
         settings = self._settings
-        system = identify_system(session.connection)
-        lineage = system.lineage(settings.slot)
         if settings.temporary:
             confirmed = _create_temporary_slot(session, settings.slot)
         else:
             slot = require_usable(inspect_slot(catalog, settings.slot), settings.slot)
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
+        # After the slot: making one writes WAL, and the slot may stand behind it.
+        system = identify_system(session.connection)
+        lineage = system.lineage(settings.slot)
         needed = writer.needed_from()
         if needed is None:
             needed = settings.start if settings.start is not None else confirmed
