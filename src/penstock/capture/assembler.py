@@ -60,7 +60,11 @@ class AssemblerSettings:
     """How rows are gathered."""
 
     block_bytes: int = 24 << 20
-    """A block this large is decoded."""
+    """A block this large is decoded …"""
+    lane_bytes: int = 256 << 10
+    """… unless its tables have less than this on average, …"""
+    largest_block_bytes: int = 64 << 20
+    """… up to here: each table in a block has a fixed cost."""
     message_prefixes: frozenset[str] = frozenset()
     """Logical messages with these prefixes are kept."""
     types: TypeSettings = field(default_factory=TypeSettings)
@@ -146,7 +150,7 @@ class Assembler:
 
     def _settle(self) -> None:
         """Keep the block within its bounds."""
-        if self._block.bytes >= self._settings.block_bytes:
+        if self._block.bytes >= self._settings.block_bytes and self._is_worthwhile():
             if self._transactions:
                 self.cut()
             else:
@@ -154,6 +158,12 @@ class Assembler:
         elif not self._block.rows and not self._block.marks and not self._transactions:
             # Nothing but set-aside messages in it.
             self._drop(self._block.end)
+
+    def _is_worthwhile(self) -> bool:
+        """Whether the tables in the block have enough bytes each, or the block is as large as it may get."""
+        settings = self._settings
+        wanted = min(settings.largest_block_bytes, self._block.count_lanes() * settings.lane_bytes)
+        return self._block.bytes >= wanted
 
     def _decode(self, cut: Cut) -> None:
         """Hand the rows and marks before the cut to the sink, each table's in order."""

@@ -141,6 +141,10 @@ class Block:
             self.indexes.append(rows)
             self.rows += len(rows)
 
+    def count_lanes(self) -> int:
+        """How many tables have rows in it."""
+        return len(np.unique(_concatenate(self.indexes).lane)) if self.indexes else 0
+
     def decode(self, lanes: list[Lane], policy: OutOfRange, cut: Cut) -> Iterator[DecodedPart]:
         """Decode the rows before the cut, lane by lane; each part in the order of the stream.
 

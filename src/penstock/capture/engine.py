@@ -54,7 +54,7 @@ class CaptureSettings:
     cut_seconds: float = 0.1
     """When nothing more has arrived, a committed transaction waits this long to be published."""
     longest_cut_seconds: float = 1.0
-    """Under load it waits at most this long, or until a block is full."""
+    """While more keeps arriving it waits this long, or until a block is full; longer if publishing takes long."""
     assembler: AssemblerSettings = field(default_factory=AssemblerSettings)
 
 
@@ -220,6 +220,7 @@ class Capture:
         """Feed the assembler, and cut when a transaction has waited long enough."""
         settings = self._settings
         waiting_since: float | None = None
+        cut_took = 0.0
         while not ended.is_set():
             item = queue.get(settings.cut_seconds / 2)
             if isinstance(item, Parcel):
@@ -234,10 +235,14 @@ class Capture:
                 continue
             self._backoff.reset()
             waiting_since = waiting_since or now
-            patience = settings.cut_seconds if queue.is_empty else settings.longest_cut_seconds
+            patience = settings.cut_seconds
+            if not queue.is_empty:
+                # With hundreds of tables a cut is dear: behind, it takes at most a quarter of the time.
+                patience = max(settings.longest_cut_seconds, 3 * cut_took)
             if now - waiting_since >= patience:
                 assembler.cut()
                 waiting_since = None
+                cut_took = time.monotonic() - now
         if self._stop.is_set():
             assembler.cut()
 
