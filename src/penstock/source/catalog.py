@@ -32,6 +32,7 @@ __all__ = [
     "identify_columns",
     "load_attributes",
     "load_table",
+    "load_tables",
     "load_types",
     "schema_from_catalog",
     "unknown_type",
@@ -58,10 +59,11 @@ _TYPES = """
 """
 
 _ATTRIBUTES = """
-    select a.attnum::int4, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped, a.attgenerated::text, a.attnotnull
+    select a.attrelid::int8, a.attnum::int4, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped,
+           a.attgenerated::text, a.attnotnull
     from pg_catalog.pg_attribute a
-    where a.attrelid = %s::pg_catalog.oid and a.attnum > 0
-    order by a.attnum
+    where a.attrelid = any(%s::pg_catalog.oid[]) and a.attnum > 0
+    order by a.attrelid, a.attnum
 """
 
 _TABLE = """
@@ -76,7 +78,8 @@ _TABLE = """
     from pg_catalog.pg_class c
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     left join pg_catalog.pg_inherits i on i.inhrelid = c.oid and c.relispartition
-    where c.oid = %s::pg_catalog.oid
+    where c.oid = any(%s::pg_catalog.oid[])
+    order by n.nspname, c.relname
 """
 
 
@@ -105,40 +108,21 @@ def load_types(
 
 def load_attributes(connection: psycopg.Connection[Any], table_oid: int) -> list[Attribute]:
     """All columns of a table by attribute number, dropped ones included; empty if there is no such table."""
-    with translated(connection, "read the columns"), connection.cursor(row_factory=tuple_row) as cursor:
-        return [Attribute(*row) for row in cursor.execute(_ATTRIBUTES, [table_oid]).fetchall()]
+    return _load_attributes(connection, [table_oid]).get(table_oid, [])
 
 
 def load_table(connection: psycopg.Connection[Any], table_oid: int) -> CatalogTable | None:
     """A table with its columns; None if it does not exist (any more)."""
-    with translated(connection, "read the table"), connection.cursor(row_factory=tuple_row) as cursor:
-        row = cursor.execute(_TABLE, [table_oid]).fetchone()
-    if row is None:
-        return None
-    oid, namespace, name, kind, persistence, identity, is_partition, parent, root, *indexes = row
-    primary, immediate, chosen, primary_count, chosen_count = indexes
-    replica_identity = ReplicaIdentity(identity)
-    primary_attnums = tuple((primary or [])[: primary_count or 0])
-    identity_attnums: tuple[int, ...] = ()
-    if replica_identity is ReplicaIdentity.DEFAULT and immediate:
-        # A deferrable primary key is not used as identity.
-        identity_attnums = primary_attnums
-    elif replica_identity is ReplicaIdentity.INDEX:
-        identity_attnums = tuple((chosen or [])[: chosen_count or 0])
-    return CatalogTable(
-        oid=oid,
-        namespace=namespace,
-        name=name,
-        kind=kind,
-        persistence=persistence,
-        replica_identity=replica_identity,
-        identity_attnums=identity_attnums,
-        primary_key_attnums=primary_attnums,
-        is_partition=is_partition,
-        partition_parent_oid=parent or None,
-        partition_root_oid=root or None,
-        attributes=tuple(load_attributes(connection, table_oid)),
-    )
+    return load_tables(connection, [table_oid]).get(table_oid)
+
+
+def load_tables(connection: psycopg.Connection[Any], table_oids: Iterable[int]) -> dict[int, CatalogTable]:
+    """Tables with their columns, by schema and name; those that do not exist are left out."""
+    wanted = sorted(set(table_oids))
+    with translated(connection, "read the tables"), connection.cursor(row_factory=tuple_row) as cursor:
+        rows = cursor.execute(_TABLE, [wanted]).fetchall()
+    attributes = _load_attributes(connection, wanted)
+    return {row[0]: _build_table(row, attributes.get(row[0], [])) for row in rows}
 
 
 def schema_from_catalog(
@@ -167,6 +151,41 @@ def schema_from_catalog(
             for attribute in chosen
         ),
         replica_identity=table.replica_identity,
+    )
+
+
+def _load_attributes(connection: psycopg.Connection[Any], table_oids: Sequence[int]) -> dict[int, list[Attribute]]:
+    found: dict[int, list[Attribute]] = {}
+    with translated(connection, "read the columns"), connection.cursor(row_factory=tuple_row) as cursor:
+        for table, *fields in cursor.execute(_ATTRIBUTES, [list(table_oids)]).fetchall():
+            found.setdefault(table, []).append(Attribute(*fields))
+    return found
+
+
+def _build_table(row: tuple[Any, ...], attributes: Sequence[Attribute]) -> CatalogTable:
+    oid, namespace, name, kind, persistence, identity, is_partition, parent, root, *indexes = row
+    primary, immediate, chosen, primary_count, chosen_count = indexes
+    replica_identity = ReplicaIdentity(identity)
+    primary_attnums = tuple((primary or [])[: primary_count or 0])
+    identity_attnums: tuple[int, ...] = ()
+    if replica_identity is ReplicaIdentity.DEFAULT and immediate:
+        # A deferrable primary key is not used as identity.
+        identity_attnums = primary_attnums
+    elif replica_identity is ReplicaIdentity.INDEX:
+        identity_attnums = tuple((chosen or [])[: chosen_count or 0])
+    return CatalogTable(
+        oid=oid,
+        namespace=namespace,
+        name=name,
+        kind=kind,
+        persistence=persistence,
+        replica_identity=replica_identity,
+        identity_attnums=identity_attnums,
+        primary_key_attnums=primary_attnums,
+        is_partition=is_partition,
+        partition_parent_oid=parent or None,
+        partition_root_oid=root or None,
+        attributes=tuple(attributes),
     )
 
 

@@ -1,0 +1,106 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Severity(StrEnum):
+    """How bad it is if the check does not pass."""
+
+    CRITICAL = "critical"
+    """Replication will not start, will stop, or will break statements of others."""
+    WARNING = "warning"
+    """It will work, with a cost or a risk that somebody should have decided on."""
+    INFO = "info"
+    """Good to know."""
+
+
+class Status(StrEnum):
+    """How it went."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+    """The check itself could not be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `subjects` are the tables, columns or sessions that it is about, all of them."""
+
+    id: str
+    severity: Severity
+    status: Status
+    what: str
+    remedy: str = ""
+    subjects: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines; the keys are stable."""
+        return {
+            "id": self.id,
+            "severity": self.severity.value,
+            "status": self.status.value,
+            "what": self.what,
+            "remedy": self.remedy,
+            "subjects": list(self.subjects),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings for one source, in the order in which they were made."""
+
+    location: str
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.status is not Status.PASSED)
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing critical failed; what could not be checked does not count."""
+        return not any(check.severity is Severity.CRITICAL and check.status is Status.FAILED for check in self.checks)
+
+    def find(self, id_: str) -> Check | None:
+        """The finding of a check; None if it did not apply."""
+        return next((check for check in self.checks if check.id == id_), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines; the keys are stable."""
+        return {
+            "source": self.location,
+            "ready": self.ready,
+            "checks": [check.to_dict() for check in self.checks],
+        }
+
+
+def passed(id_: str, what: str, subjects: Sequence[str] = ()) -> Check:
+    """All is well."""
+    return Check(id_, Severity.INFO, Status.PASSED, what, "", tuple(subjects))
+
+
+def failed(id_: str, severity: Severity, what: str, remedy: str, subjects: Sequence[str] = ()) -> Check:
+    """Something is not as it should be."""
+    return Check(id_, severity, Status.FAILED, what, remedy, tuple(subjects))
+
+
+def unknown(id_: str, reason: str) -> Check:
+    """The check could not be made."""
+    return Check(id_, Severity.WARNING, Status.UNKNOWN, f"could not be checked: {reason}", "")
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Some names for a sentence; the rest as a number."""
+    shown = ", ".join(names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+
+
+def counted(names: Sequence[str], noun: str = "table") -> str:
+    """`1 table` or `3 tables`."""
+    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"

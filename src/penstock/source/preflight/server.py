@@ -1,0 +1,265 @@
+"""Checks of the server: its version and role, its settings, and who else is on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import PenstockError
+from penstock.source.connections import Role, connect_replication
+from penstock.source.lineage import identify_system
+from penstock.source.preflight.context import Context
+from penstock.source.preflight.report import Check, Severity, counted, failed, listed, passed
+from penstock.source.slots import find_blockers
+
+OLDEST_VERSION = 130000
+STANDBY_SINCE = 160000
+SMALL_KEEP_MEGABYTES = 1024
+SHORT_SENDER_TIMEOUT_MILLISECONDS = 10_000
+LONG_TRANSACTION_SECONDS = 60.0
+LARGE_RETENTION_BYTES = 1 << 30
+
+
+def check_version(context: Context) -> Iterator[Check]:
+    """Is the server new enough?"""
+    name = f"PostgreSQL {context.setting('server_version')}"
+    if context.version < OLDEST_VERSION:
+        yield failed(
+            "server_version", Severity.CRITICAL, f"{name} is too old", "Upgrade to PostgreSQL 13, better 15, or newer."
+        )
+    else:
+        yield passed("server_version", name)
+
+
+def check_standby(context: Context) -> Iterator[Check]:
+    """Is it a primary?"""
+    if not context.in_recovery:
+        yield passed("server_role", "the server is a primary")
+    elif context.version < STANDBY_SINCE:
+        yield failed(
+            "server_role",
+            Severity.CRITICAL,
+            "the server is a standby, and decodes logically only from PostgreSQL 16 on",
+            "Use the primary as source, or upgrade.",
+        )
+    else:
+        yield failed(
+            "server_role",
+            Severity.WARNING,
+            "the server is a standby: publications must be made on the primary, and a slot may be invalidated",
+            "Use the primary, or set hot_standby_feedback = on and a physical slot for this standby.",
+        )
+
+
+def check_wal_level(context: Context) -> Iterator[Check]:
+    """Does the WAL contain what decoding needs?"""
+    level = context.setting("wal_level")
+    if level == "logical":
+        yield passed("wal_level", "wal_level is logical")
+    else:
+        yield failed(
+            "wal_level",
+            Severity.CRITICAL,
+            f"wal_level is {level}",
+            "Run: alter system set wal_level = 'logical'; then restart the server.",
+        )
+
+
+def check_free_slots(context: Context) -> Iterator[Check]:
+    """Is there room for a slot, and for the temporary ones of the initial copy?"""
+    limit = context.number("max_replication_slots") or 0
+    used = int(context.value("select count(*) from pg_catalog.pg_replication_slots"))
+    needed = 1 if context.slot is not None else 2
+    free = limit - used
+    what = f"{used} of {limit} replication slots are in use"
+    remedy = "Raise max_replication_slots (needs a restart), or drop slots that nobody uses."
+    if free >= needed:
+        yield passed("replication_slots", what)
+    else:
+        severity = Severity.WARNING if free or context.slot is not None else Severity.CRITICAL
+        yield failed("replication_slots", severity, f"{what}; the slot and the initial copy need {needed}", remedy)
+
+
+def check_free_senders(context: Context) -> Iterator[Check]:
+    """Is there room for another replication connection?"""
+    limit = context.number("max_wal_senders") or 0
+    used = int(context.value("select count(*) from pg_catalog.pg_stat_replication"))
+    what = f"{used} of {limit} replication connections are in use"
+    remedy = "Raise max_wal_senders (needs a restart), or end replication connections that nobody needs."
+    if limit - used >= 2:
+        yield passed("wal_senders", what)
+    else:
+        severity = Severity.WARNING if limit - used == 1 else Severity.CRITICAL
+        yield failed("wal_senders", severity, what, remedy)
+
+
+def check_replication_connection(context: Context) -> Iterator[Check]:
+    """May this role open a replication connection from here? Tried, since pg_hba.conf has a word in it."""
+    try:
+        replication = connect_replication(context.settings, Role.CHECK)
+        try:
+            system = identify_system(replication)
+        finally:
+            replication.finish()
+    except PenstockError as error:
+        yield failed("replication_connection", Severity.CRITICAL, str(error), error.hint)
+    else:
+        yield passed(
+            "replication_connection",
+            f"replication connections work (system {system.system_identifier}, timeline {system.timeline})",
+        )
+
+
+def check_wal_retention(context: Context) -> Iterator[Check]:
+    """How much WAL may a slot keep?"""
+    keep = context.number("max_slot_wal_keep_size")
+    if keep is None:
+        return
+    if keep == -1:
+        yield failed(
+            "slot_wal_keep_size",
+            Severity.WARNING,
+            "max_slot_wal_keep_size is unlimited: while Penstock is down, WAL can fill the server's disk",
+            "Watch the slot's lag, or set max_slot_wal_keep_size to what the disk can spare; beyond, it is lost.",
+        )
+    elif keep == 0:
+        yield failed(
+            "slot_wal_keep_size",
+            Severity.CRITICAL,
+            "max_slot_wal_keep_size is 0: a slot is lost at the next checkpoint after it falls behind",
+            "Run: alter system set max_slot_wal_keep_size = '10GB'; select pg_reload_conf();",
+        )
+    elif keep < SMALL_KEEP_MEGABYTES:
+        yield failed(
+            "slot_wal_keep_size",
+            Severity.WARNING,
+            f"max_slot_wal_keep_size is only {keep} MB: the slot is lost when Penstock falls further behind",
+            "Raise max_slot_wal_keep_size to more than is written in the longest pause you expect.",
+        )
+    else:
+        yield passed("slot_wal_keep_size", f"max_slot_wal_keep_size is {keep} MB")
+
+
+def check_idle_slot_timeout(context: Context) -> Iterator[Check]:
+    """Does the server invalidate idle slots (18 and newer)?"""
+    seconds = context.number("idle_replication_slot_timeout")
+    if seconds is None:
+        return
+    if seconds == 0:
+        yield passed("idle_slot_timeout", "idle slots are not invalidated")
+    else:
+        yield failed(
+            "idle_slot_timeout",
+            Severity.WARNING,
+            f"idle_replication_slot_timeout is {seconds} s: the slot is lost when Penstock is down for longer",
+            "Set it to more than the longest pause you expect, or to 0.",
+        )
+
+
+def check_sender_timeout(context: Context) -> Iterator[Check]:
+    """When does the server give up a silent reader?"""
+    timeout = context.number("wal_sender_timeout") or 0
+    if timeout == 0:
+        yield failed(
+            "wal_sender_timeout",
+            Severity.WARNING,
+            "wal_sender_timeout is off: a reader whose machine died holds the slot until TCP gives up",
+            "Set wal_sender_timeout to its default, 60s.",
+        )
+    elif timeout < SHORT_SENDER_TIMEOUT_MILLISECONDS:
+        yield failed(
+            "wal_sender_timeout",
+            Severity.WARNING,
+            f"wal_sender_timeout is only {timeout} ms: short pauses of the network cut the connection",
+            "Set wal_sender_timeout to its default, 60s.",
+        )
+    else:
+        yield passed("wal_sender_timeout", f"wal_sender_timeout is {timeout // 1000} s")
+
+
+def check_encoding(context: Context) -> Iterator[Check]:
+    """Is text in a known encoding?"""
+    encoding = context.setting("server_encoding")
+    if encoding == "SQL_ASCII":
+        yield failed(
+            "encoding",
+            Severity.WARNING,
+            "the database has no encoding (SQL_ASCII): bytes that are not UTF-8 cannot be read",
+            "Make sure that all text is UTF-8, or move the data to a database with an encoding.",
+        )
+    else:
+        yield passed("encoding", f"the database's encoding is {encoding}")
+
+
+def check_decoding_memory(context: Context) -> Iterator[Check]:
+    """How much does the server buffer before it streams or spills?"""
+    kilobytes = context.number("logical_decoding_work_mem")
+    if kilobytes is not None:
+        yield passed(
+            "decoding_memory",
+            f"logical_decoding_work_mem is {kilobytes} kB; larger transactions are streamed or spilled to disk",
+        )
+
+
+def check_open_transactions(context: Context) -> Iterator[Check]:
+    """Would a new slot have to wait?"""
+    blockers = find_blockers(context.connection)
+    long = [blocker for blocker in blockers if blocker.kind != "session" or _is_long(blocker.seconds)]
+    if not long:
+        yield passed("open_transactions", "no long transaction delays new slots and snapshots")
+        return
+    names = [str(blocker) for blocker in long]
+    yield failed(
+        "open_transactions",
+        Severity.WARNING,
+        f"{counted(names, 'open transaction')} delay new slots and the initial copy: {listed(names, 3)}",
+        "Let them end, or end them (pg_terminate_backend, rollback prepared).",
+        names,
+    )
+
+
+def check_other_slots(context: Context) -> Iterator[Check]:
+    """Do forgotten slots keep WAL?"""
+    position = "pg_catalog.pg_last_wal_replay_lsn()" if context.in_recovery else "pg_catalog.pg_current_wal_lsn()"
+    rows = context.rows(
+        f"""
+        select slot_name, pg_catalog.pg_wal_lsn_diff({position}, restart_lsn)::int8
+        from pg_catalog.pg_replication_slots
+        where not active and restart_lsn is not null and slot_name <> %s
+          and pg_catalog.pg_wal_lsn_diff({position}, restart_lsn) > %s
+        order by 2 desc
+        """,  # noqa: S608 (one of two constants)
+        context.request.slot or "",
+        LARGE_RETENTION_BYTES,
+    )
+    if not rows:
+        yield passed("other_slots", "no inactive slot keeps much WAL")
+        return
+    names = [f"{name} ({size / (1 << 30):.1f} GiB)" for name, size in rows]
+    yield failed(
+        "other_slots",
+        Severity.WARNING,
+        f"{counted(names, 'inactive slot')} keep WAL on the server's disk: {listed(names)}",
+        "Drop the slots that nobody needs: select pg_drop_replication_slot('<name>');",
+        names,
+    )
+
+
+def _is_long(seconds: float | None) -> bool:
+    return seconds is not None and seconds >= LONG_TRANSACTION_SECONDS
+
+
+CHECKS = {
+    "server_version": check_version,
+    "server_role": check_standby,
+    "wal_level": check_wal_level,
+    "replication_connection": check_replication_connection,
+    "replication_slots": check_free_slots,
+    "wal_senders": check_free_senders,
+    "slot_wal_keep_size": check_wal_retention,
+    "idle_slot_timeout": check_idle_slot_timeout,
+    "wal_sender_timeout": check_sender_timeout,
+    "encoding": check_encoding,
+    "decoding_memory": check_decoding_memory,
+    "open_transactions": check_open_transactions,
+    "other_slots": check_other_slots,
+}

@@ -1,0 +1,351 @@
+"""Checks of the publication and its tables.
+
+The critical ones are about *other people's* statements: a published table without a replica identity makes the
+server refuse their updates and deletes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
+from penstock.source.catalog import load_types
+from penstock.source.columns import CatalogTable
+from penstock.source.patterns import TableName, select_tables
+from penstock.source.preflight.context import Context, Subject
+from penstock.source.preflight.report import Check, Severity, counted, failed, listed, passed
+from penstock.values import codec_for
+
+_UNPUBLISHABLE = """
+    select n.nspname, c.relname,
+           case when c.relkind = 'f' then 'foreign' when c.relkind = 'm' then 'materialized view'
+                when c.relpersistence = 'u' then 'unlogged' else 'temporary' end
+    from pg_catalog.pg_class c
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where (c.relkind in ('f', 'm') or (c.relkind in ('r', 'p') and c.relpersistence <> 'p'))
+      and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
+    order by 1, 2
+"""
+
+# A column list needs the privilege on its columns only.
+_UNREADABLE = """
+    select wanted.oid::int8
+    from unnest(%s::pg_catalog.oid[]) wanted (oid)
+    join pg_catalog.pg_class c on c.oid = wanted.oid
+    where not pg_catalog.has_schema_privilege(c.relnamespace, 'usage')
+       or not (
+           pg_catalog.has_table_privilege(c.oid, 'select')
+           or (select pg_catalog.bool_and(pg_catalog.has_column_privilege(c.oid, a.attnum, 'select'))
+               from pg_catalog.pg_attribute a
+               where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+                 and (c.oid::int8 || '.' || a.attnum) = any(%s::text[]))
+       )
+"""
+
+_STRINGS = ("text", "varchar", "bpchar", "name", "char", "json", "jsonb", "uuid", "citext")
+
+
+def check_publication(context: Context) -> Iterator[Check]:
+    """Does the publication exist, and does it publish anything?"""
+    name = context.request.publication
+    if name is None:
+        return
+    publication = context.publication
+    if publication is None:
+        tables = ", ".join(_quoted(subject) for subject in context.subjects[:5])
+        more = ", …" if len(context.subjects) > 5 else ""
+        statement = f"create publication {_identifier(name)}{f' for table {tables}{more}' if tables else ''};"
+        if context.request.manage_publication:
+            yield passed("publication", f"publication {name!r} does not exist; it is created at the first start")
+        else:
+            yield failed(
+                "publication", Severity.CRITICAL, f"publication {name!r} does not exist", f"Create it: {statement}"
+            )
+        return
+    if not context.subjects:
+        yield failed(
+            "publication",
+            Severity.CRITICAL,
+            f"publication {name!r} has no tables",
+            f"Add some: alter publication {_identifier(name)} add table …;",
+        )
+    else:
+        names = [str(subject) for subject in context.subjects]
+        scope = " (for all tables)" if publication.all_tables else ""
+        yield passed("publication", f"publication {name!r} has {counted(names)}{scope}", names)
+
+
+def check_operations(context: Context) -> Iterator[Check]:
+    """Are all kinds of changes published?"""
+    if context.publication is None:
+        return
+    missing = sorted({"insert", "update", "delete", "truncate"} - context.publication.operations)
+    if missing:
+        yield failed(
+            "publication_operations",
+            Severity.WARNING,
+            f"the publication leaves out {' and '.join(missing)}: the copy will differ from the source",
+            f"Run: alter publication {_identifier(context.publication.name)} "
+            "set (publish = 'insert, update, delete, truncate');",
+            missing,
+        )
+    else:
+        yield passed("publication_operations", "inserts, updates, deletes and truncates are published")
+
+
+def check_patterns(context: Context) -> Iterator[Check]:
+    """Are the tables that were asked for the ones that are published?"""
+    request = context.request
+    if not request.patterns:
+        return
+    subjects = [TableName(subject.published.namespace, subject.published.name) for subject in context.subjects]
+    chosen = select_tables(subjects, request.patterns, request.exclude)
+    lost = [pattern for pattern in request.patterns if not select_tables(subjects, [pattern], request.exclude)]
+    if lost:
+        where = "is published" if context.publication is not None else "can be published"
+        yield failed(
+            "table_patterns",
+            Severity.CRITICAL,
+            f"no table that {where} matches {listed(lost)}",
+            "Check schema, name and case; then add the tables to the publication.",
+            lost,
+        )
+    else:
+        yield passed("table_patterns", f"{counted([str(table) for table in chosen])} match", [str(t) for t in chosen])
+
+
+def check_excluded(context: Context) -> Iterator[Check]:
+    """Which tables match but cannot be replicated?"""
+    kinds = {TableName(namespace, name): kind for namespace, name, kind in context.rows(_UNPUBLISHABLE)}
+    chosen = select_tables(kinds, context.request.patterns or ("*",), context.request.exclude)
+    if chosen:
+        names = [f"{table} ({kinds[table]})" for table in chosen]
+        yield failed(
+            "unpublishable_tables",
+            Severity.INFO,
+            f"{counted(names)} cannot be replicated: {listed(names)}",
+            "Their changes are not in the WAL. Alter unlogged tables: alter table … set logged;",
+            names,
+        )
+
+
+def check_privileges(context: Context) -> Iterator[Check]:
+    """May the role read every table for the initial copy?"""
+    subjects = {subject.published.oid: subject for subject in context.subjects}
+    columns = [f"{oid}.{attnum}" for oid, subject in subjects.items() for attnum in subject.attnums]
+    names = [str(subjects[oid]) for (oid,) in context.rows(_UNREADABLE, list(subjects), columns)]
+    user = context.connection.info.user
+    if names:
+        yield failed(
+            "select_privilege",
+            context.severity,
+            f"role {user!r} may not read {counted(names)}: {listed(names)}",
+            f"Run: grant usage on schema … to {_identifier(user)}; grant select on … to {_identifier(user)};",
+            names,
+        )
+    elif subjects:
+        yield passed("select_privilege", f"role {user!r} may read every table")
+
+
+def check_row_security(context: Context) -> Iterator[Check]:
+    """Would row level security hide rows from the initial copy?"""
+    oids = {subject.published.oid: str(subject) for subject in context.subjects}
+    statement = """
+        select oid::int8 from unnest(%s::pg_catalog.oid[]) oid
+        where pg_catalog.has_table_privilege(oid, 'select') and pg_catalog.row_security_active(oid)
+    """
+    names = [oids[oid] for (oid,) in context.rows(statement, list(oids))]
+    if names:
+        user = context.connection.info.user
+        yield failed(
+            "row_security",
+            context.severity,
+            f"row level security hides rows of {counted(names)} from role {user!r}: {listed(names)}",
+            f"Run: alter role {_identifier(user)} bypassrls;",
+            names,
+        )
+
+
+def check_identity(context: Context) -> Iterator[Check]:
+    """Can updates and deletes be replicated; and, once published, can they be made at all?"""
+    if context.publication is not None and not context.publication.operations & {"update", "delete"}:
+        return
+    without = _stored_tables(context, lambda table: not _has_identity(table))
+    if without:
+        yield failed(
+            "replica_identity",
+            context.severity,
+            f"{counted(without)} without replica identity: as soon as they are published, the server refuses every "
+            f"update and delete of them: {listed(without)}",
+            "Add a primary key; or: alter table … replica identity using index …; or: … replica identity full.",
+            without,
+        )
+    elif context.subjects:
+        yield passed("replica_identity", "every table has a replica identity")
+    full = _stored_tables(context, lambda table: table.replica_identity is ReplicaIdentity.FULL)
+    if full:
+        yield failed(
+            "replica_identity_full",
+            Severity.WARNING,
+            f"{counted(full)} with replica identity full: every update and delete logs the whole old row: "
+            f"{listed(full)}",
+            "Where there is a primary key: alter table … replica identity default.",
+            full,
+        )
+
+
+def check_column_lists(context: Context) -> Iterator[Check]:
+    """Do column lists contain the replica identity?"""
+    lists = [subject for subject in context.subjects if subject.published.column_attnums is not None]
+    if not lists:
+        return
+    bad = [str(subject) for subject in lists if not _identity_of(subject) <= set(subject.attnums)]
+    if bad:
+        yield failed(
+            "column_lists",
+            Severity.CRITICAL,
+            f"{counted(bad, 'column list')} without the replica identity: the server refuses updates and deletes of "
+            f"{listed(bad)}",
+            "Add the key's columns to the column list (all columns with replica identity full).",
+            bad,
+        )
+    else:
+        yield passed("column_lists", f"{counted([str(s) for s in lists])} with a column list", [str(s) for s in lists])
+
+
+def check_row_filters(context: Context) -> Iterator[Check]:
+    """Do row filters use only columns of the replica identity?"""
+    filtered = [subject for subject in context.subjects if subject.published.row_filter]
+    if not filtered:
+        return
+    operations = context.publication.operations if context.publication else frozenset[str]()
+    bad = [str(subject) for subject in filtered if _filter_columns(subject) - _identity_of(subject)]
+    if bad and operations & {"update", "delete"}:
+        yield failed(
+            "row_filters",
+            Severity.CRITICAL,
+            f"{counted(bad, 'row filter')} on columns outside the replica identity: the server refuses updates and "
+            f"deletes of {listed(bad)}",
+            "Filter by columns of the key only, or: alter table … replica identity full.",
+            bad,
+        )
+    else:
+        names = [str(subject) for subject in filtered]
+        yield passed("row_filters", f"{counted(names)} with a row filter: {listed(names)}", names)
+
+
+def check_partitions(context: Context) -> Iterator[Check]:
+    """How are partitioned tables sent?"""
+    roots = [str(subject) for subject in context.subjects if subject.published.kind == "p"]
+    leaves = [str(subject) for subject in context.subjects if subject.catalog.is_partition]
+    if roots:
+        yield passed("partitions", f"{counted(roots, 'partitioned table')} sent as a whole: {listed(roots)}", roots)
+    if leaves:
+        what = f"{counted(leaves, 'partition')} sent as tables of their own: {listed(leaves)}"
+        yield failed(
+            "partitions_as_leaves",
+            Severity.INFO,
+            what,
+            "To replicate the partitioned table as one: alter publication … set (publish_via_partition_root = true);",
+            leaves,
+        )
+
+
+def check_generated(context: Context) -> Iterator[Check]:
+    """Which columns are not sent because they are generated?"""
+    names = [
+        f"{subject}.{attribute.name}"
+        for subject in context.subjects
+        for attribute in subject.catalog.live_attributes
+        if attribute.generated and attribute.attnum not in subject.attnums
+    ]
+    if names:
+        yield failed(
+            "generated_columns",
+            Severity.INFO,
+            f"{counted(names, 'generated column')} not sent: {listed(names)}",
+            "From PostgreSQL 18 on stored ones can be: alter publication … set (publish_generated_columns = stored);",
+            names,
+        )
+
+
+def check_types(context: Context) -> Iterator[Check]:
+    """Which columns become text?"""
+    wanted = {
+        attribute.type_oid
+        for subject in context.subjects
+        for attribute in subject.catalog.live_attributes
+        if attribute.attnum in subject.attnums
+    }
+    types = load_types(context.connection, wanted)
+    names = [
+        f"{subject}.{attribute.name} ({types[attribute.type_oid]})"
+        for subject in context.subjects
+        for attribute in subject.catalog.live_attributes
+        if attribute.attnum in subject.attnums
+        and attribute.type_oid in types
+        and _becomes_text(types[attribute.type_oid], attribute.type_modifier)
+    ]
+    if names:
+        yield failed(
+            "types_as_text",
+            Severity.INFO,
+            f"{counted(names, 'column')} replicated as text, exactly as the server prints it: {listed(names, 3)}",
+            "Nothing to do; the values are complete.",
+            names,
+        )
+
+
+def _has_identity(table: CatalogTable) -> bool:
+    return table.replica_identity is ReplicaIdentity.FULL or bool(table.identity_attnums)
+
+
+def _stored_tables(context: Context, wanted: Callable[[CatalogTable], bool]) -> list[str]:
+    """Tables that hold rows; of a partitioned table its leaves, whose identity counts."""
+    tables = {table.oid: table for subject in context.subjects for table in subject.stored}
+    return sorted(str(table) for table in tables.values() if wanted(table))
+
+
+def _identity_of(subject: Subject) -> set[int]:
+    table = subject.catalog
+    if table.replica_identity is ReplicaIdentity.FULL:
+        return {attribute.attnum for attribute in table.live_attributes if attribute.generated != "v"}
+    return set(table.identity_attnums)
+
+
+def _filter_columns(subject: Subject) -> set[int]:
+    text = re.sub(r"'(?:[^']|'')*'", "''", subject.published.row_filter or "")
+    words = {word.strip('"') for word in re.findall(r'"[^"]+"|\w+', text)}
+    return {attribute.attnum for attribute in subject.catalog.live_attributes if attribute.name in words}
+
+
+def _becomes_text(type_: PostgresType, modifier: int) -> bool:
+    resolved, _modifier = resolve_domain(type_, modifier)
+    if resolved.kind is TypeKind.BASE and resolved.name in _STRINGS:
+        return False
+    return str(codec_for(type_, modifier).arrow_type) in ("string", "large_string")
+
+
+def _identifier(name: str) -> str:
+    return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else '"' + name.replace('"', '""') + '"'
+
+
+def _quoted(subject: Subject) -> str:
+    return f"{_identifier(subject.published.namespace)}.{_identifier(subject.published.name)}"
+
+
+CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
+    "publication": check_publication,
+    "publication_operations": check_operations,
+    "table_patterns": check_patterns,
+    "unpublishable_tables": check_excluded,
+    "select_privilege": check_privileges,
+    "row_security": check_row_security,
+    "replica_identity": check_identity,
+    "column_lists": check_column_lists,
+    "row_filters": check_row_filters,
+    "partitions": check_partitions,
+    "generated_columns": check_generated,
+    "types_as_text": check_types,
+}

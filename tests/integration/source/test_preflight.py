@@ -1,0 +1,273 @@
+"""Preflight checks on real servers: every fault is found, and none hides another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from penstock.source import Role, SourceSettings, connect
+from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
+from penstock.source.preflight.context import Context
+from penstock.source.preflight.run import ALL_CHECKS
+from penstock.source.slots import create_slot
+from penstock.testing.postgres import PostgresServer
+
+MakeServer = Callable[..., PostgresServer]
+
+
+def look(database: Any, **request: Any) -> Report:
+    return run_preflight(SourceSettings(database.dsn), Request(**request))
+
+
+def finding(report: Report, id_: str) -> Check:
+    check = report.find(id_)
+    assert check is not None, f"{id_} did not run"
+    return check
+
+
+def state(report: Report, id_: str) -> tuple[Status, Severity]:
+    check = finding(report, id_)
+    return check.status, check.severity
+
+
+CRITICAL = (Status.FAILED, Severity.CRITICAL)
+WARNING = (Status.FAILED, Severity.WARNING)
+INFO = (Status.FAILED, Severity.INFO)
+PASSED = (Status.PASSED, Severity.INFO)
+
+
+def test_a_good_source_is_ready(any_database: Any) -> None:
+    any_database.execute("create table t (id int primary key, x text); create publication pub for table t")
+    report = look(any_database, publication="pub", slot="not_yet", patterns=("public.t",))
+    assert report.ready
+    assert not [check for check in report.checks if check.status is Status.UNKNOWN]
+    for id_ in ("connection", "server_version", "wal_level", "replication_connection", "publication", "slot"):
+        assert state(report, id_) == PASSED
+    assert finding(report, "publication").subjects == ("public.t",)
+    assert report.to_dict()["ready"] is True
+
+
+def test_an_unreachable_server_is_one_finding() -> None:
+    report = run_preflight(SourceSettings("postgresql://me:s3cret-pa55@127.0.0.1:1/d"))
+    assert [check.id for check in report.checks] == ["connection"]
+    assert not report.ready
+    assert "s3cret" not in str(report)
+
+
+def test_a_missing_and_an_empty_publication(any_database: Any) -> None:
+    any_database.execute('create table "T" (id int primary key); create publication "Empty"')
+    missing = look(any_database, publication="no pe", patterns=("public.*",))
+    assert state(missing, "publication") == CRITICAL
+    assert 'create publication "no pe" for table public."T";' in finding(missing, "publication").remedy
+    managed = look(any_database, publication="nope", manage_publication=True)
+    assert state(managed, "publication") == PASSED
+    assert state(look(any_database, publication="Empty"), "publication") == CRITICAL
+    assert state(look(any_database, publication="Empty", patterns=("T",)), "table_patterns") == CRITICAL
+
+
+def test_operations_that_are_left_out(any_database: Any) -> None:
+    any_database.execute(
+        "create table t (id int); create publication pub for table t with (publish = 'insert, update')"
+    )
+    check = finding(look(any_database, publication="pub"), "publication_operations")
+    assert (check.status, check.subjects) == (Status.FAILED, ("delete", "truncate"))
+    any_database.execute("alter publication pub set (publish = 'insert')")
+    report = look(any_database, publication="pub")
+    assert report.find("replica_identity") is None
+    assert report.ready
+
+
+def test_identities_are_checked_where_rows_are_stored(any_database: Any) -> None:
+    any_database.execute(
+        """
+        create table keyed (id int primary key);
+        create table keyless (id int);
+        create table nothing (id int primary key); alter table nothing replica identity nothing;
+        create table late (id int primary key deferrable);
+        create table whole (id int); alter table whole replica identity full;
+        create table top (id int) partition by range (id);
+        create table leaf1 partition of top for values from (0) to (10);
+        create table leaf2 (id int primary key); alter table top attach partition leaf2 for values from (10) to (20);
+        """
+    )
+    unasked = look(any_database)
+    assert state(unasked, "replica_identity") == WARNING
+    assert unasked.ready
+    any_database.execute("create publication pub for all tables with (publish_via_partition_root)")
+    report = look(any_database, publication="pub")
+    assert state(report, "replica_identity") == CRITICAL
+    assert finding(report, "replica_identity").subjects == (
+        "public.keyless",
+        "public.late",
+        "public.leaf1",
+        "public.nothing",
+    )
+    # the server agrees
+    for table in ("keyless", "late", "nothing", "leaf1"):
+        any_database.execute(f"insert into {table} values (1)")
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+            any_database.execute(f"delete from {table}")
+    any_database.execute("delete from keyed; delete from whole; delete from leaf2")
+    assert state(report, "replica_identity_full") == WARNING
+    assert finding(report, "replica_identity_full").subjects == ("public.whole",)
+    assert finding(report, "partitions").subjects == ("public.top",)
+
+
+def test_column_lists_and_row_filters_that_break_updates(any_database: Any) -> None:
+    any_database.execute(
+        """
+        create table good (id int primary key, x text); create table bad (id int primary key, x text);
+        create table filtered (id int primary key, "Kind" text, note text);
+        create publication pub for table good (id), bad (x), filtered where (note <> 'Kind' and id > 0)
+        """
+    )
+    report = look(any_database, publication="pub")
+    assert state(report, "column_lists") == CRITICAL
+    assert finding(report, "column_lists").subjects == ("public.bad",)
+    assert state(report, "row_filters") == CRITICAL
+    assert finding(report, "row_filters").subjects == ("public.filtered",)
+    for statement in ("update bad set x = 'y'", "delete from filtered"):
+        any_database.execute("insert into bad values (1) on conflict do nothing")
+        any_database.execute("insert into filtered values (1, 'a', 'b') on conflict do nothing")
+        with pytest.raises(psycopg.errors.InvalidColumnReference):
+            any_database.execute(statement)
+    any_database.execute(
+        "alter publication pub set table good (id), bad (id, x), filtered where (id > 0);"
+        "insert into good values (1); update good set x = 'y'"
+    )
+    report = look(any_database, publication="pub")
+    assert state(report, "column_lists") == PASSED
+    assert state(report, "row_filters") == PASSED
+    assert report.ready
+
+
+def test_good_to_know(any_database: Any) -> None:
+    any_database.execute(
+        """
+        create table t (id int primary key, g int generated always as (id) stored, p point, m money[], n numeric);
+        create unlogged table scratch (id int); create materialized view seen as select 1 as one;
+        create table top (id int primary key) partition by range (id);
+        create table leaf partition of top for values from (0) to (10);
+        create publication pub for table t, top
+        """
+    )
+    report = look(any_database, publication="pub")
+    assert state(report, "unpublishable_tables") == INFO
+    assert set(finding(report, "unpublishable_tables").subjects) == {
+        "public.scratch (unlogged)",
+        "public.seen (materialized view)",
+    }
+    assert finding(report, "generated_columns").subjects == ("public.t.g",)
+    assert finding(report, "partitions_as_leaves").subjects == ("public.leaf",)
+    assert "public.t.p (point)" in finding(report, "types_as_text").subjects
+    assert "public.t.n (numeric)" in finding(report, "types_as_text").subjects
+    assert report.ready
+
+
+@pytest.fixture
+def role(any_database: Any) -> Iterator[tuple[str, str]]:
+    """A role that may only log in: its name and its URL."""
+    name = f"r_{any_database.name}"
+    any_database.execute(f"create role {name} login password 's3cret-pa55'")
+    yield name, f"postgresql://{name}:s3cret-pa55@{SourceSettings(any_database.dsn).location}"
+    any_database.execute(f"drop owned by {name}; drop role {name}")
+
+
+def test_a_role_that_may_do_nothing_is_told_all_at_once(any_database: Any, role: tuple[str, str]) -> None:
+    name, url = role
+    any_database.execute(
+        f"""
+        create table t (id int primary key, x text, y text);
+        create schema hidden; create table hidden.h (id int primary key); grant select on hidden.h to {name};
+        create table guarded (id int primary key); alter table guarded enable row level security;
+        grant select on guarded to {name};
+        create publication pub for table t (id, x), hidden.h, guarded
+        """
+    )
+    report = run_preflight(SourceSettings(url), Request(publication="pub"))
+    assert state(report, "replication_connection") == CRITICAL
+    assert "replication" in finding(report, "replication_connection").remedy
+    assert state(report, "select_privilege") == CRITICAL
+    assert set(finding(report, "select_privilege").subjects) == {"public.t", "hidden.h"}
+    assert state(report, "row_security") == CRITICAL
+    assert finding(report, "row_security").subjects == ("public.guarded",)
+    assert not [check for check in report.checks if check.status is Status.UNKNOWN]
+    assert "s3cret" not in str(report)
+    any_database.execute(
+        f"grant select (id, x) on t to {name}; grant usage on schema hidden to {name};"
+        f"alter role {name} replication bypassrls"
+    )
+    assert run_preflight(SourceSettings(url), Request(publication="pub")).ready
+
+
+def test_slots_missing_ready_active_and_foreign(any_database: Any) -> None:
+    name = f"s_{any_database.name}"
+    assert state(look(any_database, slot=name), "slot") == PASSED
+    assert state(look(any_database, slot="No-Name"), "slot") == CRITICAL
+    with connect(SourceSettings(any_database.dsn), Role.SLOT) as connection:
+        create_slot(connection, name, temporary=True)
+        report = look(any_database, slot=name)
+        assert state(report, "slot") == WARNING
+        assert f"pid {connection.info.backend_pid}" in finding(report, "slot").what
+        assert state(report, "slot_retention") == PASSED
+    physical = f"p_{any_database.name}"
+    any_database.execute("select pg_create_physical_replication_slot(%s)", [physical])
+    try:
+        assert state(look(any_database, slot=physical), "slot") == CRITICAL
+    finally:
+        any_database.execute("select pg_drop_replication_slot(%s)", [physical])
+
+
+def test_prepared_transactions_delay_new_slots(any_database: Any) -> None:
+    any_database.execute("create table t (id int primary key)")
+    any_database.execute("begin; insert into t values (1); prepare transaction 'held'")
+    check = finding(look(any_database), "open_transactions")
+    assert (check.status, check.severity) == WARNING
+    assert any("held" in subject for subject in check.subjects)
+
+
+def test_settings_that_lose_slots(make_server: MakeServer) -> None:
+    server = make_server(
+        settings={
+            "wal_level": "replica",
+            "max_slot_wal_keep_size": "0",
+            "idle_replication_slot_timeout": "60s",
+            "wal_sender_timeout": "2s",
+            "max_replication_slots": "1",
+            "max_wal_senders": "1",
+        }
+    )
+    server.execute("select pg_create_physical_replication_slot('other')")
+    report = run_preflight(SourceSettings(server.dsn()))
+    assert state(report, "wal_level") == CRITICAL
+    assert state(report, "slot_wal_keep_size") == CRITICAL
+    assert state(report, "idle_slot_timeout") == WARNING
+    assert state(report, "wal_sender_timeout") == WARNING
+    assert state(report, "replication_slots") == CRITICAL
+    assert state(report, "wal_senders") == WARNING
+    assert "60 s" in finding(report, "idle_slot_timeout").what
+    server.execute("alter system set max_slot_wal_keep_size = '64MB'")
+    server.execute("alter system set wal_sender_timeout = 0")
+    server.execute("select pg_reload_conf()")
+    report = run_preflight(SourceSettings(server.dsn()))
+    assert state(report, "wal_sender_timeout") == WARNING
+
+
+def test_a_check_that_breaks_does_not_hide_the_others(database: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(context: Context) -> Iterator[Check]:
+        context.connection.execute("select pg_terminate_backend(pg_backend_pid())")
+        yield from ()
+
+    def mistake(context: Context) -> Iterator[Check]:
+        raise ZeroDivisionError
+
+    checks = {"first": cut, "second": mistake, **ALL_CHECKS}
+    monkeypatch.setattr("penstock.source.preflight.run.ALL_CHECKS", checks)
+    report = look(database)
+    assert finding(report, "first").status is Status.UNKNOWN
+    assert finding(report, "second").status is Status.UNKNOWN
+    assert state(report, "wal_level") == PASSED
+    assert report.ready
