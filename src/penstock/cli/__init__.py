@@ -1,1 +1,1 @@
-
+"""The commands. Each module has one; `main` puts them together."""

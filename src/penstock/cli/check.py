@@ -1,0 +1,75 @@
+"""`penstock check`: is this server ready to be a source, and if not, what is to be done?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.options import Publication, Slot, Tables, Url
+from penstock.source import SourceSettings
+from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
+
+_STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
+_PIPE_WIDTH = 160
+
+
+def check(
+    url: Url,
+    publication: Publication = None,
+    slot: Slot = None,
+    tables: Tables = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="A pattern of tables to leave out; may be repeated.", metavar="PATTERN")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Check a server, a publication, a slot and tables, and say what to do about each finding.
+
+    Changes nothing. Without --publication it looks at the tables that could be published. The exit status is 0 if
+    nothing critical was found, and 1 otherwise.
+    """
+    request = Request(publication, slot, tuple(tables or ()), tuple(exclude or ()))
+    report = run_preflight(SourceSettings(url), request)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        _print(report)
+    if not report.ready:
+        raise typer.Exit(1)
+
+
+def _print(report: Report) -> None:
+    console = Console()
+    if not console.is_terminal and console.width < _PIPE_WIDTH:
+        console = Console(width=_PIPE_WIDTH)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("severity", "check", "what", "remedy"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("severity", "check"))
+    for finding in report.checks:
+        table.add_row(_label(finding), Text(finding.id), Text(finding.what), Text(finding.remedy))
+    console.print(table)
+    console.print()
+    console.print(_summary(report))
+
+
+def _label(finding: Check) -> Text:
+    if finding.status is Status.PASSED:
+        return Text("ok", style="green")
+    if finding.status is Status.UNKNOWN:
+        return Text("unknown", style="yellow")
+    return Text(finding.severity.value, style=_STYLES[finding.severity])
+
+
+def _summary(report: Report) -> Text:
+    count = dict.fromkeys(Severity, 0)
+    for finding in report.failed:
+        count[finding.severity] += 1
+    found = ", ".join(f"{number} {severity.value}" for severity, number in count.items() if number) or "no findings"
+    if report.ready:
+        return Text(f"{report.location} is ready ({found})", style="green")
+    return Text(f"{report.location} is not ready ({found})", style="bold red")

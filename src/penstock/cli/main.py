@@ -1,0 +1,80 @@
+"""The program `penstock`: its commands, and how it ends.
+
+Exit status: 0 done, 1 failed (a message and a hint on standard error, never a traceback for errors with a name),
+2 wrong usage. To add a command, write a module with one function and register it below.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from penstock.cli.check import check
+from penstock.cli.tail import tail
+from penstock.errors import PenstockError
+from penstock.observe import LogFormat, configure_logging, redact
+
+app = typer.Typer(
+    name="penstock",
+    help="Postgres into lakehouse tables, databases and search documents: every change, in order, exactly once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("check")(check)
+app.command("tail")(tail)
+
+
+def main() -> None:
+    """Run the program; the entry point."""
+    try:
+        app(prog_name="penstock")
+    except PenstockError as error:
+        report_error(error)
+        sys.exit(1)
+
+
+def report_error(error: PenstockError) -> None:
+    """Say what went wrong and what can be done, on standard error."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), redact(error.message)))
+    if error.hint:
+        console.print(Text.assemble(("hint: ", "bold"), redact(error.hint)))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"penstock {version('penstock')}")
+        except PackageNotFoundError:
+            typer.echo("penstock (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(envvar="PENSTOCK_LOG_LEVEL", help="debug, info, warning or error.", metavar="LEVEL")
+    ] = "warning",
+    log_format: Annotated[
+        LogFormat, typer.Option(envvar="PENSTOCK_LOG_FORMAT", help="How log lines look, on standard error.")
+    ] = LogFormat.TEXT,
+) -> None:
+    """Set up what all commands share."""
+    if log_level.lower() not in ("debug", "info", "warning", "error"):
+        raise typer.BadParameter(f"{log_level!r} is not one of debug, info, warning, error", param_hint="--log-level")
+    configure_logging(log_level, log_format)
+
+
+if __name__ == "__main__":
+    main()

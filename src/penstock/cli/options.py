@@ -1,0 +1,26 @@
+"""Options that several commands take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="PENSTOCK_URL",
+        help="Where the source is, like postgresql://user@host:5432/database. Other users of the machine can read "
+        "command lines: give a password by PENSTOCK_URL, PGPASSWORD or a .pgpass file instead.",
+        metavar="URL",
+        show_default=False,
+    ),
+]
+Publication = Annotated[str | None, typer.Option(help="The publication to read.", metavar="NAME")]
+Slot = Annotated[str | None, typer.Option(help="The replication slot to read from.", metavar="NAME")]
+Tables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--table", help="A table or a pattern, like public.orders or sales.*; may be repeated.", metavar="PATTERN"
+    ),
+]
