@@ -11,7 +11,6 @@ rolled-back sub-transactions: by the same code, with the same ordinals as if it 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,11 +72,13 @@ class AssemblerSettings:
 class Assembler:
     """One connection's messages; a new connection starts with a new one."""
 
-    def __init__(self, sink: EntrySink, resolver: SchemaResolver, streams: Path, settings: AssemblerSettings) -> None:
+    def __init__(
+        self, sink: EntrySink, resolver: SchemaResolver, streams: OpenStreams, settings: AssemblerSettings
+    ) -> None:
         self._sink = sink
         self._settings = settings
         self._relations = RelationMap(resolver, settings.types)
-        self._streams = OpenStreams(streams)
+        self._streams = streams
         self._streaming: int | None = None
         self._block = Block()
         self._open: Transaction | None = None
@@ -111,6 +112,9 @@ class Assembler:
                     self._set_aside(scan, parcel, done, index)
                     self._streaming = None
                     done = index + 1
+                elif kind == wire.RELATION:
+                    relation = parse_relation(scan.message(index), streamed=True)
+                    self._relations.announce(relation.table_id, self._streaming)
                 elif kind in (wire.STREAM_START, wire.STREAM_COMMIT, wire.STREAM_ABORT):
                     raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
                 continue
@@ -302,6 +306,8 @@ class Assembler:
         elif kind == wire.STREAM_ABORT:
             abort = parse_stream_abort(message)
             self._streams.abort(abort.xid, abort.subtransaction_xid)
+            if abort.xid == abort.subtransaction_xid:
+                self._relations.abort(abort.xid)
         else:
             raise DecodeError("the end of a streamed run that never began", offset=0)
 

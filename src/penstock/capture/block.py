@@ -152,7 +152,8 @@ class Block:
         """
         if not cut.rows:
             return
-        buffer = Buffer(b"".join(self.parts))
+        self.parts = [b"".join(self.parts)]
+        buffer = Buffer(self.parts[0])
         index = _concatenate(self.indexes).select(slice(0, cut.rows))
         commit_lsn = np.concatenate(self.commit_lsn)
         commit_time = np.concatenate(self.commit_time)

@@ -22,6 +22,7 @@ from penstock.capture.queue import ParcelQueue
 from penstock.capture.resolver import CatalogResolver
 from penstock.capture.scan import Parcel
 from penstock.capture.session import ReplicationSession, StartOptions
+from penstock.capture.streams import OpenStreams
 from penstock.errors import PenstockError, PositionAhead, Retry, SlotUnusable
 from penstock.lsn import Lsn, reaches
 from penstock.retry import Backoff
@@ -136,7 +137,8 @@ class Capture:
             try:
                 self._start(session, writer, catalog)
                 resolver = CatalogResolver(catalog, writer.schemas)
-                assembler = Assembler(writer, resolver, writer.open_folder, settings.assembler)
+                streams = OpenStreams(writer.open_folder, writer.disk)
+                assembler = Assembler(writer, resolver, streams, settings.assembler)
                 self._run_threads(session, writer, assembler, _answer_seconds(catalog))
             finally:
                 session.close()

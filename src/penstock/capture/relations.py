@@ -46,19 +46,29 @@ class RelationMap:
         self._settings = settings
         self._current: dict[int, Lane] = {}
         self._streamed: dict[int, dict[int, Lane]] = {}
+        # Which description of a table came last: its own, or that inside of a streamed transaction.
+        self._count = 0
+        self._described_at: dict[int, int] = {}
+        self._announced_at: dict[int, dict[int, int]] = {}
         self.lanes: list[Lane] = []
 
     def describe(self, relation: Relation, *, transaction: int | None = None) -> Lane:
         """Take a RELATION message; the lane stays the same when nothing has changed."""
         schema = self._resolver.resolve(relation)
-        known = self._visible(relation.table_id, transaction)
-        if known is not None and known.schema == schema:
-            return known
-        lane = Lane(len(self.lanes), segment_layout(schema, self._settings))
-        self.lanes.append(lane)
-        target = self._current if transaction is None else self._streamed.setdefault(transaction, {})
-        target[relation.table_id] = lane
+        lane = self._visible(relation.table_id, transaction)
+        if lane is None or lane.schema != schema:
+            lane = Lane(len(self.lanes), segment_layout(schema, self._settings))
+            self.lanes.append(lane)
+        if transaction is None:
+            self._current[relation.table_id] = lane
+            self._described_at[relation.table_id] = self._next_count()
+        else:
+            self._streamed.setdefault(transaction, {})[relation.table_id] = lane
         return lane
+
+    def announce(self, table_id: int, transaction: int) -> None:
+        """A description has arrived inside a streamed transaction; it is taken (`describe`) at its commit."""
+        self._announced_at.setdefault(transaction, {})[table_id] = self._next_count()
 
     def lane(self, table_id: int, *, transaction: int | None = None) -> Lane:
         """The lane that a row of this table belongs to now."""
@@ -68,8 +78,17 @@ class RelationMap:
         return lane
 
     def commit(self, transaction: int) -> None:
-        """What a streamed transaction described is now true for all."""
-        self._current |= self._streamed.pop(transaction, {})
+        """What a streamed transaction described is now true for all, unless it was described again since."""
+        announced_at = self._announced_at.pop(transaction, {})
+        for table_id, lane in self._streamed.pop(transaction, {}).items():
+            count = announced_at.get(table_id, 0)
+            if count > self._described_at.get(table_id, -1):
+                self._current[table_id] = lane
+                self._described_at[table_id] = count
+
+    def abort(self, transaction: int) -> None:
+        """What a streamed transaction described was never true."""
+        self._announced_at.pop(transaction, None)
 
     def _visible(self, table_id: int, transaction: int | None) -> Lane | None:
         if transaction is not None:
@@ -77,3 +96,7 @@ class RelationMap:
             if lane is not None:
                 return lane
         return self._current.get(table_id)
+
+    def _next_count(self) -> int:
+        self._count += 1
+        return self._count

@@ -6,6 +6,7 @@ an open transaction again from its beginning.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.capture.scan import PADDING, Parcel
 from penstock.errors import DecodeError
+from penstock.spool.disk import DiskGuard
 
 MEMORY_BYTES = 1 << 20
 """Per transaction; more is written to its file."""
@@ -26,6 +28,7 @@ class OpenStream:
     """The messages of one transaction, in order."""
 
     path: Path
+    disk: DiskGuard
     aborted: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Sub-transactions that were rolled back."""
     _raw: list[bytes] = field(default_factory=list)
@@ -42,11 +45,23 @@ class OpenStream:
 
     def flush(self) -> None:
         """Move what is in memory to the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._messages, "ab") as messages:
-            messages.writelines(self._raw)
-        with open(self._numbers, "ab") as numbers:
-            numbers.write(np.concatenate(self._lengths).astype(np.int64).tobytes())
+        numbers = np.concatenate(self._lengths).astype(np.int64).tobytes()
+        sizes = {path: path.stat().st_size if self._on_disk else 0 for path in (self._messages, self._numbers)}
+
+        def write() -> None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._messages, "ab", buffering=0) as file:
+                for raw in self._raw:
+                    file.write(raw)
+            with open(self._numbers, "ab", buffering=0) as file:
+                file.write(numbers)
+
+        def undo() -> None:
+            for path, size in sizes.items():
+                if path.exists():
+                    os.truncate(path, size)
+
+        self.disk.run(write, undo)
         self._raw, self._lengths, self._pending, self._on_disk = [], [], 0, True
 
     def parcels(self, most_bytes: int) -> Iterator[Parcel]:
@@ -87,15 +102,16 @@ class OpenStream:
 class OpenStreams:
     """The streamed transactions of one connection."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: DiskGuard) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         self._folder = folder
+        self._disk = disk
         self._streams: dict[int, OpenStream] = {}
 
     def start(self, xid: int) -> None:
         """A run of this transaction's messages begins."""
         if xid not in self._streams:
-            self._streams[xid] = OpenStream(self._folder / str(xid))
+            self._streams[xid] = OpenStream(self._folder / str(xid), self._disk)
 
     def append(self, xid: int, raw: memoryview, lengths: NDArray[np.int64]) -> None:
         """Set messages of a transaction aside."""

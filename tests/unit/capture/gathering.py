@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
 from penstock.capture.assembler import Assembler, AssemblerSettings
+from penstock.capture.streams import OpenStreams
 from penstock.changes.segment import COMMIT_LSN, ORDINAL, UNREPRESENTABLE, UNREPRESENTABLE_TYPE
 from penstock.changes.steps import Message, Truncation
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
+from penstock.spool.disk import DiskGuard
 from tests.unit.capture.corpus import Corpus, RecordedResolver, parcel
 
 
@@ -59,6 +62,13 @@ class MemorySink:
         return sorted(found, key=repr)
 
 
+def make_assembler(
+    corpus: Corpus, sink: MemorySink, folder: Path, settings: AssemblerSettings | None = None
+) -> Assembler:
+    streams = OpenStreams(folder / "open", DiskGuard(folder, min_free_bytes=0, stop=threading.Event()))
+    return Assembler(sink, RecordedResolver(corpus.schemas), streams, settings or AssemblerSettings())
+
+
 def assemble(
     corpus: Corpus,
     messages: list[bytes],
@@ -70,7 +80,7 @@ def assemble(
 ) -> MemorySink:
     """Feed messages, in parcels that end at `cuts`, and publish what is whole."""
     sink = MemorySink()
-    assembler = Assembler(sink, RecordedResolver(corpus.schemas), folder, settings or AssemblerSettings())
+    assembler = make_assembler(corpus, sink, folder, settings)
     borders = [0, *(cuts or []), len(messages)]
     for first, last in itertools.pairwise(borders):
         if first < last:

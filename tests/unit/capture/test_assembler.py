@@ -7,11 +7,15 @@ import random
 import pytest
 
 from penstock.capture.assembler import AssemblerSettings
+from penstock.capture.messages import Relation
+from penstock.capture.relations import RelationMap
 from penstock.capture.scan import HEADER
 from penstock.errors import DecodeError
 from penstock.lsn import Lsn
+from penstock.source.columns import RelationColumn
+from penstock.values import TypeSettings
 from tests.unit.capture import corpus as recorded
-from tests.unit.capture.gathering import MemorySink, assemble
+from tests.unit.capture.gathering import MemorySink, assemble, make_assembler
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +111,7 @@ def test_a_truncate_stands_between_the_rows_around_it(corpus, expected):
 @pytest.mark.trap(13)
 def test_a_repeated_relation_changes_nothing(corpus, tmp_path):
     sink = MemorySink()
-    from penstock.capture.assembler import Assembler
-
-    assembler = Assembler(sink, recorded.RecordedResolver(corpus.schemas), tmp_path, AssemblerSettings())
+    assembler = make_assembler(corpus, sink, tmp_path)
     assembler.feed(recorded.parcel(corpus.ordinary))
     lanes = len(assembler._relations.lanes)
     assembler.feed(recorded.parcel([message for message in corpus.ordinary if kind(message) == "R"]))
@@ -130,10 +132,8 @@ def test_a_relation_inside_a_streamed_transaction_counts_for_it_alone(corpus, tm
 
 
 def test_a_keepalive_moves_the_position_only_outside_of_transactions(corpus, tmp_path):
-    from penstock.capture.assembler import Assembler
-
     sink = MemorySink()
-    assembler = Assembler(sink, recorded.RecordedResolver(corpus.schemas), tmp_path, AssemblerSettings())
+    assembler = make_assembler(corpus, sink, tmp_path)
     assembler.keepalive(Lsn(5))
     assert sink.ends == [Lsn(5)]
     begin = next(index for index, message in enumerate(corpus.ordinary) if kind(message) == "B")
@@ -189,3 +189,19 @@ def test_unchanged_toast_is_marked_and_not_null(expected):
     assert updates
     assert {row["_unchanged"] for row in updates} == {b"\x04"}
     assert any(row["_old"] is not None for row in updates)
+
+
+@pytest.mark.trap(12)
+@pytest.mark.parametrize("again", [False, True])
+def test_the_last_description_of_a_table_counts_after_a_streamed_commit(corpus, again):
+    """The server says it once: inside the streamed transaction, or after that on its own; the later one holds."""
+    relations = RelationMap(recorded.RecordedResolver({}), TypeSettings())
+    old = Relation(7, "public", "t", "d", (RelationColumn("a", 25),))
+    new = Relation(7, "public", "t", "d", (RelationColumn("a", 25), RelationColumn("b", 25)))
+    relations.describe(old)
+    relations.announce(7, transaction=500)
+    if again:
+        relations.describe(new)
+    relations.describe(old if again else new, transaction=500)
+    relations.commit(500)
+    assert [column.name for column in relations.lane(7).schema.columns] == ["a", "b"]
