@@ -193,7 +193,8 @@ def run_command(
 ) -> list[tuple[str | None, ...]]:
     """Run one statement or replication command on a `pq` connection and return its rows as text.
 
-    Waits at most `timeout` seconds. Not for commands that start a COPY. `about` as in `faults.classify`.
+    Waits at most `timeout` seconds; after that the connection is good for nothing but `finish`. Not for commands
+    that start a COPY. `about` as in `faults.classify`.
     """
     place = Place.of(connection)
     deadline = None if timeout is None else time.monotonic() + timeout
