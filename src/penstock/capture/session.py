@@ -28,7 +28,7 @@ from penstock.capture.scan import PADDING, Parcel
 from penstock.errors import DecodeError, ServerUnavailable
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings, connect_replication
-from penstock.source.faults import Place, from_connection, from_result
+from penstock.source.faults import Place, from_connection, from_notice, from_result
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class ReplicationSession:
         self._answered = Lsn(0)
         self._answered_at = 0.0
         self._asked = False
+        self._notice: Exception | None = None
+        self.connection.notice_handler = self._take_notice
         self.paused = False
         """Whether reading waits for room in the queue."""
 
@@ -70,7 +72,7 @@ class ReplicationSession:
         connection = self.connection
         result = connection.exec_(self._start_command(position).encode())
         if result.status != pq.ExecStatus.COPY_BOTH:
-            raise from_result(result, self._place, "start replication", slot=self._options.slot)
+            raise self._failure(result, "start replication")
         connection.nonblocking = 1
         self._received = position
         logger.info("replication started slot=%s position=%s", self._options.slot, position)
@@ -146,6 +148,9 @@ class ReplicationSession:
         return size > 0, size < PARCEL_BYTES
 
     def _put(self, queue: ParcelQueue, messages: list[memoryview]) -> None:
+        if self._notice is not None:
+            # Changes are missing from here on; what came before is read again after the remedy.
+            raise self._notice
         if messages:
             lengths = np.fromiter(map(len, messages), np.int64, len(messages))
             self._received = max(self._received, Lsn(int.from_bytes(messages[-1][1:9], "big")))
@@ -182,11 +187,18 @@ class ReplicationSession:
     def _end_of_copy(self) -> Exception:
         result = self.connection.get_result()
         if result is not None and result.status == pq.ExecStatus.FATAL_ERROR:
-            options = self._options
-            return from_result(
-                result, self._place, "read changes", slot=options.slot, publication=options.publications[0]
-            )
+            return self._failure(result, "read changes")
         return ServerUnavailable(f"the server ended the replication ({self._place.where})", where=self._place.where)
+
+    def _failure(self, result: pq.abc.PGresult, doing: str) -> Exception:
+        options = self._options
+        return from_result(result, self._place, doing, slot=options.slot, publication=options.publications[0])
+
+    def _take_notice(self, notice: pq.abc.PGresult) -> None:
+        """From 18 on the server only warns when it leaves out the changes of a missing publication."""
+        error = from_notice(notice, self._place, "read changes", publication=self._options.publications[0])
+        if error is not None:
+            self._notice = error
 
     def _start_command(self, position: Lsn) -> str:
         options = self._options
