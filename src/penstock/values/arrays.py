@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.schema import PostgresType, TypeKind
-from penstock.values.cells import blank, from_bytes, layout, merge, tidy, to_numpy
+from penstock.values.cells import blank, from_bytes, layout, merge, require_narrow, tidy, to_numpy
 from penstock.values.codec import Codec, Decoded, codec_for, register_kind
 from penstock.values.settings import TypeSettings
 from penstock.values.text import unknown_codec
@@ -79,6 +79,7 @@ class ArrayCodec:
 
 def _split(text: pa.LargeStringArray, delimiter: int) -> _Elements | _Malformed:
     offsets, data = layout(text)
+    require_narrow(data)
     starts, ends = offsets[:-1], offsets[1:]
     lengths = ends - starts
     present = to_numpy(text.is_valid()) if text.null_count else np.ones(len(text), np.bool_)

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.values.cells import blank, layout, matches, merge, tidy
-from penstock.values.codec import MAX_TEXT_BYTES, Decoded, register
+from penstock.values.cells import blank, layout, matches, merge, require_narrow, tidy
+from penstock.values.codec import Decoded, register
 
 _PATTERN = r"\A\\x(?:[0-9a-fA-F]{2})*\z"
 _INVALID, _PREFIX = -1, -2
@@ -49,8 +49,7 @@ class ByteaCodec:
     def _decode_exact(self, text: pa.LargeStringArray) -> pa.Array | None:
         """The column, or None if any cell is not in the hex format."""
         offsets, data = layout(text)
-        if len(data) > 2 * MAX_TEXT_BYTES:
-            raise OverflowError(f"one call decodes at most {MAX_TEXT_BYTES} bytes of bytea, got {len(data) // 2}")
+        require_narrow(data)
         if len(data) % 2 or (offsets & 1).any():
             return None
         pairs = _PAIRS[np.frombuffer(np.ascontiguousarray(data), np.uint16)]

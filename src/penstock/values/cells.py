@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from penstock.values.codec import Decoded
+from penstock.values.codec import MAX_TEXT_BYTES, Decoded
 
 
 def layout(text: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
@@ -31,6 +31,12 @@ def layout(text: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uin
     if data_buffer is None or last == first:
         return offsets, np.empty(0, np.uint8)
     return offsets, np.frombuffer(data_buffer, np.uint8, last - first, first)
+
+
+def require_narrow(data: NDArray[np.uint8]) -> None:
+    """Refuse more bytes than 32-bit offsets can count, before anything wraps around."""
+    if len(data) > MAX_TEXT_BYTES:
+        raise OverflowError(f"one call decodes at most {MAX_TEXT_BYTES} bytes of text, got {len(data)}: cut the column")
 
 
 def from_bytes(

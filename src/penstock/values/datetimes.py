@@ -73,10 +73,13 @@ class TimestampCodec:
     def _decode_carefully(self, text: pa.LargeStringArray) -> Decoded:
         if self.arrow_type.tz is None:
             return cast_matching(text, self.arrow_type, _TIMESTAMP_PATTERN)
-        has_seconds = pc.match_substring_regex(text, _OFFSET_WITH_SECONDS)
-        if not has_seconds.true_count:
-            return cast_matching(text, self.arrow_type, _TIMESTAMPTZ_PATTERN)
-        return self._decode_offset_seconds(text, has_seconds)
+        decoded = cast_matching(text, self.arrow_type, _TIMESTAMPTZ_PATTERN)
+        if decoded.rejected is None:
+            return decoded
+        cells = text.take(pa.array(np.flatnonzero(decoded.rejected)))
+        if not matches(cells, _OFFSET_WITH_SECONDS).any():
+            return decoded
+        return self._decode_offset_seconds(text, pc.match_substring_regex(text, _OFFSET_WITH_SECONDS))
 
     def _decode_offset_seconds(self, text: pa.LargeStringArray, has_seconds: pa.BooleanArray) -> Decoded:
         """Local mean time has offsets like +00:19:32, which Arrow cannot read; never sent by a session in UTC."""

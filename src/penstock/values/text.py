@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.schema import PostgresType, TypeKind
-from penstock.values.cells import layout
-from penstock.values.codec import MAX_TEXT_BYTES, Codec, Decoded, register, register_extension, register_kind
+from penstock.values.cells import layout, require_narrow
+from penstock.values.codec import Codec, Decoded, register, register_extension, register_kind
 from penstock.values.settings import TypeSettings, UnknownTypes
 
 STRINGS = ("text", "varchar", "bpchar", "name", "char", "cstring", "unknown")
@@ -41,8 +41,7 @@ class TextCodec:
 def _narrow_offsets(text: pa.LargeStringArray, arrow_type: pa.DataType) -> pa.Array:
     """For what Arrow calls too large: a slice from far inside a big buffer may still fit once it starts at 0."""
     offsets, data = layout(text)
-    if len(data) > MAX_TEXT_BYTES:
-        raise OverflowError(f"one call decodes at most {MAX_TEXT_BYTES} bytes of text, got {len(data)}: cut the column")
+    require_narrow(data)
     validity = text.is_valid().buffers()[1] if text.null_count else None
     buffers = [validity, pa.py_buffer(offsets.astype("int32")), pa.py_buffer(data)]
     return pa.Array.from_buffers(arrow_type, len(text), buffers)

@@ -57,7 +57,7 @@ CELLS = st.lists(st.none() | st.lists(PIECES, max_size=7).map("".join) | st.text
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cells=CELLS)
 @example(cells=[])
 @example(cells=[None, None])

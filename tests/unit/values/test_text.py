@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schema import PostgresType, TypeKind
 from penstock.values import CompositePolicy, TypeSettings, UnknownTypes, codec_for
-from tests.unit.values.columns import domain_over, values
+from tests.unit.values.columns import array_of, builtin, domain_over, values
 
 AS_TEXT = (
     *("text", "varchar", "bpchar", "name", "char", "json", "jsonb", "uuid", "interval", "timetz", "money", "inet"),
@@ -69,5 +69,6 @@ def test_too_much_text_for_one_call_is_said_clearly() -> None:
     data = np.zeros(2**31 + 1, np.uint8)
     offsets = np.array([0, 2**30, 2**31 + 1], np.int64)
     text = pa.Array.from_buffers(pa.large_string(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
-    with pytest.raises(OverflowError, match="cut the column"):
-        codec_for(PostgresType(0, "text"), -1).decode(text)
+    for type_ in (builtin("text"), builtin("bytea"), array_of("int4")):
+        with pytest.raises(OverflowError, match="cut the column"):
+            codec_for(type_, -1).decode(text)
