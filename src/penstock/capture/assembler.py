@@ -119,12 +119,13 @@ class Assembler:
                     raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
                 continue
             self._take_run(scan, base, done, index)
-            block = self._block
             self._take_single(kind, scan.message(index))
             done = index + 1
-            if self._block is not block:
-                # A streamed transaction filled and emptied it; what follows needs this parcel's bytes again.
-                base = self._block.add_bytes(parcel.raw)
+            if kind == wire.STREAM_COMMIT:
+                # Its own bytes came behind this parcel's, or emptied the block. Rows lie in the order of their bytes,
+                # so what follows is needed again.
+                behind = int(scan.end[index])
+                base = self._block.add_bytes(parcel.raw[behind:]) - behind
         if self._streaming is not None:
             self._set_aside(scan, parcel, done, scan.count)
         else:
