@@ -35,14 +35,14 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq || echo "make: apt-get update failed; going on with the package lists that are there" >&2
     if [ -n "$needed" ]; then
-        apt-get install -y -qq --no-install-recommends $needed >/dev/null
+        apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $needed >/dev/null
     fi
     if [ -n "$missing" ]; then
         if [ ! -e "$cluster_settings" ]; then
             sh -c "$no_cluster"
             trap 'rm -f "$cluster_settings"' EXIT
         fi
-        apt-get install -y -qq --no-install-recommends $missing >/dev/null ||
+        apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $missing >/dev/null ||
             echo "make: could not install $missing; its tests are skipped, the rest goes on" >&2
     fi
     exit 0
