@@ -1,0 +1,303 @@
+"""Changes as text: a line for people, or a JSON object that loses nothing.
+
+The line is for looking: long values are cut, and in a terminal so is the line. The object is for programs: decimals
+are strings, bytes are `\\x…`, times are ISO, a value that JSON has no number for (NaN, infinities) is a string, and
+cells that were not sent are named in `unchanged` and absent from the row.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
+from datetime import date, datetime, time
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from rich.cells import cell_len, set_cell_size
+
+from penstock.changes.events import (
+    Begin,
+    Commit,
+    Delete,
+    Event,
+    Insert,
+    Message,
+    Relation,
+    Row,
+    Truncate,
+    Unchanged,
+    Unrepresentable,
+    Update,
+)
+from penstock.schema import PostgresType, TableSchema, resolve_domain
+
+VALUE_CELLS = 48
+"""Longer values are cut in lines."""
+WIDEST_TABLE = 32
+
+
+class Style(StrEnum):
+    """ANSI codes."""
+
+    PLAIN = ""
+    DIM = "2"
+    KEY = "1"
+    INSERT = "32"
+    UPDATE = "33"
+    DELETE = "31"
+    TRUNCATE = "35"
+    MESSAGE = "36"
+
+
+Part = tuple[str, Style]
+
+
+class Lines:
+    """One line per event for people; columns of tables get wider as longer names come."""
+
+    def __init__(self, *, colour: bool = False, width: Callable[[], int] | None = None) -> None:
+        """`width` says where lines are cut, which may change; None leaves them whole."""
+        self._colour = colour
+        self._width = width
+        self._table_width = 0
+
+    def format(self, event: Event) -> str | None:
+        """The line of an event; None for those that people need not see."""
+        match event:
+            case Begin() | Commit():
+                word = type(event).__name__.lower()
+                rest = [(f"transaction {event.xid}, commit at {event.commit_lsn}", Style.DIM)]
+                return self._line(event.commit_time, word, Style.DIM, None, rest)
+            case Insert():
+                rest = _join(_row_parts(event.table, event.row))
+                return self._line(event.commit_time, "insert", Style.INSERT, str(event.table), rest)
+            case Update():
+                rest = _join(_update_parts(event))
+                return self._line(event.commit_time, "update", Style.UPDATE, str(event.table), rest)
+            case Delete():
+                rest = _join(_row_parts(event.table, event.old))
+                return self._line(event.commit_time, "delete", Style.DELETE, str(event.table), rest)
+            case Truncate():
+                options = [("cascade", event.cascade), ("restart identity", event.restart_identity)]
+                notes = "".join(f" ({word})" for word, given in options if given)
+                rest = [(", ".join(event.tables) + notes, Style.PLAIN)]
+                return self._line(event.commit_time, "truncate", Style.TRUNCATE, None, rest)
+            case Message():
+                content = event.content.decode("utf-8", "backslashreplace")
+                rest = _join(
+                    iter([("prefix", _quote(event.prefix), Style.KEY), ("content", _quote(content), Style.PLAIN)])
+                )
+                return self._line(event.commit_time, "message", Style.MESSAGE, None, rest)
+            case Relation():
+                return None
+
+    def _line(self, moment: datetime, word: str, style: Style, table: str | None, rest: list[Part]) -> str:
+        clock = moment.astimezone().strftime("%H:%M:%S.%f")[:-3]
+        parts: list[Part] = [(clock, Style.DIM), ("  ", Style.PLAIN), (f"{word:<8}", style), (" ", Style.PLAIN)]
+        if table is not None:
+            self._table_width = max(self._table_width, min(cell_len(table), WIDEST_TABLE))
+            padding = " " * max(0, self._table_width - cell_len(table))
+            parts.append((f"{table}{padding}  ", Style.PLAIN))
+        parts += rest
+        if self._width is not None:
+            parts = list(_cut(parts, self._width()))
+        while parts and not parts[-1][0].strip():
+            parts.pop()
+        if not self._colour:
+            return "".join(text for text, _ in parts).rstrip()
+        return "".join(f"\x1b[{style}m{text}\x1b[0m" if style else text for text, style in parts)
+
+
+def to_json(event: Event) -> str | None:
+    """The object of an event, on one line; None for relations, which say nothing that the rows do not."""
+    match event:
+        case Begin() | Commit():
+            record: dict[str, Any] = {
+                "op": type(event).__name__.lower(),
+                "commit_lsn": str(event.commit_lsn),
+                "xid": event.xid,
+                "commit_time": event.commit_time.isoformat(),
+            }
+        case Insert() | Update() | Delete():
+            record = _head(type(event).__name__.lower(), event) | {"schema": event.table.namespace}
+            record |= {"table": event.table.name, "key": [column.name for column in event.table.key]}
+            if not isinstance(event, Delete):
+                record |= _cells("", "row", event.table, event.row)
+            old = event.old if not isinstance(event, Insert) else None
+            if old is not None:
+                record |= _cells("old_", "old", event.table, old)
+        case Truncate():
+            record = _head("truncate", event) | {
+                "tables": list(event.tables),
+                "cascade": event.cascade,
+                "restart_identity": event.restart_identity,
+            }
+        case Message():
+            record = _head("message", event) | {"prefix": event.prefix, "content": _lossless(event.content)}
+        case Relation():
+            return None
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _head(operation: str, event: Insert | Update | Delete | Truncate | Message) -> dict[str, Any]:
+    return {
+        "op": operation,
+        "commit_lsn": str(event.key.commit_lsn),
+        "ordinal": event.key.ordinal,
+        "xid": event.xid,
+        "commit_time": event.commit_time.isoformat(),
+    }
+
+
+def _cells(prefix: str, name: str, table: TableSchema, row: Row) -> dict[str, Any]:
+    """A row's values, with lists of the columns that were not sent and of those whose text does not fit their type."""
+    row = _short_floats(table, row)
+    unchanged = [column for column, value in row.items() if value is Unchanged]
+    unfit = [column for column, value in row.items() if isinstance(value, Unrepresentable)]
+    record: dict[str, Any] = {
+        name: {column: _lossless(value) for column, value in row.items() if value is not Unchanged}
+    }
+    if unchanged:
+        record[f"{prefix}unchanged"] = unchanged
+    if unfit:
+        record[f"{prefix}unrepresentable"] = unfit
+    return record
+
+
+def _lossless(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            if math.isfinite(value):
+                return value
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case Decimal():
+            return format(value, "f")
+        case bytes():
+            return f"\\x{value.hex()}"
+        case datetime() | date() | time():
+            return value.isoformat()
+        case Unrepresentable():
+            return value.text
+        case list():
+            return [_lossless(item) for item in value]
+        case _:
+            return str(value)
+
+
+def _row_parts(table: TableSchema, row: Row) -> Iterator[tuple[str, str, Style]]:
+    """Key first, then the other columns: name, value, and how it looks."""
+    row = _short_floats(table, row)
+    key = [column.name for column in table.key if column.name in row]
+    for name in (*key, *(name for name in row if name not in key)):
+        style = Style.KEY if name in key else Style.DIM if row[name] is Unchanged else Style.PLAIN
+        yield name, _show(row[name]), style
+
+
+def _update_parts(event: Update) -> Iterator[tuple[str, str, Style]]:
+    """The key and what changed, as far as the server said: without the whole old row all that was sent is shown."""
+    row = _short_floats(event.table, event.row)
+    old = _short_floats(event.table, event.old or {})
+    # Without a key all columns are needed to tell which row it was.
+    knows_all = len(old) == len(row) and bool(event.table.key)
+    shown = False
+    for name, value, style in _row_parts(event.table, event.row):
+        changed = name in old and row[name] is not Unchanged and old[name] != row[name]
+        shown = shown or changed or not knows_all
+        if changed:
+            yield name, f"{_show(old[name])} → {value}", style
+        elif style is Style.KEY or not knows_all:
+            yield name, value, style
+    if not shown:
+        yield "", "(no column changed)", Style.DIM
+
+
+def _join(parts: Iterator[tuple[str, str, Style]]) -> list[Part]:
+    joined: list[Part] = []
+    for name, value, style in parts:
+        if joined:
+            joined.append(("  ", Style.PLAIN))
+        if style is Style.PLAIN:
+            joined += [(f"{name}=", Style.DIM), (value, style)]
+        else:
+            joined.append((f"{name}={value}" if name else value, style))
+    return joined
+
+
+def _cut(parts: list[Part], width: int) -> Iterator[Part]:
+    left = width
+    for text, style in parts:
+        if cell_len(text) > left:
+            yield (set_cell_size(text, left - 1) + "…" if left > 1 else "…"[:left]), style
+            return
+        left -= cell_len(text)
+        yield text, style
+
+
+def _show(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return _quote(value)
+        case list():
+            return _shorten(f"[{', '.join(_show(item) for item in value)}]")
+        case datetime():
+            return value.isoformat(sep=" ").removesuffix("+00:00") + ("Z" if value.tzinfo else "")
+        case Unrepresentable():
+            return f"<{_shorten(_printable(value.text))}>"
+        case _ if value is Unchanged:
+            return "<unchanged>"
+        case _:
+            return _shorten(str(_lossless(value)))
+
+
+def _quote(text: str) -> str:
+    return f"'{_shorten(_printable(text[: VALUE_CELLS * 2]))}'"
+
+
+def _printable(text: str) -> str:
+    """Nothing that moves the cursor or breaks the line."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def _shorten(text: str) -> str:
+    if cell_len(text) <= VALUE_CELLS:
+        return text
+    return set_cell_size(text, VALUE_CELLS - 1).rstrip() + "…"
+
+
+def _short_floats(table: TableSchema, row: Row) -> Row:
+    """`real` values as the shortest number that is the same `real`: 0.1, not 0.10000000149011612."""
+    names = _real_columns(table)
+    if not names.intersection(row):
+        return row
+    return {name: _short_float(value) if name in names else value for name, value in row.items()}
+
+
+def _short_float(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_short_float(item) for item in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+@functools.lru_cache(maxsize=1024)
+def _real_columns(table: TableSchema) -> frozenset[str]:
+    def is_real(type_: PostgresType | None) -> bool:
+        if type_ is None:
+            return False
+        base, _ = resolve_domain(type_, -1)
+        return base.name == "float4" or is_real(base.element)
+
+    return frozenset(column.name for column in table.columns if is_real(column.type))
