@@ -176,10 +176,23 @@ def run_child() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings: CaptureSettings = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    connected = False
+
+    def report(status: CaptureStatus) -> None:
+        nonlocal connected
+        connected = status.reading not in (Reading.CONNECTING, Reading.RETRYING)
+        _write_status(status)
+
+    def terminate(*_: object) -> None:
+        stop.set()
+        if not connected:
+            # Perhaps waiting for the server, and nothing to bring to an end; the spool stands that.
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, terminate)
     threading.Thread(target=_exit_with_parent, daemon=True, name="parent").start()
     try:
-        Capture(settings, stop, _write_status).run()
+        Capture(settings, stop, report).run()
     except PenstockError as error:
         _write_line({"error": _dump(error)})
         return 1
