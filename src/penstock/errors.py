@@ -31,6 +31,12 @@ contain a secret or the value of a cell.
     │   ├── SpoolDiskFull           tried again
     │   ├── PositionGone            a reader asked for entries that were released
     │   └── HoldBroken              what was kept for a copying table outgrew its budget
+    ├── StateError                  phases, positions and what else is remembered
+    │   ├── StateUnusable           a store that cannot be opened, read or written
+    │   ├── StateNewer              written by a newer Penstock
+    │   ├── LeaseHeld               another process drives this pipeline, named: tried again
+    │   ├── LeaseLost               another process took over; nothing more is written
+    │   └── IllegalTransition       a phase, version or position that must not follow the one before
     └── CaptureStopped              the capture process ended by itself
 """
 
@@ -228,6 +234,39 @@ class HoldBroken(SpoolError):
     default_hint = "Copy the table again when there are fewer changes, or raise copy_max_bytes."
 
 
+class StateError(PenstockError):
+    """Something about what the pipeline remembers."""
+
+
+class StateUnusable(StateError):
+    """The store cannot be opened, read or written."""
+
+    default_hint = "Check the state URL, that its folder exists and can be written, and that its disk has room."
+
+
+class StateNewer(StateError):
+    """The state was written by a newer version of Penstock, which this one might damage."""
+
+    default_hint = "Run the newer version; going back needs a copy of the state from before."
+
+
+class LeaseHeld(StateError):
+    """Another process drives this pipeline: `host`, `pid` and `since` say which."""
+
+    retry = Retry.TIMED
+    default_hint = "Stop the other process, or wait: the lease of one that is gone runs out by itself."
+
+
+class LeaseLost(StateError):
+    """This process does not drive the pipeline (any more): what it writes is refused."""
+
+    default_hint = "Another process has taken over, or this one was cut off too long: stop it, or start it again."
+
+
+class IllegalTransition(StateError):
+    """A table cannot go from its phase, schema version or position to the one that was asked for."""
+
+
 class CaptureStopped(PenstockError):
     """The capture process ended without being asked to."""
 
@@ -235,7 +274,5 @@ class CaptureStopped(PenstockError):
     default_hint = "See the log lines before; it is started again from where the spool ends."
 
 
-def _rebuild(
-    kind: type[PenstockError], message: str, hint: str, facts: dict[str, Any]
-) -> PenstockError:
+def _rebuild(kind: type[PenstockError], message: str, hint: str, facts: dict[str, Any]) -> PenstockError:
     return kind(message, hint=hint, **facts)
