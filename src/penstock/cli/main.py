@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli.check import check
+from penstock.cli.demo import demo
 from penstock.cli.tail import tail
 from penstock.errors import PenstockError
 from penstock.observe import LogFormat, configure_logging, redact
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 app.command("check")(check)
 app.command("tail")(tail)
+app.command("demo")(demo)
 
 
 def main() -> None:
