@@ -1,0 +1,608 @@
+"""Random tables and random transactions on a real server, from a seed.
+
+One thread drives several sessions whose transactions interleave, so the seed decides what happens, also who would
+wait for whose lock: a statement that would wait gives up, and its savepoint or its transaction is rolled back.
+What was committed is counted on the way, and the tables are read at some points, with the position that goes with
+them: that is what capture is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import psycopg
+from psycopg import pq, sql
+
+from penstock.lsn import Lsn
+from penstock.source.connections import PINNED_PARAMETERS
+from penstock.testing.samples import Sample
+
+LOCK_TIMEOUT = "30ms"
+MESSAGE_PREFIX = "oracle"
+
+_TABLE_NAMES = ('Weird "Table"', "select", "täble", "with space", "dots.in.name", "x" * 60, "plain", "_op")
+_COLUMN_NAMES = (
+    *(
+        "_op",
+        "_OP",
+        "_commit_lsn",
+        "_Ordinal",
+        "_old",
+        "_OLD",
+        "_unchanged",
+        "_unrepresentable",
+        "_xid",
+        "_commit_time",
+    ),
+    *("ID", "Id", "a.b", 'quo"te', "with space", "ünï", "select", "_op#2", "#", "y" * 63, "1", "{}", "\\"),
+)
+
+Rows = list[tuple[str | None, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much happens."""
+
+    tables: int = 4
+    columns: int = 8
+    actions: int = 150
+    sessions: int = 3
+    initial_rows: int = 6
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedColumn:
+    name: str
+    sample: Sample
+    external: bool = False
+    """Stored out of line without compression when large."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTable:
+    """A table: what it is made of and by what its rows are known."""
+
+    name: str
+    columns: tuple[PlannedColumn, ...]
+    key: tuple[str, ...]
+    """The columns of its unique key; empty without one."""
+    identity: str
+    """`default`, `index`, `full` or `nothing`."""
+    dropped: frozenset[int] = frozenset()
+    """Positions before which a column was dropped."""
+    parent: PlannedTable | None = None
+    """Referenced by the extra column `parent`."""
+    generated: bool = False
+
+    @property
+    def identifier(self) -> sql.Identifier:
+        return sql.Identifier("public", self.name)
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """The columns that the server sends, in order."""
+        return (*(column.name for column in self.columns), *(("parent",) if self.parent else ()))
+
+    @property
+    def insert_only(self) -> bool:
+        return self.identity == "nothing"
+
+    def statements(self) -> list[sql.Composed]:
+        parts: list[sql.Composable] = []
+        for position, column in enumerate(self.columns):
+            if position in self.dropped:
+                parts.append(sql.Identifier(f"gone {position}") + sql.SQL(" text default 'gone'"))
+            null = sql.SQL(" not null" if column.name in self.key else "")
+            parts.append(sql.Identifier(column.name) + sql.SQL(" ") + sql.SQL(column.sample.type) + null)
+        if self.generated:
+            parts.append(sql.SQL("generated int4 generated always as (42) stored"))
+        if self.parent is not None:
+            parts.append(sql.SQL("parent int8 references {}").format(self.parent.identifier))
+        key = sql.SQL(", ").join(sql.Identifier(name) for name in self.key)
+        if self.key and self.identity != "index":
+            parts.append(sql.SQL("primary key ({})").format(key))
+        made = [sql.SQL("create table {} ({})").format(self.identifier, sql.SQL(", ").join(parts))]
+        index = sql.Identifier(f"{self.name[:50]}_key")
+        if self.identity == "index":
+            made.append(sql.SQL("create unique index {} on {} ({})").format(index, self.identifier, key))
+            made.append(self._alter(sql.SQL("replica identity using index {}").format(index)))
+        elif self.identity != "default":
+            made.append(self._alter(sql.SQL("replica identity {}").format(sql.SQL(self.identity))))  # pyright: ignore[reportArgumentType]
+        made += [
+            self._alter(sql.SQL("alter {} set storage external").format(sql.Identifier(column.name)))
+            for column in self.columns
+            if column.external
+        ]
+        made += [self._alter(sql.SQL("drop {}").format(sql.Identifier(f"gone {at}"))) for at in sorted(self.dropped)]
+        return made
+
+    def _alter(self, what: sql.Composable) -> sql.Composed:
+        return sql.SQL("alter table {} {}").format(self.identifier, what)
+
+
+def plan_tables(random: Random, samples: Sequence[Sample], size: Size) -> list[PlannedTable]:
+    """Random tables. Keys are of any type that has an order, also of several columns, also stored out of line."""
+    tables: list[PlannedTable] = []
+    names = random.sample(_TABLE_NAMES, min(size.tables, len(_TABLE_NAMES)))
+    for name in names:
+        identity = random.choice(["default", "default", "default", "index", "full", "full", "nothing"])
+        count = random.randint(2, size.columns)
+        column_names = random.sample([*_COLUMN_NAMES, *(f"c{number}" for number in range(2 * count))], count)
+        columns = [_plan_column(random, each, random.choice(samples)) for each in column_names]
+        keyed = identity in ("default", "index") or (identity == "full" and random.random() < 0.5)
+        key: tuple[str, ...] = ()
+        if keyed:
+            unique = random.choice([sample for sample in samples if sample.unique is not None])
+            if random.random() < 0.15:
+                unique = Sample("text", ("",), unique=_long_key)
+            at = random.randrange(count)
+            columns[at] = PlannedColumn(column_names[at], unique, external=unique.unique is _long_key)
+            key = (column_names[at],)
+            others = [column for column in columns if column.sample.type in ("oracle.mood", "bool", "int2")]
+            if others and random.random() < 0.7:
+                key = tuple(random.sample([others[0].name, *key], 2)) if others[0].name not in key else key
+        parents = [table for table in tables if _is_parent(table)]
+        parent = random.choice(parents) if parents and random.random() < 0.6 else None
+        if parent is not None:
+            columns = [column for column in columns if column.name != "parent"]
+        # A generated column is not sent, and must not be part of an identity.
+        generated = identity != "full" and random.random() < 0.3
+        dropped = frozenset(at for at in range(count) if random.random() < 0.15)
+        tables.append(PlannedTable(name, tuple(columns), key, identity, dropped, parent, generated))
+        if len(tables) == 1 and size.tables > 1:
+            # Something for others to refer to.
+            tables[0] = PlannedTable(
+                name, (PlannedColumn("id", _INT8), *columns[1:]), ("id",), random.choice(["default", "full"]), dropped
+            )
+    return tables
+
+
+def _plan_column(random: Random, name: str, sample: Sample) -> PlannedColumn:
+    return PlannedColumn(name, sample, external=sample.large is not None and random.random() < 0.5)
+
+
+def _long_key(number: int) -> str:
+    """A key that is stored out of line, and just fits into an index."""
+    return f"{number:08d}{Random(number).randbytes(1100).hex()}"
+
+
+_INT8 = Sample("int8", ("0",), unique=lambda number: str(number))
+
+
+def _is_parent(table: PlannedTable) -> bool:
+    return table.key == ("id",) and table.columns[0].sample is _INT8
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A transaction that changed published tables."""
+
+    xid: int
+    changes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the tables held at a boundary."""
+
+    boundary: Lsn
+    rows: dict[str, Rows]
+
+
+@dataclass(slots=True)
+class Truth:
+    """What happened, in the order of commits."""
+
+    tables: list[PlannedTable]
+    initial: Checkpoint
+    transactions: list[Committed] = field(default_factory=list)
+    messages: int = 0
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Session:
+    """A connection with its open transaction."""
+
+    connection: psycopg.Connection
+    open: bool = False
+    xid: int | None = None
+    changes: int = 0
+    messages: int = 0
+    savepoints: list[tuple[int, int]] = field(default_factory=list)
+    """Changes and messages when each was set."""
+
+
+class Workload:
+    """Runs random transactions; close it, or use it as a context manager."""
+
+    def __init__(self, dsn: str, random: Random, tables: Sequence[PlannedTable], size: Size) -> None:
+        self._random = random
+        self._tables = list(tables)
+        self._size = size
+        options = " ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
+        self._observer = psycopg.connect(dsn, autocommit=True, options=options)
+        self._sessions = [
+            _Session(psycopg.connect(dsn, autocommit=True, options=f"{options} -c lock_timeout={LOCK_TIMEOUT}"))
+            for _ in range(size.sessions)
+        ]
+        self._prepared: list[tuple[str, _Session]] = []
+        self._number = 0
+        self._used: dict[str, list[tuple[str, ...]]] = {table.name: [] for table in tables}
+
+    def __enter__(self) -> Workload:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for connection in (self._observer, *(session.connection for session in self._sessions)):
+            connection.close()
+
+    def create(self) -> Truth:
+        """Create the tables with their first rows; gives the truth to be completed by `run`."""
+        for table in self._tables:
+            for statement in table.statements():
+                self._observer.execute(statement)
+            for _ in range(self._random.randrange(self._size.initial_rows + 1)):
+                self._insert(self._observer, table, 1, key=self._new_key(table, reuse=False))
+        return Truth(self._tables, self.look())
+
+    def look(self) -> Checkpoint:
+        """The committed rows of all tables, as the server's text, and a boundary that goes with them."""
+        rows = {table.name: read_rows(self._observer, table.identifier, table.published) for table in self._tables}
+        found = self._observer.execute("select pg_current_wal_insert_lsn()::text").fetchone()
+        assert found is not None
+        return Checkpoint(Lsn.parse(found[0]), rows)
+
+    def run(self, truth: Truth) -> None:
+        """Do all actions, end what is open, and look at the tables one last time."""
+        for _ in range(self._size.actions):
+            self._act(truth)
+            if self._random.random() < 0.03:
+                self._try_to_look(truth)
+        for session in self._sessions:
+            if session.open:
+                self._end(session, truth)
+        for name, session in self._prepared:
+            self._commit_prepared(name, session, truth)
+        truth.checkpoints.append(self.look())
+
+    def sweep(self, truth: Truth) -> None:
+        """Every value of every column: inserted, changed into the next one, and deleted in part."""
+        session = self._sessions[0]
+        for table in self._tables:
+            depth = max(len(_all_values(column)) for column in table.columns)
+            session.connection.execute("begin")
+            session.open = True
+            for turn in range(depth):
+                values = [_nth_value(column, turn) for column in table.columns]
+                session.changes += self._insert(session.connection, table, 1, values=values)
+            truth.checkpoints.append(self.look())
+            for turn, column in enumerate(table.columns):
+                if column.name not in table.key:
+                    value = _nth_value(column, turn + 1)
+                    session.changes += self._update(session, table, [column.name], [value], depth)
+            self._do_delete(session)
+            self._finish(session, truth)
+        truth.checkpoints.append(self.look())
+
+    def _try_to_look(self, truth: Truth) -> None:
+        """Look, unless somebody is just truncating a table."""
+        self._observer.execute(f"set lock_timeout = '{LOCK_TIMEOUT}'".encode())
+        try:
+            truth.checkpoints.append(self.look())
+        except psycopg.errors.LockNotAvailable:
+            pass
+        finally:
+            self._observer.execute("reset lock_timeout")
+
+    def _act(self, truth: Truth) -> None:
+        session = self._random.choice(self._sessions)
+        if not session.open:
+            session.connection.execute("begin")
+            session.open = True
+            return
+        actions = {
+            self._do_insert: 20,
+            self._do_big_insert: 3,
+            self._do_update: 22,
+            self._do_change_keys: 10,
+            self._do_move_keys: 5,
+            self._do_delete: 9,
+            self._do_truncate: 2,
+            self._do_savepoint: 9,
+            self._do_message: 2,
+            self._do_noise: 3,
+        }
+        if session.savepoints:
+            actions |= {self._do_roll_back_to: 6, self._do_release: 3}
+        ends = {self._end: 12}
+        chosen = self._random.choices([*actions, *ends], [*actions.values(), *ends.values()])[0]
+        if chosen == self._end:
+            self._end(session, truth)
+            return
+        try:
+            chosen(session)  # pyright: ignore[reportCallIssue]
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.IntegrityError, psycopg.errors.DeadlockDetected):
+            self._recover(session)
+
+    def _recover(self, session: _Session) -> None:
+        if session.savepoints:
+            self._do_roll_back_to(session)
+        else:
+            session.connection.execute("rollback")
+            self._reset(session)
+
+    # Rows
+
+    def _do_insert(self, session: _Session) -> None:
+        table = self._random.choice(self._tables)
+        session.changes += self._insert(session.connection, table, self._random.choice([1, 1, 1, 2, 5]))
+
+    def _do_big_insert(self, session: _Session) -> None:
+        """More than 64 kB at once: the server streams the transaction while it is open."""
+        table = self._random.choice(self._tables)
+        session.changes += self._insert(session.connection, table, self._random.choice([40, 120, 250]))
+
+    def _do_update(self, session: _Session) -> None:
+        """Change some columns that are no key, so that large values of the others are not sent."""
+        table = self._changeable()
+        columns = [column for column in table.columns if column.name not in table.key]
+        if not columns:
+            return
+        chosen = self._random.sample(columns, self._random.randint(1, min(3, len(columns))))
+        values = [self._value(column) for column in chosen]
+        session.changes += self._update(session, table, [column.name for column in chosen], values, self._some())
+
+    def _do_change_keys(self, session: _Session) -> None:
+        """Change the key of a row, or a part of it."""
+        table = self._changeable()
+        if not table.key:
+            return
+        names = self._random.choice([table.key, self._random.sample(table.key, 1)])
+        key = dict(zip(table.key, self._new_key(table), strict=True))
+        columns = {column.name: column for column in table.columns}
+        extra = [name for name in columns if name not in table.key]
+        chosen = [*names, *self._random.sample(extra, min(len(extra), self._random.choice([0, 0, 1])))]
+        values = [key[name] if name in key else self._value(columns[name]) for name in chosen]
+        session.changes += self._update(session, table, chosen, values, 1)
+
+    def _do_move_keys(self, session: _Session) -> None:
+        """A chain of key changes of one row in one transaction; sometimes the first key is used again."""
+        table = self._changeable()
+        if not table.key:
+            return
+        old = self._pick(session, table, 1, returning=table.key)
+        if not old:
+            return
+        place, first = old[0][0], old[0][1:]
+        keys = [self._new_key(table) for _ in range(self._random.randint(1, 3))]
+        if self._random.random() < 0.3:
+            keys.append(first)
+        for key in keys:
+            statement = sql.SQL("update {} set {} where ctid = %s returning ctid::text").format(
+                table.identifier, self._assignments(table, table.key)
+            )
+            place = session.connection.execute(statement, [*key, place]).fetchone()
+            assert place is not None
+            place = place[0]
+            session.changes += 1
+        if first not in keys and self._random.random() < 0.5:
+            session.changes += self._insert(session.connection, table, 1, key=first)
+
+    def _do_delete(self, session: _Session) -> None:
+        table = self._changeable()
+        statement = sql.SQL("delete from {} where ctid = any(%s::tid[])").format(table.identifier)
+        rows = self._pick(session, table, self._some())
+        if rows:
+            session.changes += session.connection.execute(statement, [[row[0] for row in rows]]).rowcount
+
+    def _do_truncate(self, session: _Session) -> None:
+        chosen = self._random.sample(
+            self._tables, self._random.choice([1, 1, 2, min(3, len(self._tables))][: len(self._tables)])
+        )
+        names = sql.SQL(", ").join(table.identifier for table in chosen)
+        restart = sql.SQL(self._random.choice([" restart identity", ""]))
+        session.connection.execute(sql.SQL("truncate {}{} cascade").format(names, restart))
+        session.changes += 1
+
+    # Everything else
+
+    def _do_savepoint(self, session: _Session) -> None:
+        session.connection.execute(f"savepoint s{len(session.savepoints)}".encode())
+        session.savepoints.append((session.changes, session.messages))
+
+    def _do_roll_back_to(self, session: _Session) -> None:
+        """Roll back to any of the savepoints, not only the last; sometimes that one goes too."""
+        depth = self._random.randrange(len(session.savepoints))
+        session.connection.execute(f"rollback to savepoint s{depth}".encode())
+        session.changes, session.messages = session.savepoints[depth]
+        del session.savepoints[depth + 1 :]
+        if self._random.random() < 0.5:
+            session.connection.execute(f"release savepoint s{depth}".encode())
+            del session.savepoints[depth]
+
+    def _do_release(self, session: _Session) -> None:
+        depth = self._random.randrange(len(session.savepoints))
+        session.connection.execute(f"release savepoint s{depth}".encode())
+        del session.savepoints[depth:]
+
+    def _do_message(self, session: _Session) -> None:
+        """A logical message: has no number of its own among the changes."""
+        session.connection.execute("select pg_logical_emit_message(true, %s, 'content')", [MESSAGE_PREFIX])
+        session.messages += 1
+
+    def _do_noise(self, session: _Session) -> None:
+        """What makes the server describe tables again although nothing has changed."""
+        table = self._random.choice(self._tables).identifier
+        self._observer.execute(f"set lock_timeout = '{LOCK_TIMEOUT}'".encode())
+        noise = self._random.choice(
+            ["analyze {}", "vacuum (truncate false) {}", "alter table {} set (fillfactor = 90)"]
+        )
+        try:
+            self._observer.execute(sql.SQL(noise).format(table))  # pyright: ignore[reportArgumentType]
+        except psycopg.errors.LockNotAvailable:
+            pass
+        finally:
+            self._observer.execute("reset lock_timeout")
+
+    def _finish(self, session: _Session, truth: Truth) -> None:
+        self._ask_xid(session)
+        session.connection.execute("commit")
+        self._note(session, truth)
+        self._reset(session)
+
+    def _ask_xid(self, session: _Session) -> None:
+        found = session.connection.execute("select pg_current_xact_id_if_assigned()::text").fetchone()
+        session.xid = int(found[0]) & 0xFFFFFFFF if found and found[0] else None
+
+    def _end(self, session: _Session, truth: Truth) -> None:
+        self._ask_xid(session)
+        kind = self._random.choices(["commit", "rollback", "prepare"], [75, 15, 10])[0]
+        if kind == "prepare" and session.changes:
+            name = f"{session.connection.info.dbname}-{session.xid}"
+            session.connection.execute(sql.SQL("prepare transaction {}").format(sql.Literal(name)))
+            ended = _Session(session.connection, xid=session.xid, changes=session.changes, messages=session.messages)
+            if self._random.random() < 0.5:
+                self._commit_prepared(name, ended, truth)
+            else:
+                self._prepared.append((name, ended))
+        elif kind == "rollback":
+            session.connection.execute("rollback")
+        else:
+            session.connection.execute("commit")
+            self._note(session, truth)
+        self._reset(session)
+        if self._prepared and self._random.random() < 0.3:
+            self._commit_prepared(*self._prepared.pop(0), truth)
+
+    def _commit_prepared(self, name: str, session: _Session, truth: Truth) -> None:
+        self._observer.execute(sql.SQL("commit prepared {}").format(sql.Literal(name)))
+        self._note(session, truth)
+
+    def _note(self, session: _Session, truth: Truth) -> None:
+        truth.messages += session.messages
+        if session.changes:
+            assert session.xid is not None
+            truth.transactions.append(Committed(session.xid, session.changes))
+
+    def _reset(self, session: _Session) -> None:
+        session.open, session.xid, session.changes, session.messages = False, None, 0, 0
+        session.savepoints.clear()
+
+    # Statements
+
+    def _insert(
+        self,
+        connection: psycopg.Connection,
+        table: PlannedTable,
+        count: int,
+        key: tuple[str, ...] | None = None,
+        values: Sequence[str | None] | None = None,
+    ) -> int:
+        rows: list[str | None] = []
+        for _ in range(count):
+            keyed = dict(zip(table.key, key or self._new_key(table, reuse=values is None), strict=True))
+            for at, column in enumerate(table.columns):
+                if column.name in keyed:
+                    rows.append(keyed[column.name])
+                else:
+                    rows.append(self._value(column) if values is None else values[at])
+        row = sql.SQL("({})").format(sql.SQL(", ").join(self._placeholder(column) for column in table.columns))
+        statement = sql.SQL("insert into {} ({}) values {}").format(
+            table.identifier,
+            sql.SQL(", ").join(sql.Identifier(column.name) for column in table.columns),
+            sql.SQL(", ").join([row] * count),
+        )
+        return connection.execute(statement, rows).rowcount
+
+    def _update(
+        self, session: _Session, table: PlannedTable, names: Sequence[str], values: Sequence[str | None], count: int
+    ) -> int:
+        rows = self._pick(session, table, count)
+        if not rows:
+            return 0
+        statement = sql.SQL("update {} set {} where ctid = any(%s::tid[])").format(
+            table.identifier, self._assignments(table, names)
+        )
+        return session.connection.execute(statement, [*values, [row[0] for row in rows]]).rowcount
+
+    def _pick(
+        self, session: _Session, table: PlannedTable, count: int, returning: Sequence[str] = ()
+    ) -> list[tuple[str, ...]]:
+        """Lock some rows that nobody else has locked; their places, and the texts of some columns."""
+        statement = sql.SQL(
+            "select {} from {} order by hashtext(ctid::text || %s) limit %s for update skip locked"
+        ).format(
+            sql.SQL(", ").join(
+                [sql.SQL("ctid::text"), *(sql.Identifier(name) + sql.SQL("::text") for name in returning)]
+            ),
+            table.identifier,
+        )
+        return session.connection.execute(statement, [str(self._random.random()), count]).fetchall()
+
+    def _assignments(self, table: PlannedTable, names: Sequence[str]) -> sql.Composed:
+        columns = {column.name: column for column in table.columns}
+        return sql.SQL(", ").join(
+            sql.Identifier(name) + sql.SQL(" = ") + self._placeholder(columns[name]) for name in names
+        )
+
+    @staticmethod
+    def _placeholder(column: PlannedColumn) -> sql.Composed:
+        return sql.SQL("%s::") + sql.SQL(column.sample.type)
+
+    def _changeable(self) -> PlannedTable:
+        return self._random.choice([table for table in self._tables if not table.insert_only] or self._tables[:1])
+
+    def _some(self) -> int:
+        return self._random.choice([1, 1, 1, 2, 4, 30])
+
+    def _value(self, column: PlannedColumn) -> str | None:
+        if self._random.random() < 0.12:
+            return None
+        if column.sample.large is not None and self._random.random() < 0.35:
+            return column.sample.large(self._random)
+        return column.sample.value(self._random)
+
+    def _new_key(self, table: PlannedTable, *, reuse: bool = True) -> tuple[str, ...]:
+        """A key that was never used, rarely one that was."""
+        used = self._used[table.name]
+        if reuse and used and self._random.random() < 0.05:
+            return self._random.choice(used)
+        columns = {column.name: column for column in table.columns}
+        key: list[str] = []
+        for name in table.key:
+            sample = columns[name].sample
+            key.append(sample.unique(self._number) if sample.unique else self._random.choice(sample.values))
+        self._number += 1
+        used.append(tuple(key))
+        return tuple(key)
+
+
+def _all_values(column: PlannedColumn) -> list[str | None]:
+    large = [column.sample.large(Random(number)) for number in range(2)] if column.sample.large else []
+    return [None, *column.sample.values, *large]
+
+
+def _nth_value(column: PlannedColumn, number: int) -> str | None:
+    values = _all_values(column)
+    return values[number % len(values)]
+
+
+def read_rows(connection: psycopg.Connection, table: sql.Identifier, columns: Sequence[str]) -> Rows:
+    """A table's rows as its types write them (a cast to text is not always the same: `bool`, `inet`)."""
+    statement = sql.SQL("select {} from {}").format(sql.SQL(", ").join(sql.Identifier(name) for name in columns), table)
+    result: Any = connection.pgconn.exec_(statement.as_bytes(connection))
+    if result.status != pq.ExecStatus.TUPLES_OK:
+        raise psycopg.errors.error_from_result(result)
+    return [
+        tuple(_decoded(result.get_value(row, column)) for column in range(result.nfields))
+        for row in range(result.ntuples)
+    ]
+
+
+def _decoded(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
