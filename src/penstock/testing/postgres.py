@@ -30,11 +30,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from penstock.errors import ServerUnavailable, SlotInUse
 from penstock.testing.postgres_binaries import ServerBinaries, clean_environment, find_binaries
@@ -145,9 +145,11 @@ class ExistingServer(DatabaseServer):
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
-        self.database = str(conninfo_to_dict(dsn).get("dbname") or "postgres")
 
     def dsn(self, database: str = "postgres") -> str:
+        """A connection string of the kind that was given: a URL for a URL."""
+        if "://" in self._dsn:
+            return urlsplit(self._dsn)._replace(path="/" + quote(database, safe="")).geturl()
         return make_conninfo(self._dsn, dbname=database)
 
 

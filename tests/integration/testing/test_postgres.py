@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from penstock.errors import ConfigError, ServerUnavailable
-from penstock.testing.postgres import DatabaseServer, PostgresServer
+from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
 from penstock.testing.processes import is_alive, wait_until_gone
 
@@ -39,7 +40,7 @@ def test_databases_are_fresh_and_vanish_with_all_that_holds_them(database) -> No
     slot = f"slot_of_{name}"
     database.execute("create publication p for all tables")
     database.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
-    walsender = psycopg.pq.PGconn.connect(f"{database.dsn}?replication=database".encode())
+    walsender = psycopg.pq.PGconn.connect(make_conninfo(database.dsn, replication="database").encode())
     answer = walsender.exec_(
         f"START_REPLICATION SLOT {slot} LOGICAL 0/0 (proto_version '1', publication_names 'p')".encode()
     )
@@ -151,6 +152,12 @@ def test_programs_in_a_closed_folder_are_copied_to_where_the_server_user_can_run
         assert server.execute("select 1") == [(1,)]
         server.execute("create extension hstore")
         assert server.execute("select count(*) from pg_extension where extname = 'hstore'") == [(1,)]
+
+
+def test_an_existing_server_is_addressed_as_it_was_given() -> None:
+    by_url = ExistingServer("postgresql://u:p%40ss@127.0.0.1:5433/other?sslmode=disable")
+    assert by_url.dsn("a b") == "postgresql://u:p%40ss@127.0.0.1:5433/a%20b?sslmode=disable"
+    assert ExistingServer("host=127.0.0.1 dbname=other").dsn("mine") == "host=127.0.0.1 dbname=mine"
 
 
 def test_a_missing_version_names_the_package_to_install() -> None:
