@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from penstock.errors import ConfigError, ServerUnavailable
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
@@ -157,7 +157,8 @@ def test_programs_in_a_closed_folder_are_copied_to_where_the_server_user_can_run
 def test_an_existing_server_is_addressed_as_it_was_given() -> None:
     by_url = ExistingServer("postgresql://u:p%40ss@127.0.0.1:5433/other?sslmode=disable")
     assert by_url.dsn("a b") == "postgresql://u:p%40ss@127.0.0.1:5433/a%20b?sslmode=disable"
-    assert ExistingServer("host=127.0.0.1 dbname=other").dsn("mine") == "host=127.0.0.1 dbname=mine"
+    by_words = ExistingServer("host=127.0.0.1 dbname=other").dsn("mine")
+    assert conninfo_to_dict(by_words) == {"host": "127.0.0.1", "dbname": "mine"}
 
 
 def test_a_missing_version_names_the_package_to_install() -> None:
