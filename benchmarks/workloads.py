@@ -30,7 +30,7 @@ class Workload:
     name: str
     about: str
     changes: int
-    """How many, unless somebody asks for fewer."""
+    """How many, unless somebody asks for fewer: some seconds' worth, or capture's last wait shows in the rate."""
     transaction_rows: int
     """The number of changes is rounded to whole transactions."""
     prepare: Callable[[psycopg.Connection[Any], int], None]
@@ -254,8 +254,8 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("mixed", "10 columns, transactions of 100 rows", 1_000_000, 100, _prepare_mixed),
-        Workload("wide", "60 columns, transactions of 100 rows", 200_000, 100, _prepare_wide),
-        Workload("text", "rows of 1.9 KB, transactions of 100 rows", 200_000, 100, _prepare_text),
+        Workload("wide", "60 columns, transactions of 100 rows", 400_000, 100, _prepare_wide),
+        Workload("text", "rows of 1.9 KB, transactions of 100 rows", 400_000, 100, _prepare_text),
         Workload("small", "10 columns, transactions of 1 row", 300_000, 10, _prepare_small),
         Workload("many", "300 tables, transactions of 50 rows in 10 of them", 500_000, 50, _prepare_many),
         Workload("huge", "10 columns, one transaction", 2_000_000, 10, _prepare_huge),
