@@ -1,0 +1,225 @@
+"""What a destination is handed: whole transactions, by table, in order.
+
+An `EventBatch` covers the changes between two boundaries. For each table it has an ordered list of steps: rows (files,
+nothing is read yet), truncates, changes of the schema. Batches and all they hold pickle, so that tasks can read rows
+where they run. A batch may arrive again after a crash, with other boundaries: what is in already is told by
+`_commit_lsn` against the position that the destination has stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.changes.segment import COMMIT_LSN
+from penstock.changes.steps import Message, Segment, Step, Truncation
+from penstock.lsn import Lsn, OrderKey, are_in, is_in, reaches
+from penstock.schema import TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """A segment, or the part of it between two boundaries."""
+
+    path: str
+    rows: int
+    """Of the whole file."""
+    bytes: int
+    after: Lsn | None = None
+    """Changes that this boundary covers are not meant; None when there are none in the file."""
+    until: Lsn | None = None
+    """Changes that this boundary does not cover are not meant; None when there are none in the file."""
+
+    def read(self, columns: list[str] | None = None) -> pa.Table:
+        """The rows that are meant."""
+        whole = self.after is None and self.until is None
+        wanted = columns if columns is None or whole else list(dict.fromkeys([*columns, COMMIT_LSN]))
+        with pq.ParquetFile(self.path) as file:
+            table = file.read(columns=wanted)
+        if whole:
+            return table
+        commits = table.column(COMMIT_LSN).to_numpy()
+        keep = np.ones(len(commits), np.bool_)
+        if self.after is not None:
+            keep &= ~are_in(commits, self.after)
+        if self.until is not None:
+            keep &= are_in(commits, self.until)
+        table = table.filter(pa.array(keep))
+        return table if columns is None else table.select(columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive changes of a table in one schema version; columns as in `penstock.changes.segment`."""
+
+    schema: TableSchema
+    version: str
+    segments: tuple[SegmentFile, ...]
+    unrepresentable: int = 0
+    """Rows with cells whose type cannot hold them."""
+
+    def arrow(self) -> Iterator[pa.Table]:
+        """Read the segments, one at a time."""
+        for segment in self.segments:
+            yield segment.read()
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """The table was emptied."""
+
+    key: OrderKey
+    commit_time: int
+    cascade: bool
+    restart_identity: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaChange:
+    """The rows that follow have another schema. `old` is None when the destination has not seen any."""
+
+    old: TableSchema | None
+    new: TableSchema
+    old_version: str | None
+    new_version: str
+
+
+TableStep = Rows | Truncate | SchemaChange
+
+
+@dataclass(frozen=True, slots=True)
+class TableChanges:
+    """What happened to one table."""
+
+    table_id: int
+    table: str
+    """Namespace and name, for people."""
+    steps: tuple[TableStep, ...]
+
+    @property
+    def row_count(self) -> int:
+        """Rows in the files; some of them may be in already."""
+        return sum(segment.rows for step in self.steps if isinstance(step, Rows) for segment in step.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """Whole transactions: those that `end` covers and `begin` does not."""
+
+    begin: Lsn
+    end: Lsn
+    transactions: int
+    first_commit_time: int
+    last_commit_time: int
+    """Unix microseconds, by the source's clock; zero in a batch without transactions."""
+    tables: tuple[TableChanges, ...]
+
+    @property
+    def row_count(self) -> int:
+        return sum(table.row_count for table in self.tables)
+
+
+class EntryLike(Protocol):
+    """What a batch is made of: entries of the spool."""
+
+    @property
+    def begin(self) -> Lsn: ...
+    @property
+    def end(self) -> Lsn: ...
+    @property
+    def transactions(self) -> int: ...
+    @property
+    def first_commit_time(self) -> int: ...
+    @property
+    def last_commit_time(self) -> int: ...
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+
+
+def build_batch(
+    entries: Iterable[EntryLike],
+    *,
+    begin: Lsn,
+    end: Lsn,
+    positions: Mapping[int, Lsn],
+    versions: Mapping[int, str],
+    schema_of: Callable[[int, str], TableSchema],
+    root: Path,
+) -> EventBatch:
+    """The changes between two boundaries, of the tables in `positions` and from their positions on.
+
+    `versions` are the schema versions that the destination has; where rows have another one, a change of the schema
+    comes before them.
+    """
+    entries = [entry for entry in entries if not reaches(begin, entry.end) and not reaches(entry.begin, end)]
+    steps: dict[int, list[TableStep]] = {}
+    names: dict[int, str] = {}
+    current = dict(versions)
+    for entry in entries:
+        for step in entry.steps:
+            if isinstance(step, Message) or step.table_id not in positions:
+                continue
+            after = max(begin, positions[step.table_id])
+            if isinstance(step, Truncation):
+                if not is_in(step.key.commit_lsn, after) and is_in(step.key.commit_lsn, end):
+                    names[step.table_id] = step.table
+                    steps.setdefault(step.table_id, []).append(
+                        Truncate(step.key, step.commit_time, step.cascade, step.restart_identity)
+                    )
+                continue
+            file = _part(step, after, end, root)
+            if file is not None:
+                names[step.table_id] = step.table
+                _append_rows(steps.setdefault(step.table_id, []), step, file, current, schema_of)
+    timed = [entry for entry in entries if entry.transactions]
+    return EventBatch(
+        begin=begin,
+        end=end,
+        transactions=sum(entry.transactions for entry in entries),
+        first_commit_time=min((entry.first_commit_time for entry in timed), default=0),
+        last_commit_time=max((entry.last_commit_time for entry in timed), default=0),
+        tables=tuple(TableChanges(table_id, names[table_id], tuple(found)) for table_id, found in steps.items()),
+    )
+
+
+def _part(segment: Segment, after: Lsn, until: Lsn, root: Path) -> SegmentFile | None:
+    """The part of a segment between two boundaries; None if there is none."""
+    if is_in(segment.last.commit_lsn, after) or not is_in(segment.first.commit_lsn, until):
+        return None
+    return SegmentFile(
+        path=str(root / segment.file),
+        rows=segment.rows,
+        bytes=segment.bytes,
+        after=after if is_in(segment.first.commit_lsn, after) else None,
+        until=until if not is_in(segment.last.commit_lsn, until) else None,
+    )
+
+
+def _append_rows(
+    steps: list[TableStep],
+    segment: Segment,
+    file: SegmentFile,
+    current: dict[int, str],
+    schema_of: Callable[[int, str], TableSchema],
+) -> None:
+    known = current.get(segment.table_id)
+    schema = schema_of(segment.table_id, segment.version)
+    if known != segment.version:
+        old = schema_of(segment.table_id, known) if known is not None else None
+        # A spool that was filled again may name the same schema by another version.
+        if old != schema:
+            steps.append(SchemaChange(old, schema, known, segment.version))
+        current[segment.table_id] = segment.version
+    last = steps[-1] if steps else None
+    if isinstance(last, Rows) and last.version == segment.version:
+        steps[-1] = Rows(
+            schema, segment.version, (*last.segments, file), last.unrepresentable + segment.unrepresentable
+        )
+    else:
+        steps.append(Rows(schema, segment.version, (file,), segment.unrepresentable))
