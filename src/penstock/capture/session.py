@@ -176,10 +176,13 @@ class ReplicationSession:
                 raise from_connection(self.connection, self._place, "answer the server") from None
 
     def _send_answer(self, acknowledged: Lsn) -> None:
+        # What is flushed is said once, and 0 ("not known") otherwise: a server that shuts down waits until its client
+        # has flushed all that was sent, if it knows of that, and else until the client has received it.
+        flushed = acknowledged if acknowledged > self._answered else Lsn(0)
         self._answered = max(self._answered, acknowledged)
         clock = time.time_ns() // 1000 - POSTGRES_EPOCH_MICROSECONDS
         received = max(self._received, self._answered)
-        self.connection.put_copy_data(struct.pack(">cQQQqB", b"r", received, self._answered, self._answered, clock, 0))
+        self.connection.put_copy_data(struct.pack(">cQQQqB", b"r", received, flushed, flushed, clock, 0))
         self.connection.flush()
         self._answered_at = time.monotonic()
         self._asked = False
