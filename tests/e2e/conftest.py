@@ -1,0 +1,32 @@
+"""A published database with slots, spools and captures on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.support import Stream
+
+
+@pytest.fixture
+def stream(database, tmp_path) -> Iterator[Stream]:
+    """On the shared server."""
+    made = Stream(database, tmp_path)
+    made.create()
+    yield made
+
+
+@pytest.fixture
+def own_stream(make_server, tmp_path):
+    """On a server of its own, with settings: `own_stream(wal_sender_timeout="2s")`; `.database.server` is that server."""
+
+    def make(**settings: object) -> Stream:
+        from tests.conftest import Database
+
+        server = make_server(settings=settings)
+        made = Stream(Database(server, server.create_database()), tmp_path)
+        made.create()
+        return made
+
+    return make

@@ -1,0 +1,246 @@
+"""What the end-to-end tests share: a published database with slots and spools, waiting, and writers that keep count."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import psycopg
+
+from penstock.capture import CaptureProcess, CaptureSettings
+from penstock.lsn import Lsn
+from penstock.source.connections import SourceSettings
+from penstock.spool import SpoolReader, SpoolSettings
+from penstock.testing.oracle import check_transactions, current_position, normalised
+from penstock.testing.replay import Replayable, Table, read_spool
+from penstock.testing.workload import read_rows
+
+PUBLICATION = "e2e"
+HANG_SECONDS = 120.0
+"""Ten times what anything here takes, and more: a guard, not a measure."""
+_Result = TypeVar("_Result")
+
+
+def wait_for(look: Callable[[], _Result], what: str, timeout: float = HANG_SECONDS) -> _Result:
+    """Look until there is something true to see."""
+    deadline = time.monotonic() + timeout
+    while not (seen := look()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:g} s for {what}")
+        time.sleep(0.01)
+    return seen
+
+
+@dataclass
+class Stream:
+    """A database whose tables `things`, `others` and `journal` are published; slots and spools by name."""
+
+    database: Any
+    """With `dsn`, `connect` and `execute`."""
+    folder: Path
+    url: str = ""
+    """Where capture connects to; the database itself unless told otherwise."""
+    slots: list[str] = field(default_factory=list)
+
+    def create(self, identity: str = "default") -> None:
+        self.database.execute(
+            f"""
+            create table things (id bigint primary key, writer int, payload text, moment timestamptz default now());
+            create table others (id bigint primary key, payload text);
+            create table unpublished (id bigint, payload text);
+            create table journal (id bigint primary key, xid xid8, changes int);
+            alter table things replica identity {identity};
+            create publication {PUBLICATION} for table things, others, journal;
+            """
+        )
+
+    def slot(self, name: str = "one") -> str:
+        """Create a slot; its name on the server."""
+        full = f"{name}_{self.database.name}"
+        self.database.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", [full])
+        return full
+
+    def settings(
+        self, name: str = "one", *, work_mem: str = "64MB", spool: dict[str, Any] | None = None, **changes: Any
+    ):
+        bounds = {"min_free_bytes": 0} | (spool or {})
+        settings = CaptureSettings(
+            source=SourceSettings(
+                f"{self.url or self.database.dsn}?options={quote(f'-c logical_decoding_work_mem={work_mem}')}",
+                connect_timeout=5,
+            ),
+            slot=f"{name}_{self.database.name}",
+            publication=PUBLICATION,
+            spool=SpoolSettings(self.folder / name, **bounds),
+        )
+        return replace(settings, **changes)
+
+    def position(self) -> Lsn:
+        with self.database.connect() as connection:
+            return current_position(connection)
+
+    def flushed_position(self) -> Lsn:
+        """A boundary behind everything so far, which the server will send: an unpublished commit follows it."""
+        with self.database.connect() as connection:
+            position = current_position(connection)
+            connection.execute("insert into unpublished values (0, 'flush')")
+        return position
+
+    def walsender(self, name: str = "one") -> int | None:
+        """The process that reads the slot for us."""
+        rows = self.database.execute(
+            "select active_pid from pg_replication_slots where slot_name = %s", [f"{name}_{self.database.name}"]
+        )
+        return rows[0][0] if rows else None
+
+    def confirmed(self, name: str = "one") -> Lsn:
+        rows = self.database.execute(
+            "select confirmed_flush_lsn::text from pg_replication_slots where slot_name = %s",
+            [f"{name}_{self.database.name}"],
+        )
+        return Lsn.parse(rows[0][0])
+
+    def reader(self, name: str = "one") -> SpoolReader:
+        return SpoolReader(self.folder / name)
+
+    def wait_captured(self, process: CaptureProcess, position: Lsn) -> None:
+        assert process.wait_captured(position, HANG_SECONDS), f"stopped at {process.status}"
+
+    def check(self, name: str = "one") -> Replayable:
+        """The spool, from an empty start, holds what the journal lists, and replays to what the tables hold."""
+        spool = read_spool(self.folder / name)
+        with self.database.connect() as connection:
+            listed = connection.execute("select xid::text::bigint & 4294967295, changes from journal").fetchall()
+            found = spool.transactions()
+            # The journal does not know the order of commits; positions do, and they are checked by reading.
+            place = {xid: at for at, (xid, _) in enumerate(found)}
+            check_transactions(spool, sorted(listed, key=lambda row: place.get(row[0], 0)))
+            for versions in spool.schemas.values():
+                schema = versions[-1]
+                table = Table(schema.name, schema, [])
+                for change in spool.changes:
+                    if change.table_id == schema.table_id:
+                        table.apply(change)
+                columns = [column.name for column in schema.columns]
+                rows = read_rows(connection, psycopg.sql.Identifier(schema.namespace, schema.name), columns)
+                assert table.rows() == type(table.rows())(normalised(rows, schema)), schema.name
+        return spool
+
+
+@contextlib.contextmanager
+def following(stream: Stream, name: str = "one") -> Iterator[None]:
+    """A registered reader that needs nothing any more as soon as it is there."""
+    stop = threading.Event()
+
+    def follow() -> None:
+        reader = stream.reader(name)
+        position = reader.readers.position("follower")
+        while not stop.is_set():
+            if position is not None and reader.wait(position, 0.05):
+                position = reader.captured
+                assert position is not None
+                reader.readers.advance("follower", position)
+                reader.forget(position)
+
+    stream.reader(name).readers.register("follower", stream.confirmed(name))
+    thread = threading.Thread(target=follow, name="follower")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Writers:
+    """Threads that run transactions and list them in the journal; use as a context manager."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, stream: Stream, count: int = 3, *, seed: int = 0, big: int = 0, pause: float = 0.002) -> None:
+        self._stream = stream
+        self._stop = threading.Event()
+        self._pause = pause
+        self._errors: list[BaseException] = []
+        self.committed = 0
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, random.Random(f"{seed}-{number}"), number <= big))
+            for number in range(1, count + 1)
+        ]
+
+    def __enter__(self) -> Writers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self, number: int, choose: random.Random, big: bool) -> None:
+        try:
+            with self._stream.database.connect() as connection:
+                while not self._stop.wait(choose.random() * self._pause):
+                    write_transaction(connection, number, choose, big=big)
+                    self.committed += 1
+        except BaseException as error:
+            self._errors.append(error)
+
+
+def write_transaction(connection: psycopg.Connection, writer: int, choose: random.Random, *, big: bool = False) -> None:
+    """One transaction on rows of this writer, some of it rolled back; its last row lists it in the journal."""
+    size = 1500 if big else 20
+    rows = choose.randint(1, 60 if big else 12)
+    changes = 0
+    with connection.transaction(force_rollback=choose.random() < 0.1):
+        changes += insert_things(connection, writer, rows, size, choose)
+        connection.execute("savepoint part")
+        inside = insert_things(connection, writer, rows, size, choose)
+        inside += connection.execute(
+            "update things set payload = payload || '+' where writer = %s and id %% 7 = %s",
+            [writer, choose.randrange(7)],
+        ).rowcount
+        if choose.random() < 0.5:
+            connection.execute("rollback to savepoint part")
+        else:
+            changes += inside
+        changes += connection.execute(
+            "delete from things where writer = %s and id %% 5 = %s", [writer, choose.randrange(5)]
+        ).rowcount
+        list_in_journal(connection, changes)
+
+
+def insert_things(connection: psycopg.Connection, writer: int, count: int, size: int, choose: random.Random) -> int:
+    numbers = [next(Writers._numbers) for _ in range(count)]
+    payloads = [choose.randbytes(size).hex() for _ in range(count)]
+    return connection.execute(
+        "insert into things select id, %s, payload from unnest(%s::bigint[], %s::text[]) t (id, payload)",
+        [writer, numbers, payloads],
+    ).rowcount
+
+
+def list_in_journal(connection: psycopg.Connection, changes: int) -> None:
+    connection.execute(
+        "insert into journal values (%s, pg_current_xact_id(), %s)", [next(Writers._numbers), changes + 1]
+    )
+
+
+def write_rows(stream: Stream, count: int, size: int, *, per_transaction: int = 50, seed: int = 1) -> None:
+    """Rows in plain transactions, each listed in the journal."""
+    choose = random.Random(seed)
+    with stream.database.connect() as connection:
+        for first in range(0, count, per_transaction):
+            with connection.transaction():
+                changes = insert_things(connection, 0, min(per_transaction, count - first), size, choose)
+                list_in_journal(connection, changes)
