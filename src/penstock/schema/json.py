@@ -45,5 +45,6 @@ def _type_to_json(type_: PostgresType) -> dict[str, Any]:
 
 
 def _type_from_json(record: dict[str, Any]) -> PostgresType:
-    parts = {part: _type_from_json(record[part]) for part in ("element", "base") if record[part] is not None}
-    return PostgresType(**(record | parts | {"kind": TypeKind(record["kind"])}))
+    changed: dict[str, Any] = {"kind": TypeKind(record["kind"])}
+    changed |= {part: _type_from_json(record[part]) for part in ("element", "base") if record[part] is not None}
+    return PostgresType(**(record | changed))

@@ -82,7 +82,7 @@ CONNECTING = [
     ('connection failed: FATAL:  no pg_hba.conf entry for host "h", user "x", SSL off', False, AuthenticationFailed),
     ('connection to server at "h", port 1 failed: FATAL:  kein pg_hba.conf-Eintrag', False, AuthenticationFailed),
     (
-        'connection to server at "h", port 1 failed: FATAL:  Passwort-Authentifizierung für Benutzer »x« fehlgeschlagen',
+        'connection to server at "h" failed: FATAL:  Passwort-Authentifizierung für Benutzer »x« fehlgeschlagen',
         True,
         AuthenticationFailed,
     ),
