@@ -22,7 +22,7 @@ from penstock.changes.events import Begin, Commit, Event
 from penstock.cli.event_lines import Lines, to_json
 from penstock.cli.following import Follow, Followed, follow, prepare
 from penstock.cli.options import Publication, Url
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ServerUnavailable
 from penstock.lsn import Lsn
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
@@ -91,7 +91,7 @@ def tail(
     position = _parse_start(start, slot)
     _check_acknowledge(acknowledge, slot)
     formatted = to_json if as_json or form is Format.NDJSON else make_lines().format
-    with Ending() as ending:
+    with Ending() as ending, _no_promises():
         with ending.interruptible():
             name = _choose_publication(source, publication, create, tables or [], notice)
         settings = Follow(source, name, slot, position, tuple(tables or ()), acknowledge, limit, seconds)
@@ -210,6 +210,16 @@ class Output:
         """Notice, without writing, that nobody reads any more (`penstock tail … | head`)."""
         if any(events & (select.POLLERR | select.POLLHUP) for _, events in self._poll.poll(0)):
             raise BrokenPipeError
+
+
+@contextlib.contextmanager
+def _no_promises() -> Iterator[None]:
+    """What a worker would try again ends this command, so its hint must not say otherwise."""
+    try:
+        yield
+    except ServerUnavailable as error:
+        hint = "Check that the server runs and that host and port are right."
+        raise ServerUnavailable(error.message, hint=hint, **error.facts) from None
 
 
 def _choose_publication(

@@ -169,6 +169,15 @@ def test_each_change_is_a_line_with_time_operation_table_key_and_columns(shop, r
     wait_without_slots(shop)
 
 
+def test_every_version_of_the_server_can_be_followed(any_database, run_tail):
+    any_database.execute("create table t (id int primary key); create publication p for table t")
+    tail = run_tail(any_database.dsn, "--publication", "p", "--limit", "2")
+    any_database.execute("insert into t values (1); delete from t")
+    assert [line.split("  ", 1)[1] for line in tail.lines(2)] == ["insert   public.t  id=1", "delete   public.t  id=1"]
+    assert tail.wait() == 0
+    wait_without_slots(any_database)
+
+
 @pytest.mark.trap(1, 25, 31)
 def test_ndjson_loses_nothing(database, run_tail):
     database.execute(
@@ -333,6 +342,7 @@ def fails(tail: Tail, *parts: str) -> None:
     for part in parts:
         assert part in tail.errors
     assert "sesame" not in tail.errors
+    assert "keeps trying" not in tail.errors
     assert "WARNING" not in tail.errors, tail.errors
 
 
@@ -483,3 +493,4 @@ def test_a_temporary_slot_ends_with_its_server(make_server, run_tail):
     server.stop("immediate")
     assert tail.wait() == 1
     assert "\nerror: " in tail.errors
+    assert "keeps trying" not in tail.errors
