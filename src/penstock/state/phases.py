@@ -129,9 +129,8 @@ class Errored:
             raise ValueError("a table that apply followed keeps a position when it fails, any other has none")
         if self.position_lost and self.position is None:
             raise ValueError("there is no position to lose")
-        # Messages of other systems: stores take no NUL and no half characters.
-        object.__setattr__(self, "reason", _storable(self.reason))
-        object.__setattr__(self, "solution", None if self.solution is None else _storable(self.solution))
+        object.__setattr__(self, "reason", storable_text(self.reason))
+        object.__setattr__(self, "solution", None if self.solution is None else storable_text(self.solution))
 
     @property
     def holds(self) -> bool:
@@ -205,6 +204,11 @@ def phase_from_json(name: str, details: dict[str, Any]) -> StoredPhase:
     )
 
 
+def storable_text(text: str) -> str:
+    """Text of unknown origin without what no store takes: NUL and half characters."""
+    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
 def _sound_from_json(name: str, details: dict[str, Any]) -> Sound:
     if name == SyncDone.name:
         return SyncDone(Lsn.parse(details["lsn"]))
@@ -219,7 +223,3 @@ def _to_text(moment: datetime) -> str:
 
 def _from_text(text: str) -> datetime:
     return datetime.fromisoformat(text)
-
-
-def _storable(text: str) -> str:
-    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
