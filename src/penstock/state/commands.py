@@ -1,0 +1,179 @@
+"""The part of a store that carries commands from people to whoever drives the pipeline, and the answers back."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from penstock.errors import StateError
+from penstock.state.core import StoreCore
+from penstock.state.phases import storable_text
+from penstock.state.records import CommandRecord, Transaction
+
+KEPT_ANSWERS = 200
+"""Answered commands that are remembered per pipeline."""
+
+
+class CommandKind(StrEnum):
+    """What can be asked of a pipeline."""
+
+    RESYNC = "resync"
+    """Copy tables again."""
+    ROLLBACK = "rollback"
+    """Let errored tables go on from where they stopped."""
+    PAUSE = "pause"
+    RESUME = "resume"
+    VERIFY = "verify"
+    """Bring tables to one position, so that they can be compared with the source."""
+    REFRESH = "refresh"
+    """Look at the publication again."""
+
+
+class CommandStatus(StrEnum):
+    """How far a command is: pending → accepted → done or refused; or refused at once."""
+
+    PENDING = "pending"
+    ACCEPTED = "accepted"
+    DONE = "done"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and its answer."""
+
+    number: int
+    kind: CommandKind
+    tables: tuple[str, ...]
+    """As people write them; empty means all. The driver finds out which tables are meant."""
+    options: Mapping[str, Any]
+    """Plain values only."""
+    status: CommandStatus
+    reason: str | None
+    requested_by: str
+    requested_at: datetime
+    answered_at: datetime | None
+
+    @property
+    def answered(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.status in (CommandStatus.DONE, CommandStatus.REFUSED)
+
+
+class Commands(StoreCore):
+    """See `stores.CommandStore`."""
+
+    def add_command(
+        self,
+        kind: CommandKind,
+        tables: Sequence[str] = (),
+        *,
+        options: Mapping[str, Any] | None = None,
+        requested_by: str | None = None,
+    ) -> Command:
+        token, asker = uuid.uuid4().hex, requested_by or _whoever()
+
+        def work(transaction: Transaction) -> Command:
+            known = transaction.rows(CommandRecord)
+            mine = next((record for record in known if record.token == token), None)
+            if mine is None:
+                mine = CommandRecord(
+                    number=1 + max((record.number for record in known), default=0),
+                    token=token,
+                    kind=kind.value,
+                    tables=list(tables),
+                    options=dict(options or {}),
+                    status=CommandStatus.PENDING.value,
+                    reason=None,
+                    requested_by=asker,
+                    requested_at=transaction.now(),
+                    answered_at=None,
+                    epoch=0,
+                )
+                transaction.put([mine])
+            return _to_command(mine)
+
+        return self.database.run(work)
+
+    def take_commands(self) -> list[Command]:
+        epoch = self.held_lease().epoch
+
+        def work(transaction: Transaction) -> list[Command]:
+            waiting = transaction.rows(CommandRecord, status=CommandStatus.PENDING.value)
+            # Accepted by a driver that is gone: nobody else will answer.
+            orphaned = transaction.rows(CommandRecord, status=CommandStatus.ACCEPTED.value)
+            taken = [*waiting, *(record for record in orphaned if record.epoch != epoch)]
+            accepted = [replace(record, status=CommandStatus.ACCEPTED.value, epoch=epoch) for record in taken]
+            transaction.put(accepted)
+            return [_to_command(record) for record in sorted(accepted, key=lambda each: each.number)]
+
+        # Asked every second, and nearly always in vain: no write transaction for that.
+        if not self.database.run(_has_open, writing=False):
+            return []
+        return self.write(work, lambda _: None)
+
+    def answer_command(self, number: int, status: CommandStatus, reason: str | None = None) -> Command:
+        if status not in (CommandStatus.DONE, CommandStatus.REFUSED):
+            raise ValueError("a command is answered with done or refused")
+        text = None if reason is None else storable_text(reason)
+
+        def work(transaction: Transaction) -> Command:
+            found = next(iter(transaction.rows(CommandRecord, number=number)), None)
+            if found is None:
+                raise StateError(f"there is no command {number}")
+            if _to_command(found).answered:
+                return _to_command(found)
+            answer = replace(found, status=status.value, reason=text, answered_at=transaction.now())
+            transaction.put([answer])
+            _forget_old(transaction)
+            return _to_command(answer)
+
+        return self.write(work, lambda _: None)
+
+    def get_command(self, number: int) -> Command | None:
+        return next((each for each in self.get_commands() if each.number == number), None)
+
+    def get_commands(self) -> list[Command]:
+        return self.database.run(
+            lambda transaction: [_to_command(record) for record in transaction.rows(CommandRecord)], writing=False
+        )
+
+
+def _has_open(transaction: Transaction) -> bool:
+    statuses = (CommandStatus.PENDING, CommandStatus.ACCEPTED)
+    return any(transaction.rows(CommandRecord, status=status.value) for status in statuses)
+
+
+def _forget_old(transaction: Transaction) -> None:
+    answered = [record for record in transaction.rows(CommandRecord) if _to_command(record).answered]
+    for record in answered[:-KEPT_ANSWERS]:
+        transaction.delete(CommandRecord, number=record.number)
+
+
+def _to_command(record: CommandRecord) -> Command:
+    return Command(
+        number=record.number,
+        kind=CommandKind(record.kind),
+        tables=tuple(record.tables),
+        options=record.options,
+        status=CommandStatus(record.status),
+        reason=record.reason,
+        requested_by=record.requested_by,
+        requested_at=record.requested_at,
+        answered_at=record.answered_at,
+    )
+
+
+def _whoever() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,39 @@
+"""Which store a URL means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.state.memory import MemoryStore
+from penstock.state.postgres import PostgresStore
+from penstock.state.sqlite import SqliteStore
+from penstock.state.store import Store
+
+_HINT = (
+    "Write memory:, sqlite:///file.db (sqlite:////folder/file.db from the root), or postgresql://user@host/database."
+)
+
+
+def open_store(url: str, pipeline_id: str) -> Store:
+    """The store of a pipeline: `memory:`, `sqlite:///path` (relative; four slashes: absolute) or `postgresql://…`."""
+    scheme, _, rest = url.partition(":")
+    if scheme == "memory" and not rest:
+        return MemoryStore(pipeline_id)
+    if scheme == "sqlite":
+        if not rest.startswith("///") or not rest[3:] or "?" in rest:
+            raise ConfigError("the state URL does not name a file", hint=_HINT)
+        return SqliteStore(_checked(Path(rest[3:])), pipeline_id)
+    if scheme in ("postgresql", "postgres"):
+        return PostgresStore(url, pipeline_id)
+    raise ConfigError("the state URL is of an unknown kind", hint=_HINT)
+
+
+def _checked(path: Path) -> Path:
+    absolute = Path("/") / path
+    if not path.parent.is_dir() and absolute.parent.is_dir():
+        raise ConfigError(
+            f"there is no folder {str(path.parent)!r} here",
+            hint=f"For the one at the root, write four slashes: sqlite:///{absolute}",
+        )
+    return path

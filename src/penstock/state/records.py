@@ -1,0 +1,240 @@
+"""What is in the store's tables, row by row, and what a database has to do for us.
+
+Rules and caches are written once, over `Transaction`; a database only keeps records. A record is a frozen dataclass
+whose fields are the columns of its table; `pipeline_id` stands before the key of each, and is no field: a transaction
+belongs to one pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from datetime import datetime
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+from penstock.lsn import Lsn
+
+
+class ColumnKind(Enum):
+    """How a column's values look in Python."""
+
+    TEXT = "text"
+    INTEGER = "integer"
+    LSN = "lsn"
+    JSON = "json"
+    TIME = "time"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base of all records."""
+
+    table: ClassVar[str]
+    key: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecord(Record):
+    """The lease: who drives the pipeline. `holder` is None when nobody does; the epoch only grows."""
+
+    table: ClassVar[str] = "pipelines"
+    epoch: int
+    holder: str | None
+    host: str | None
+    pid: int | None
+    machine: str | None
+    started: str | None
+    since: datetime | None
+    expires: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class TableStateRecord(Record):
+    """A table's phase."""
+
+    table: ClassVar[str] = "table_states"
+    key: ClassVar[tuple[str, ...]] = ("table_id",)
+    table_id: int
+    sequence: int
+    phase: str
+    details: dict[str, Any]
+    updated_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseHistoryRecord(Record):
+    """A phase that a table had; `ring` is its sequence modulo the length of the history."""
+
+    table: ClassVar[str] = "table_state_history"
+    key: ClassVar[tuple[str, ...]] = ("table_id", "ring")
+    table_id: int
+    ring: int
+    sequence: int
+    phase: str
+    details: dict[str, Any]
+    epoch: int
+    recorded_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchemaRecord(Record):
+    """A version of a table's schema."""
+
+    table: ClassVar[str] = "table_schemas"
+    key: ClassVar[tuple[str, ...]] = ("table_id", "commit_lsn", "ordinal")
+    table_id: int
+    commit_lsn: Lsn
+    ordinal: int
+    definition: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationTableRecord(Record):
+    """What a table is at the destination; masks are texts of 0 and 1."""
+
+    table: ClassVar[str] = "destination_tables"
+    key: ClassVar[tuple[str, ...]] = ("table_id",)
+    table_id: int
+    destination_table_id: str
+    status: str
+    commit_lsn: Lsn
+    ordinal: int
+    replication_mask: str
+    previous_commit_lsn: Lsn | None
+    previous_ordinal: int | None
+    previous_replication_mask: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressRecord(Record):
+    """A worker's progress; `table_id` is 0 for apply."""
+
+    table: ClassVar[str] = "replication_progress"
+    key: ClassVar[tuple[str, ...]] = ("worker", "table_id")
+    worker: str
+    table_id: int
+    flush_lsn: Lsn
+    lineage: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TablePositionRecord(Record):
+    """How far a table is durable."""
+
+    table: ClassVar[str] = "table_positions"
+    key: ClassVar[tuple[str, ...]] = ("table_id",)
+    table_id: int
+    position: Lsn
+    lineage: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRecord(Record):
+    """A command; `token` tells a repeated request from a second one."""
+
+    table: ClassVar[str] = "commands"
+    key: ClassVar[tuple[str, ...]] = ("number",)
+    number: int
+    token: str
+    kind: str
+    tables: list[str]
+    options: dict[str, Any]
+    status: str
+    reason: str | None
+    requested_by: str
+    requested_at: datetime
+    answered_at: datetime | None
+    epoch: int
+
+
+RECORDS: tuple[type[Record], ...] = (
+    PipelineRecord,
+    TableStateRecord,
+    PhaseHistoryRecord,
+    TableSchemaRecord,
+    DestinationTableRecord,
+    ProgressRecord,
+    TablePositionRecord,
+    CommandRecord,
+)
+
+_KINDS: dict[Any, ColumnKind] = {
+    str: ColumnKind.TEXT,
+    int: ColumnKind.INTEGER,
+    Lsn: ColumnKind.LSN,
+    dict: ColumnKind.JSON,
+    list: ColumnKind.JSON,
+    datetime: ColumnKind.TIME,
+}
+
+RecordT = TypeVar("RecordT", bound=Record)
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The columns of a record's table, without `pipeline_id`."""
+
+    names: tuple[str, ...]
+    kinds: tuple[ColumnKind, ...]
+    key: tuple[str, ...]
+
+
+@cache
+def layout_of(kind: type[Record]) -> Layout:
+    """How a record's table looks."""
+    hints = get_type_hints(kind)
+    names = tuple(column.name for column in fields(kind))
+    return Layout(names, tuple(_kind_of(hints[name]) for name in names), kind.key)
+
+
+def _kind_of(annotation: Any) -> ColumnKind:
+    """The kind of a field by its annotation, with or without `| None`."""
+    if get_origin(annotation) is UnionType:
+        annotation = next(part for part in get_args(annotation) if part is not NoneType)
+    return _KINDS[get_origin(annotation) or annotation]
+
+
+class Transaction(Protocol):
+    """One transaction on the records of one pipeline: all of it is kept, or nothing."""
+
+    def now(self) -> datetime:
+        """The database's clock: the one that leases of all processes are measured by."""
+        ...
+
+    def rows(self, kind: type[RecordT], **values: Any) -> list[RecordT]:
+        """The records whose columns have these values, in the order of their key."""
+        ...
+
+    def put(self, records: Iterable[Record]) -> None:
+        """Write records, replacing those with the same key."""
+        ...
+
+    def delete(self, kind: type[Record], **values: Any) -> int:
+        """Remove the records whose columns have these values; gives their number."""
+        ...
+
+
+class Database(Protocol):
+    """Where the records of a pipeline are. Thread-safe: transactions of one object run one after the other."""
+
+    pipeline_id: str
+
+    def run(self, work: Callable[[Transaction], ResultT], *, writing: bool = True) -> ResultT:
+        """Run `work` in a transaction that no other writer of the pipeline interleaves with, and commit durably.
+
+        `work` may run again when the connection breaks, even after a commit whose answer was lost: it reads before
+        it writes, and so notices. What it raises rolls back.
+        """
+        ...
+
+    def another(self) -> Database:
+        """The same records by a way of its own, which does not wait for this object's transactions."""
+        ...
+
+    def close(self) -> None:
+        """Give up connections; may be called twice."""
+        ...

@@ -1,0 +1,121 @@
+"""Records in SQL, in the part of the language that SQLite and Postgres share; each adds how values are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from functools import cache
+from itertools import groupby
+from typing import Any, Protocol
+
+from penstock.state.records import ColumnKind, Record, RecordT, layout_of
+
+
+class Dialect(Protocol):
+    """What differs between the two."""
+
+    prefix: str
+    """Before each table's name: the schema, quoted, or nothing."""
+    placeholder: str
+
+    def encode(self, kind: ColumnKind, value: Any) -> Any:
+        """A value, not None, as the driver takes it."""
+        ...
+
+    def decode(self, kind: ColumnKind, value: Any) -> Any:
+        """The reverse."""
+        ...
+
+
+class Cursor(Protocol):
+    """What is asked of a driver's cursor."""
+
+    @property
+    def rowcount(self) -> int: ...
+    def fetchall(self) -> list[Any]: ...
+
+
+class SqlTransaction:
+    """A transaction that somebody has opened and will commit."""
+
+    def __init__(
+        self,
+        pipeline_id: str,
+        dialect: Dialect,
+        execute: Callable[[str, Sequence[Any]], Cursor],
+        execute_many: Callable[[str, Sequence[Sequence[Any]]], object],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._pipeline_id = pipeline_id
+        self._dialect = dialect
+        self._execute = execute
+        self._execute_many = execute_many
+        self._now = now
+
+    def now(self) -> datetime:
+        """See `records.Transaction`."""
+        return self._now()
+
+    def rows(self, kind: type[RecordT], **values: Any) -> list[RecordT]:
+        """See `records.Transaction`."""
+        statement = _select(kind, self._dialect.prefix, self._dialect.placeholder, tuple(values))
+        kinds = layout_of(kind).kinds
+        found = self._execute(statement, self._parameters(kind, values)).fetchall()
+        return [kind(*map(self._decode, kinds, row)) for row in found]
+
+    def put(self, records: Iterable[Record]) -> None:
+        """See `records.Transaction`."""
+        for kind, group in groupby(records, key=type):
+            kinds, names = layout_of(kind).kinds, layout_of(kind).names
+            rows = [
+                [self._pipeline_id, *map(self._encode, kinds, (getattr(record, name) for name in names))]
+                for record in group
+            ]
+            self._execute_many(_upsert(kind, self._dialect.prefix, self._dialect.placeholder), rows)
+
+    def delete(self, kind: type[Record], **values: Any) -> int:
+        """See `records.Transaction`."""
+        statement = _delete(kind, self._dialect.prefix, self._dialect.placeholder, tuple(values))
+        return self._execute(statement, self._parameters(kind, values)).rowcount
+
+    def _parameters(self, kind: type[Record], values: dict[str, Any]) -> list[Any]:
+        layout = layout_of(kind)
+        kinds = dict(zip(layout.names, layout.kinds, strict=True))
+        return [self._pipeline_id, *(self._encode(kinds[name], value) for name, value in values.items())]
+
+    def _encode(self, kind: ColumnKind, value: Any) -> Any:
+        return None if value is None else self._dialect.encode(kind, value)
+
+    def _decode(self, kind: ColumnKind, value: Any) -> Any:
+        return None if value is None else self._dialect.decode(kind, value)
+
+
+# All names below are those of the records' own fields and tables, none comes from outside.
+
+
+@cache
+def _select(kind: type[Record], prefix: str, placeholder: str, names: tuple[str, ...]) -> str:
+    columns = ", ".join(layout_of(kind).names)
+    order = ", ".join(("pipeline_id", *layout_of(kind).key))
+    where = _where(names, placeholder)
+    return f"select {columns} from {prefix}{kind.table} where {where} order by {order}"  # noqa: S608
+
+
+@cache
+def _upsert(kind: type[Record], prefix: str, placeholder: str) -> str:
+    layout = layout_of(kind)
+    names = ("pipeline_id", *layout.names)
+    key = ", ".join(("pipeline_id", *layout.key))
+    changes = ", ".join(f"{name} = excluded.{name}" for name in layout.names if name not in layout.key)
+    values = ", ".join([placeholder] * len(names))
+    into = f"insert into {prefix}{kind.table} ({', '.join(names)}) values ({values})"  # noqa: S608
+    return f"{into} on conflict ({key}) do update set {changes}"
+
+
+@cache
+def _delete(kind: type[Record], prefix: str, placeholder: str, names: tuple[str, ...]) -> str:
+    return f"delete from {prefix}{kind.table} where {_where(names, placeholder)}"  # noqa: S608
+
+
+def _where(names: tuple[str, ...], placeholder: str) -> str:
+    return " and ".join(f"{name} = {placeholder}" for name in ("pipeline_id", *names))
