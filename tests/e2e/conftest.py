@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.e2e.support import Stream
 
 
 @pytest.fixture
-def stream(database, tmp_path) -> Iterator[Stream]:
+def stream(database, tmp_path) -> Stream:
     """On the shared server."""
     made = Stream(database, tmp_path)
     made.create()
-    yield made
+    return made
 
 
 @pytest.fixture
 def own_stream(make_server, tmp_path):
-    """On a server of its own, with settings: `own_stream(wal_sender_timeout="2s")`; `.database.server` is that server."""
+    """On a server of its own, with settings: `own_stream(wal_sender_timeout="2s")`; see `.database.server`."""
 
     def make(**settings: object) -> Stream:
         from tests.conftest import Database

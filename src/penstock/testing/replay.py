@@ -354,13 +354,11 @@ class Table:
             return
         assert change.row is not None
         if change.operation is Operation.DELETE:
-            self._take(change.row, where)
+            _check_image(change.row, self._take(change.row, where), where)
         elif change.operation is Operation.UPDATE:
             before = self._take(change.row if change.old is None else change.old, where)
             if change.old is not None:
-                known = [old in (Missing.UNCHANGED, cell) for old, cell in zip(change.old, before, strict=True)]
-                if not all(known):
-                    raise Discrepancy(f"{where}: `_old` differs from the row before")
+                _check_image(change.old, before, where)
             row = tuple(old if new is Missing.UNCHANGED else new for new, old in zip(change.row, before, strict=True))
             self._insert(row, where)
         else:
@@ -390,6 +388,13 @@ class Table:
             raise Discrepancy(f"{where}: no row like {_short(row)}")
         self._many[row] -= 1
         return row
+
+
+def _check_image(image: Row, before: Row, where: str) -> None:
+    """What was sent of the row before is what that row was; a NULL that means "not sent" must not look like one."""
+    for sent, cell in zip(image, before, strict=True):
+        if sent is not Missing.UNCHANGED and sent != cell:
+            raise Discrepancy(f"{where}: the old row had {_short([cell])}, not {_short([sent])}")
 
 
 def _short(cells: Iterable[Cell]) -> str:
