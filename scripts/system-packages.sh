@@ -1,6 +1,7 @@
 #!/bin/sh
-# What the set-up needs from the system: Python's venv module, and Debian's PostgreSQL 15 as one more version to test
-# on. As root they are installed; for anybody else one message says how, and the set-up goes on without PostgreSQL 15.
+# What the set-up needs from the system: Python's venv module, a Java runtime for Spark (17 to 21), and Debian's
+# PostgreSQL 15 as one more version to test on. As root they are installed; for anybody else one message says how, and
+# the set-up goes on without Java and PostgreSQL 15.
 # Usage: system-packages.sh <python>
 set -eu
 
@@ -26,6 +27,17 @@ fi
 if [ ! -x /usr/lib/postgresql/15/bin/postgres ] && command -v apt-get >/dev/null; then
     missing="postgresql-15"
 fi
+java_found=
+for java in ${JAVA_HOME:+"$JAVA_HOME/bin/java"} java /usr/lib/jvm/*/bin/java; do
+    version=$("$java" -version 2>&1 | sed -n 's/.* version "\([0-9]*\).*/\1/p' | head -n 1)
+    if [ "${version:-0}" -ge 17 ] && [ "$version" -le 21 ]; then
+        java_found=$java
+        break
+    fi
+done
+if [ -z "$java_found" ]; then
+    missing=$(echo $missing default-jre-headless)
+fi
 if [ -z "$needed$missing" ]; then
     exit 0
 fi
@@ -43,7 +55,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
             trap 'rm -f "$cluster_settings"' EXIT
         fi
         apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $missing >/dev/null ||
-            echo "make: could not install $missing; its tests are skipped, the rest goes on" >&2
+            echo "make: could not install $missing; tests that need it are skipped or fail, the rest goes on" >&2
     fi
     exit 0
 fi
@@ -60,4 +72,4 @@ if [ -n "$needed" ]; then
     echo "make: without $needed there can be no environment; stopping." >&2
     exit 1
 fi
-echo "make: going on without $missing; its tests are skipped by name." >&2
+echo "make: going on without $missing; tests on PostgreSQL 15 are skipped by name, tests on Spark fail." >&2
