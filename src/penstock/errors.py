@@ -22,6 +22,10 @@ contain a secret or the value of a cell.
     │   ├── SlotUnusable            another plugin or database, no free slots
     │   ├── PositionAhead           a stored position that the server has not reached
     │   ├── LineageChanged          another system, another timeline, another slot
+    │   ├── SnapshotBlocked         open transactions, named, keep a snapshot from being taken: tried again
+    │   ├── SnapshotLost            the snapshot of a copy is gone; the copy begins anew
+    │   ├── TableRewritten          rewritten, emptied or altered while it was copied; the copy begins anew
+    │   ├── TableLocked             somebody holds a lock that keeps us from reading: tried again
     │   └── QueryFailed
     ├── DecodeError                 bytes that are not what the protocol promises
     ├── ValueOutOfRange             a value that its column's type cannot hold, under the policy `error`
@@ -178,6 +182,37 @@ class LineageChanged(SourceError):
     """Stored positions belong to another system, timeline or slot than the one that answers."""
 
     default_hint = "Positions of one server mean nothing on another: copy the tables again."
+
+
+class SnapshotBlocked(SourceError):
+    """A snapshot waits for transactions that do not end; `blockers` names them."""
+
+    retry = Retry.TIMED
+    default_hint = "A snapshot is taken when the transactions before it have ended: wait for them, or end them."
+
+
+class SnapshotLost(SourceError):
+    """The transaction that kept a copy's snapshot has ended: what was copied so far cannot be completed."""
+
+    retry = Retry.TIMED
+    default_hint = "The copy begins anew by itself; see the server's log for why the session ended."
+
+
+class TableRewritten(SourceError):
+    """A table was rewritten, emptied, altered or dropped between a copy's snapshot and its reading.
+
+    Rows would be missing without a word, so the whole attempt is void.
+    """
+
+    retry = Retry.TIMED
+    default_hint = "The copy begins anew by itself; keep DDL, TRUNCATE and VACUUM FULL away from it while it runs."
+
+
+class TableLocked(SourceError):
+    """Another session holds a lock on the table that readers wait for."""
+
+    retry = Retry.TIMED
+    default_hint = "Wait for the DDL on this table to end, or end the session that holds the lock."
 
 
 class QueryFailed(SourceError):
