@@ -73,10 +73,11 @@ class StoreCore:
         *,
         ttl: float = DEFAULT_LEASE_TTL,
         wait: float = 0.0,
+        take_over: bool = False,
         on_lost: Callable[[LeaseLost], None] | None = None,
     ) -> Lease:
         """See `stores.LeaseStore`."""
-        lease = take_lease(self.database.another(), ttl=ttl, wait=wait, on_lost=on_lost)
+        lease = take_lease(self.database.another(), ttl=ttl, wait=wait, take_over=take_over, on_lost=on_lost)
         with self.lock:
             self._lease = lease
             self.forget()  # another process may have written since

@@ -47,10 +47,17 @@ class Lease:
     """A lease that is held, and renewed by a thread of its own until `release`."""
 
     def __init__(
-        self, database: Database, holder: Holder, *, ttl: float, on_lost: Callable[[LeaseLost], None] | None = None
+        self,
+        database: Database,
+        holder: Holder,
+        *,
+        ttl: float,
+        take_over: bool = False,
+        on_lost: Callable[[LeaseLost], None] | None = None,
     ) -> None:
         self.holder = holder
         self.ttl = ttl
+        self._take_over = take_over
         self._database = database
         self._token = uuid.uuid4().hex
         self._on_lost = on_lost
@@ -128,7 +135,7 @@ class Lease:
         if record is not None and record.holder == self._token:
             return record.epoch  # the answer to an earlier attempt got lost
         current = describe(record, now)
-        if current is not None and not current.gone:
+        if current is not None and not current.gone and not self._take_over:
             raise LeaseHeld(
                 f"the pipeline is driven by {current}",
                 host=current.host,
@@ -187,13 +194,18 @@ class Lease:
 
 
 def take_lease(
-    database: Database, *, ttl: float, wait: float, on_lost: Callable[[LeaseLost], None] | None = None
+    database: Database,
+    *,
+    ttl: float,
+    wait: float,
+    take_over: bool = False,
+    on_lost: Callable[[LeaseLost], None] | None = None,
 ) -> Lease:
     """Take the lease, waiting up to `wait` seconds for another holder; the lease owns `database` from then on."""
     deadline = _now() + wait
     while True:
         try:
-            return Lease(database, this_process(), ttl=ttl, on_lost=on_lost)
+            return Lease(database, this_process(), ttl=ttl, take_over=take_over, on_lost=on_lost)
         except LeaseHeld:
             if _now() >= deadline:
                 database.close()

@@ -200,13 +200,19 @@ class LeaseStore(Protocol):
     """One driver per pipeline."""
 
     def acquire_lease(
-        self, *, ttl: float = DEFAULT_TTL, wait: float = 0.0, on_lost: Callable[[LeaseLost], None] | None = None
+        self,
+        *,
+        ttl: float = DEFAULT_TTL,
+        wait: float = 0.0,
+        take_over: bool = False,
+        on_lost: Callable[[LeaseLost], None] | None = None,
     ) -> Lease:
         """Become the driver, for this store object; renewed in the background until `release_lease` or `close`.
 
         `LeaseHeld`, with host, pid and since, if another process is, after waiting for it up to `wait` seconds. The
-        lease of a process that has ended on this machine is free at once, any other after its `ttl`. `on_lost` is
-        called from a thread of the lease's own, at most once. All caches are filled anew afterwards.
+        lease of a process that has ended on this machine is free at once, any other after its `ttl`. With `take_over`
+        nobody is asked: the other process is fenced off, and finds out within a third of its `ttl`. `on_lost` is called
+        from a thread of the lease's own, at most once. All caches are filled anew afterwards.
         """
         ...
 

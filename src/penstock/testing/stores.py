@@ -1,0 +1,721 @@
+"""The contract of stores, as tests that any implementation can be put through.
+
+    class TestMyStore(StoreContract):
+        def open(self, pipeline_id="contract"):
+            return MyStore(self.place, pipeline_id)       # the same state each time within a test
+
+`DurableStoreContract` adds what only a store outside the process can show: other processes, and their death. It needs
+a `url` that `penstock.state.open_store` understands. Run with pytest, which finds the methods by their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import IO
+
+from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, PenstockError, StateError
+from penstock.lsn import Lsn, OrderKey
+from penstock.schema import Column, PostgresType, TableSchema
+from penstock.source.lineage import Lineage
+from penstock.state import (
+    Catchup,
+    CommandKind,
+    CommandStatus,
+    DataSync,
+    DestinationTableMetadata,
+    Errored,
+    FinishedCopy,
+    Init,
+    PipelineStore,
+    Ready,
+    RetryPolicy,
+    StoredPhase,
+    SyncDone,
+    SyncWait,
+    TableReplicationPhase,
+    TableSchemaRetention,
+    TableSchemaVersion,
+    WorkerType,
+    open_store,
+)
+from penstock.state.transitions import fail, lose_position
+
+LINEAGE = Lineage("7000000000000000001", 1, "app", "penstock_slot")
+APPLY = WorkerType.apply()
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
+_TABLES = range(1, 9)
+_PATIENCE = 60.0
+
+
+def table_version(table_id: int, commit_lsn: int, ordinal: int = 0, *, columns: int = 2) -> TableSchemaVersion:
+    """A version of a made-up table; two with the same number of columns have the same schema."""
+    int4 = PostgresType(23, "int4")
+    key = Column("id", 1, int4, identity=True, primary_key_position=1)
+    others = tuple(Column(f"column {number} ✓", number, int4) for number in range(2, columns + 1))
+    schema = TableSchema(table_id, "public", f"table {table_id}", (key, *others))
+    return TableSchemaVersion(OrderKey(Lsn(commit_lsn), ordinal), schema)
+
+
+def failed(current: TableReplicationPhase, position: int | None = None) -> Errored:
+    """What a table becomes when it fails."""
+    return fail(
+        current,
+        reason="a bad row: 'x' ✗",
+        solution="mend it",
+        retry_policy=RetryPolicy(),
+        at=NOW,
+        position=None if position is None else Lsn(position),
+    )
+
+
+@contextlib.contextmanager
+def refused(kind: type[PenstockError]) -> Iterator[list[PenstockError]]:
+    """Expect an error of this kind; it is in the list afterwards."""
+    caught: list[PenstockError] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+
+
+class StoreContract:
+    """What every store does. A test has several store objects, as a pipeline has several processes."""
+
+    def open(self, pipeline_id: str = "contract") -> PipelineStore:
+        """A new store object over the state of this test."""
+        raise NotImplementedError
+
+    def setup_method(self) -> None:
+        self._opened: list[PipelineStore] = []
+
+    def teardown_method(self) -> None:
+        for store in self._opened:
+            store.close()
+
+    def reader(self, pipeline_id: str = "contract") -> PipelineStore:
+        """A store that holds no lease; closed after the test."""
+        store = self.open(pipeline_id)
+        self._opened.append(store)
+        return store
+
+    def driver(self, pipeline_id: str = "contract") -> PipelineStore:
+        """A store that holds the lease."""
+        store = self.reader(pipeline_id)
+        store.acquire_lease()
+        store.use_lineage(LINEAGE)
+        return store
+
+    def restarted(self, store: PipelineStore) -> PipelineStore:
+        """What the next process sees."""
+        store.close()
+        return self.driver(store.pipeline_id)
+
+    def now_and_restarted(self, store: PipelineStore) -> Iterator[PipelineStore]:
+        """A store, and then what the next process sees."""
+        yield store
+        yield self.restarted(store)
+
+    def test_it_is_a_pipeline_store(self) -> None:
+        assert isinstance(self.reader(), PipelineStore)
+
+    # Phases
+
+    def test_a_table_goes_through_its_phases_and_survives_a_restart(self) -> None:
+        store = self.driver()
+        phases: list[StoredPhase] = [Init(), DataSync(), FinishedCopy(), SyncDone(Lsn(0x16_B374D848)), Ready()]
+        for phase in phases:
+            store.update_table_replication_state(16384, phase)
+            assert store.get_table_replication_state(16384) == phase
+        again = self.restarted(store)
+        assert again.load_table_replication_states() == 1
+        assert again.get_table_replication_states() == {16384: Ready()}
+        assert again.get_table_replication_state(1) is None
+
+    def test_an_error_keeps_everything_that_is_known_about_it(self) -> None:
+        store = self.driver()
+        self._bring_to_ready(store, 1)
+        errored = failed(Ready(), (1 << 64) - 1)
+        store.update_table_replication_state(1, errored)
+        assert self.restarted(store).get_table_replication_state(1) == errored
+
+    def test_an_illegal_step_is_refused_and_changes_nothing(self) -> None:
+        store = self.driver()
+        store.update_table_replication_state(1, Init())
+        for phase in (FinishedCopy(), SyncDone(Lsn(1)), Ready(), SyncWait(), Catchup(Lsn(1))):
+            with refused(IllegalTransition):
+                store.update_table_replication_state(1, phase)
+        with refused(IllegalTransition):
+            store.update_table_replication_state(2, DataSync())
+        assert store.get_table_replication_states() == {1: Init()}
+        assert len(store.get_table_replication_history(1)) == 1
+
+    def test_several_tables_change_together_or_not_at_all(self) -> None:
+        store = self.driver()
+        store.update_table_replication_states({1: Init(), 2: Init(), 3: Init()})
+        with refused(IllegalTransition):
+            store.update_table_replication_states({1: DataSync(), 2: Ready(), 3: DataSync()})
+        assert set(store.get_table_replication_states().values()) == {Init()}
+        assert set(self.restarted(store).get_table_replication_states().values()) == {Init()}
+
+    def test_setting_the_same_phase_again_changes_nothing(self) -> None:
+        store = self.driver()
+        store.update_table_replication_state(1, Init())
+        store.update_table_replication_state(1, Init())
+        assert [record.phase for record in store.get_table_replication_history(1)] == [Init()]
+
+    def test_rollback_continues_where_the_table_stopped(self) -> None:
+        store = self.driver()
+        self._bring_to_ready(store, 1)
+        store.update_table_replication_state(1, failed(Ready(), 77))
+        assert store.rollback_table_replication_state(1) == SyncDone(Lsn(77))
+        assert store.get_table_replication_state(1) == SyncDone(Lsn(77))
+        with refused(IllegalTransition):
+            store.rollback_table_replication_state(1)
+        with refused(IllegalTransition):
+            store.rollback_table_replication_state(99)
+
+    def test_rollback_of_a_copy_starts_it_again(self) -> None:
+        store = self.driver()
+        for phase in (Init(), DataSync(), failed(DataSync())):
+            store.update_table_replication_state(1, phase)
+        assert store.rollback_table_replication_state(1) == Init()
+
+    def test_rollback_over_a_gap_is_refused(self) -> None:
+        store = self.driver()
+        self._bring_to_ready(store, 1)
+        held = failed(Ready(), 77)
+        store.update_table_replication_state(1, held)
+        store.update_table_replication_state(1, lose_position(held))
+        with refused(IllegalTransition) as errors:
+            store.rollback_table_replication_state(1)
+        assert "resync" in errors[0].hint
+        with refused(IllegalTransition):
+            store.update_table_replication_state(1, held)
+        store.update_table_replication_state(1, Init())
+
+    def test_history_is_in_order_and_bounded(self) -> None:
+        store = self.driver()
+        for _ in range(60):
+            store.update_table_replication_state(1, Init())
+            store.update_table_replication_state(1, DataSync())
+        history = store.get_table_replication_history(1)
+        assert 20 <= len(history) <= 100
+        assert history[-1].phase == DataSync()
+        assert history[-2].phase == Init()
+        assert [record.at for record in history] == sorted(record.at for record in history)
+        assert history[-1].at.tzinfo is not None
+
+    def test_what_a_reader_was_given_does_not_change_under_it(self) -> None:
+        store = self.driver()
+        store.update_table_replication_state(1, Init())
+        seen = store.get_table_replication_states()
+        store.update_table_replication_states({1: DataSync(), 2: Init()})
+        assert seen == {1: Init()}
+
+    # Positions
+
+    def test_progress_never_moves_back(self) -> None:
+        store = self.driver()
+        assert store.get_replication_progress(APPLY) is None
+        assert [store.upsert_replication_progress(APPLY, Lsn(lsn)) for lsn in (5, 3, 5, 9)] == [5, 5, 5, 9]
+        assert store.upsert_replication_progress(WorkerType.table_sync(4), Lsn((1 << 64) - 1)) == (1 << 64) - 1
+        again = self.restarted(store)
+        assert again.get_replication_progress(APPLY) == Lsn(9)
+        assert isinstance(again.get_replication_progress(APPLY), Lsn)
+        assert again.get_replication_progress(WorkerType.table_sync(4)) == (1 << 64) - 1
+        assert again.get_replication_progress(WorkerType.table_sync(5)) is None
+
+    def test_progress_of_another_lineage_is_neither_returned_nor_overwritten(self) -> None:
+        store = self.driver()
+        store.upsert_replication_progress(APPLY, Lsn(9), table_positions={1: Lsn(8)})
+        store.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
+        assert store.get_replication_progress(APPLY) is None
+        assert store.get_table_position(1) is None
+        assert store.get_table_positions() == {}
+        with refused(LineageChanged):
+            store.upsert_replication_progress(APPLY, Lsn(99))
+        with refused(LineageChanged):
+            store.upsert_table_positions({1: Lsn(99)})
+        stored = store.get_stored_progress()
+        assert stored is not None
+        assert (stored.position, stored.lineage) == (9, LINEAGE)
+        store.delete_replication_progress(APPLY)
+        assert store.get_stored_progress() is None
+        assert store.upsert_replication_progress(APPLY, Lsn(3)) == 3
+
+    def test_after_a_failover_positions_count_on_the_new_timeline(self) -> None:
+        store = self.driver()
+        store.upsert_replication_progress(APPLY, Lsn(9), table_positions={1: Lsn(8)})
+        promoted = Lineage(LINEAGE.system_identifier, 2, LINEAGE.database, LINEAGE.slot)
+        store.use_lineage(promoted, continues=LINEAGE)
+        assert store.get_replication_progress(APPLY) == 9
+        assert store.get_table_positions() == {1: 8}
+        with refused(LineageChanged):
+            store.use_lineage(Lineage("7000000000000000002", 3, "app", "penstock_slot"), continues=promoted)
+
+    def test_positions_need_a_lineage(self) -> None:
+        store = self.reader()
+        store.acquire_lease()
+        with refused(StateError):
+            store.upsert_replication_progress(APPLY, Lsn(1))
+
+    def test_positions_of_tables_never_move_back_and_travel_with_progress(self) -> None:
+        store = self.driver()
+        assert store.upsert_table_positions({1: Lsn(5), 2: Lsn(6)}) == {1: 5, 2: 6}
+        assert store.upsert_table_positions({1: Lsn(4), 2: Lsn(7)}) == {1: 5, 2: 7}
+        store.upsert_replication_progress(APPLY, Lsn(5), table_positions={1: Lsn(8), 3: Lsn(9)})
+        again = self.restarted(store)
+        assert again.get_table_positions() == {1: 8, 2: 7, 3: 9}
+        assert again.get_table_position(4) is None
+
+    # Schemas
+
+    def test_the_newest_version_not_after_a_position_is_found(self) -> None:
+        store = self.driver()
+        versions = [table_version(1, 10), table_version(1, 20, 3, columns=3), table_version(1, 20, 7, columns=4)]
+        for version in reversed(versions):
+            assert store.store_table_schema(version) == version
+        store.store_table_schema(table_version(2, 15))
+
+        def check(store: PipelineStore) -> None:
+            def found(commit_lsn: int, ordinal: int) -> TableSchemaVersion | None:
+                return store.get_table_schema(1, OrderKey(Lsn(commit_lsn), ordinal))
+
+            assert found(9, 99) is None
+            assert found(10, 0) == found(20, 2) == versions[0]
+            assert found(20, 3) == found(20, 6) == versions[1]
+            assert found(20, 7) == found((1 << 64) - 1, 0) == versions[2]
+            assert store.get_table_schema(3, OrderKey(Lsn(99), 0)) is None
+
+        check(store)
+        again = self.restarted(store)
+        check(again)
+        assert again.load_table_schemas() == 4
+        assert len(again.get_table_schemas()) == 4
+
+    def test_a_cache_that_has_only_some_versions_does_not_answer(self) -> None:
+        first = self.driver()
+        for version in (table_version(1, 10), table_version(1, 20, columns=3)):
+            first.store_table_schema(version)
+        again = self.restarted(first)
+        # Nothing was loaded: the version that is stored now must not be taken for all there are.
+        again.store_table_schema(table_version(1, 30, columns=4))
+        assert again.get_table_schema(1, OrderKey(Lsn(25), 0)) == table_version(1, 20, columns=3)
+        assert again.get_table_schema(1, OrderKey(Lsn(10), 0)) == table_version(1, 10)
+
+    def test_a_version_stored_again_replaces_itself(self) -> None:
+        store = self.driver()
+        store.store_table_schema(table_version(1, 10))
+        store.store_table_schema(table_version(1, 10, columns=5))
+        assert store.get_table_schemas() == [table_version(1, 10, columns=5)]
+        assert self.restarted(store).get_table_schemas() == [table_version(1, 10, columns=5)]
+
+    def test_pruning_keeps_what_is_still_needed(self) -> None:
+        store = self.driver()
+        for commit_lsn in (10, 20, 30, 40):
+            store.store_table_schema(table_version(1, commit_lsn, columns=commit_lsn))
+            store.store_table_schema(table_version(2, commit_lsn))
+        keep = {1: TableSchemaRetention(OrderKey(Lsn(35), 0)), 7: TableSchemaRetention(OrderKey(Lsn(1), 0))}
+        assert store.prune_table_schemas(keep) == 2
+        assert store.prune_table_schemas(keep) == 0
+        assert store.prune_table_schemas({1: TableSchemaRetention(OrderKey(Lsn(5), 0))}) == 0
+        for each in self.now_and_restarted(store):
+            mine = [version for version in each.get_table_schemas() if version.table_id == 1]
+            assert mine == [table_version(1, lsn, columns=lsn) for lsn in (30, 40)]
+            assert each.get_table_schema(1, OrderKey(Lsn(35), 0)) == mine[0]
+            assert len(each.get_table_schemas()) == 6
+
+    # Destination tables
+
+    def test_a_change_of_schema_is_applying_and_then_applied(self) -> None:
+        store = self.driver()
+        creating = DestinationTableMetadata.create("lake/orders", OrderKey(Lsn(10), 0), (True, False, True))
+        store.store_destination_table_metadata(1, creating)
+        assert store.get_applied_destination_table_metadata(1) is None
+        assert store.get_interrupted_destination_tables() == {1: creating}
+        store.store_destination_table_metadata(1, creating.finish())
+        applied = store.get_applied_destination_table_metadata(1)
+        assert applied is not None
+        assert (applied.destination_table_id, applied.replication_mask) == ("lake/orders", (True, False, True))
+        changing = creating.finish().begin(OrderKey(Lsn(20), 4), (True, True))
+        store.store_destination_table_metadata(1, changing)
+        again = self.restarted(store)
+        assert again.load_destination_tables_metadata() == 1
+        assert again.get_interrupted_destination_tables() == {1: changing}
+        assert again.get_destination_table_metadata(1) == changing
+
+    def test_an_interrupted_change_can_be_taken_back_and_nothing_else_goes_backwards(self) -> None:
+        store = self.driver()
+        first = DestinationTableMetadata.create("orders", OrderKey(Lsn(10), 0), (True,)).finish()
+        store.store_destination_table_metadata(1, first)
+        changing = first.begin(OrderKey(Lsn(20), 0), (True, True))
+        store.store_destination_table_metadata(1, changing)
+        with refused(IllegalTransition):
+            older = DestinationTableMetadata.create("orders", OrderKey(Lsn(5), 0), (True,))
+            store.store_destination_table_metadata(1, older)
+        before = changing.undo()
+        assert before is not None
+        assert before == first
+        store.store_destination_table_metadata(1, before)
+        store.store_destination_table_metadata(1, changing.finish())
+        with refused(IllegalTransition):
+            store.store_destination_table_metadata(1, first)
+        assert store.get_destination_table_metadata(1) == changing.finish()
+        store.delete_destination_table_metadata(1)
+        assert store.get_destination_table_metadata(1) is None
+
+    # Forgetting
+
+    def test_a_new_copy_forgets_all_but_the_phase(self) -> None:
+        store = self.driver()
+        self._fill(store, 1)
+        self._fill(store, 2)
+        store.clear_table_copy_state(1)
+        store.clear_table_copy_state(1)
+        for each in self.now_and_restarted(store):
+            assert each.get_table_replication_states() == {1: Ready(), 2: Ready()}
+            assert self._remembered(each, 1) == (None, None, None, None)
+            assert None not in self._remembered(each, 2)
+            assert each.get_replication_progress(APPLY) == 50
+            assert each.get_table_replication_history(1)
+
+    def test_a_table_that_left_is_forgotten(self) -> None:
+        store = self.driver()
+        self._fill(store, 1)
+        self._fill(store, 2)
+        store.delete_table_pipeline_state(1)
+        for each in self.now_and_restarted(store):
+            assert each.get_table_replication_states() == {2: Ready()}
+            assert self._remembered(each, 1) == (None, None, None, None)
+            assert each.get_table_replication_history(1) == []
+
+    def test_a_new_slot_resets_all_tables_and_all_positions_together(self) -> None:
+        store = self.driver()
+        self._fill(store, 1)
+        self._fill(store, 2)
+        store.reset_replication()
+        for each in self.now_and_restarted(store):
+            assert each.get_table_replication_states() == {1: Init(), 2: Init()}
+            assert each.get_stored_progress() is None
+            assert each.get_table_positions() == {}
+            assert each.get_destination_table_metadata(1) is not None
+
+    def test_teardown_forgets_everything_but_the_epoch(self) -> None:
+        store = self.driver()
+        self._fill(store, 1)
+        store.add_command(CommandKind.PAUSE)
+        store.delete_pipeline_state()
+        assert store.get_table_replication_states() == {}
+        assert store.get_table_schemas() == []
+        assert store.get_commands() == []
+        epoch = store.get_lease()
+        assert epoch is not None
+        store.release_lease()
+        assert store.acquire_lease().epoch == epoch.epoch + 1
+
+    def test_pipelines_in_one_place_do_not_see_each_other(self) -> None:
+        first, second = self.driver("first"), self.driver("second")
+        self._fill(first, 1)
+        first.add_command(CommandKind.PAUSE)
+        second.reset_replication()
+        second.delete_table_pipeline_state(1)
+        second.delete_pipeline_state()
+        assert second.get_table_replication_states() == {}
+        assert second.get_commands() == []
+        assert None not in self._remembered(self.restarted(first), 1)
+
+    # Lease
+
+    def test_a_second_driver_is_refused_and_told_who_drives(self) -> None:
+        first, second = self.driver(), self.reader()
+        lease = first.get_lease()
+        assert lease is not None
+        with refused(LeaseHeld) as errors:
+            second.acquire_lease()
+        assert (errors[0].host, errors[0].pid, errors[0].since) == (lease.host, lease.pid, lease.since)
+        assert str(lease.pid) in errors[0].message
+        with refused(LeaseHeld):
+            first.acquire_lease()
+        first.release_lease()
+        first.release_lease()
+        assert second.get_lease() is None
+        assert second.acquire_lease().epoch == lease.epoch + 1
+
+    def test_without_the_lease_nothing_is_written(self) -> None:
+        store = self.reader()
+        metadata = DestinationTableMetadata.create("x", OrderKey(Lsn(1), 0), (True,))
+        store.use_lineage(LINEAGE)
+        writes: list[Callable[[], object]] = [
+            lambda: store.update_table_replication_state(1, Init()),
+            lambda: store.rollback_table_replication_state(1),
+            lambda: store.upsert_replication_progress(APPLY, Lsn(1)),
+            lambda: store.delete_replication_progress(APPLY),
+            lambda: store.upsert_table_positions({1: Lsn(1)}),
+            lambda: store.store_table_schema(table_version(1, 1)),
+            lambda: store.prune_table_schemas({}),
+            lambda: store.store_destination_table_metadata(1, metadata),
+            lambda: store.clear_table_copy_state(1),
+            lambda: store.delete_table_pipeline_state(1),
+            lambda: store.reset_replication(),
+            lambda: store.delete_pipeline_state(),
+            lambda: store.take_commands(),
+        ]
+        for write in writes:
+            with refused(LeaseLost):
+                write()
+        store.acquire_lease()
+        store.release_lease()
+        for write in writes:
+            with refused(LeaseLost):
+                write()
+
+    def test_who_lost_the_lease_is_fenced_off_and_notices(self) -> None:
+        slept, noticed = self.reader(), threading.Event()
+        slept.acquire_lease(ttl=1.0, on_lost=lambda _: noticed.set())
+        new = self.reader()
+        new.acquire_lease(take_over=True)
+        new.update_table_replication_state(1, Init())
+        with refused(LeaseLost):
+            slept.update_table_replication_state(1, DataSync())
+        assert noticed.wait(_PATIENCE)
+        assert new.get_table_replication_state(1) == Init()
+        with refused(LeaseLost):
+            slept.update_table_replication_state(1, DataSync())
+
+    def test_a_new_driver_sees_what_the_one_before_wrote(self) -> None:
+        first, second = self.driver(), self.reader()
+        assert second.get_table_replication_states() == {}
+        self._bring_to_ready(first, 1)
+        first.release_lease()
+        second.acquire_lease()
+        assert second.get_table_replication_states() == {1: Ready()}
+
+    def test_a_lease_is_renewed_while_its_holder_lives(self) -> None:
+        store = self.reader()
+        lease = store.acquire_lease(ttl=0.6)
+        before = store.get_lease()
+        assert before is not None
+
+        def renewed() -> bool:
+            now = store.get_lease()
+            return now is not None and now.expires > before.expires and now.epoch == before.epoch
+
+        self._wait(renewed)
+        lease.check()
+        assert not lease.lost
+
+    # Commands
+
+    def test_commands_are_added_by_anybody_and_taken_once_by_the_driver(self) -> None:
+        asker, driver = self.reader(), self.driver()
+        first = asker.add_command(CommandKind.RESYNC, ["public.orders"], options={"wait": True})
+        second = asker.add_command(CommandKind.PAUSE, requested_by="ops")
+        assert first.number < second.number
+        taken = driver.take_commands()
+        assert [command.kind for command in taken] == [CommandKind.RESYNC, CommandKind.PAUSE]
+        assert (taken[0].tables, taken[0].options) == (("public.orders",), {"wait": True})
+        assert driver.take_commands() == []
+        driver.answer_command(first.number, CommandStatus.DONE)
+        driver.answer_command(second.number, CommandStatus.REFUSED, "not now")
+        driver.answer_command(second.number, CommandStatus.DONE)
+        answers = [(command.status, command.reason) for command in asker.get_commands()]
+        assert answers == [(CommandStatus.DONE, None), (CommandStatus.REFUSED, "not now")]
+        answer = asker.get_command(second.number)
+        assert answer is not None
+        assert answer.answered
+        assert answer.requested_by == "ops"
+        assert asker.get_command(99) is None
+
+    def test_commands_wait_while_no_pipeline_runs(self) -> None:
+        asker = self.reader()
+        number = asker.add_command(CommandKind.REFRESH).number
+        assert [command.number for command in self.driver().take_commands()] == [number]
+
+    def test_a_command_whose_driver_died_is_taken_again(self) -> None:
+        store = self.driver()
+        number = store.add_command(CommandKind.ROLLBACK, ["public.orders"]).number
+        assert [command.number for command in store.take_commands()] == [number]
+        assert [command.number for command in self.restarted(store).take_commands()] == [number]
+
+    def test_answered_commands_are_bounded(self) -> None:
+        store = self.driver()
+        for _ in range(210):
+            store.answer_command(store.add_command(CommandKind.VERIFY).number, CommandStatus.DONE)
+        numbers = [command.number for command in store.get_commands()]
+        assert 100 <= len(numbers) <= 205
+        assert numbers[-1] == 210
+
+    # Threads
+
+    def test_threads_write_at_once(self) -> None:
+        store = self.driver()
+
+        def work(worker: int) -> None:
+            for step in range(10):
+                assert store.upsert_replication_progress(APPLY, Lsn(step * 8 + worker)) >= step * 8 + worker
+                store.update_table_replication_state(worker, Init())
+                store.update_table_replication_state(worker, DataSync())
+                store.store_table_schema(table_version(worker, step))
+                assert store.get_table_replication_state(worker) == DataSync()
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        for each in self.now_and_restarted(store):
+            assert each.get_replication_progress(APPLY) == 75
+            assert each.get_table_replication_states() == dict.fromkeys(range(4), DataSync())
+            assert len(each.get_table_schemas()) == 40
+
+    def _bring_to_ready(self, store: PipelineStore, table_id: int) -> None:
+        for phase in (Init(), DataSync(), FinishedCopy(), SyncDone(Lsn(5)), Ready()):
+            store.update_table_replication_state(table_id, phase)
+
+    def _fill(self, store: PipelineStore, table_id: int) -> None:
+        self._bring_to_ready(store, table_id)
+        store.store_table_schema(table_version(table_id, 10))
+        metadata = DestinationTableMetadata.create("x", OrderKey(Lsn(10), 0), (True,)).finish()
+        store.store_destination_table_metadata(table_id, metadata)
+        store.upsert_replication_progress(APPLY, Lsn(50), table_positions={table_id: Lsn(60)})
+        store.upsert_replication_progress(WorkerType.table_sync(table_id), Lsn(40))
+
+    def _remembered(self, store: PipelineStore, table_id: int) -> tuple[object, ...]:
+        return (
+            store.get_table_schema(table_id, OrderKey(Lsn(99), 0)),
+            store.get_destination_table_metadata(table_id),
+            store.get_table_position(table_id),
+            store.get_replication_progress(WorkerType.table_sync(table_id)),
+        )
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.01)
+
+
+class DurableStoreContract(StoreContract):
+    """What a store does for several processes, and when they are killed."""
+
+    url: str
+
+    def open(self, pipeline_id: str = "contract") -> PipelineStore:
+        return open_store(self.url, pipeline_id)
+
+    def test_a_killed_process_leaves_whole_changes_and_a_lease_that_is_free(self) -> None:
+        with self._process("update") as process:
+            lines = _lines(process)
+            rounds = [int(next(lines)) for _ in range(25)]
+            process.kill()
+            rounds += [int(line) for line in lines if line.endswith("\n")]
+        store = self.driver()  # at once, and not after the lease has run out
+        positions = store.get_table_positions()
+        assert set(positions) == set(_TABLES)
+        assert len(set(positions.values())) == 1
+        assert store.get_replication_progress(APPLY) == positions[1]
+        assert positions[1] in (rounds[-1], rounds[-1] + 1)
+        assert len(set(store.get_table_replication_states().values())) == 1
+        store.update_table_replication_states({table_id: Init() for table_id in _TABLES})
+
+    def test_of_processes_that_race_for_the_lease_one_gets_it(self) -> None:
+        with contextlib.ExitStack() as stack:
+            processes = [stack.enter_context(self._process("race")) for _ in range(3)]
+            for process in processes:
+                assert next(_lines(process)) == "waiting\n"
+            for process in processes:
+                _tell(process)
+            answers = [next(_lines(process)).split() for process in processes]
+            winners = [each for each, answer in zip(processes, answers, strict=True) if answer[0] == "held"]
+            assert len(winners) == 1, answers
+            named = {answer[1] for answer in answers if answer[0] == "refused"}
+            assert named == {str(winners[0].pid)}
+
+    def test_a_stopped_process_is_fenced_off_when_it_wakes_up(self) -> None:
+        with self._process("sleep") as process:
+            assert next(_lines(process)) == "held\n"
+            process.send_signal(signal.SIGSTOP)
+            store = self.reader()
+            store.acquire_lease(wait=_PATIENCE)
+            store.update_table_replication_state(1, Init())
+            process.send_signal(signal.SIGCONT)
+            _tell(process)
+            assert next(_lines(process)) == "lost\n"
+            assert store.get_table_replication_states() == {1: Init()}
+
+    @contextlib.contextmanager
+    def _process(self, role: str) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-m", "penstock.testing.stores", role, self.url]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+def main(role: str, url: str) -> None:
+    """What the processes of `DurableStoreContract` do."""
+    output = sys.stdout
+    with open_store(url, "contract") as store:
+        store.use_lineage(LINEAGE)
+        match role:
+            case "update":
+                store.acquire_lease()
+                _update(store, output)
+            case "race":
+                _say(output, "waiting")
+                sys.stdin.readline()
+                try:
+                    lease = store.acquire_lease()
+                    _say(output, f"held {lease.holder.pid}")
+                except LeaseHeld as error:
+                    _say(output, f"refused {error.pid}")
+                sys.stdin.readline()
+            case "sleep":
+                store.acquire_lease(ttl=1.0)
+                _say(output, "held")
+                sys.stdin.readline()
+                try:
+                    store.update_table_replication_state(2, Init())
+                    _say(output, "written")
+                except LeaseLost:
+                    _say(output, "lost")
+            case _:
+                raise SystemExit(f"unknown role {role}")
+
+
+def _update(store: PipelineStore, output: IO[str]) -> None:
+    store.update_table_replication_states({table_id: Init() for table_id in _TABLES})
+    for number in range(1, 1_000_000):
+        phase = DataSync() if number % 2 else Init()
+        store.update_table_replication_states(dict.fromkeys(_TABLES, phase))
+        positions = {table_id: Lsn(number) for table_id in _TABLES}
+        store.upsert_replication_progress(APPLY, Lsn(number), table_positions=positions)
+        _say(output, str(number))
+
+
+def _say(output: IO[str], line: str) -> None:
+    output.write(line + "\n")
+    output.flush()
+
+
+def _tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    return iter(process.stdout.readline, "")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
