@@ -1,0 +1,132 @@
+"""What is particular to the store in a file."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, LeaseHeld, StateNewer, StateUnusable
+from penstock.state import Init, MemoryStore, SqliteStore, open_store
+from penstock.state.migrate import Migration, load_migrations
+from penstock.state.sqlite import SqliteDatabase
+
+NEXT = Migration(2, "more", "create table more (x integer);\n")
+
+
+def test_a_url_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("sqlite:///here.db", f"sqlite:///{tmp_path / 'there.db'}"):
+        open_store(url, "p").close()
+    assert {path.name for path in tmp_path.glob("*.db")} == {"here.db", "there.db"}
+    assert isinstance(open_store("memory:", "p"), MemoryStore)
+
+
+@pytest.mark.parametrize("url", ["sqlite:here.db", "sqlite:///", "mysql://x", "", "sqlite://host/x"])
+def test_a_url_that_names_nothing_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        open_store(url, "p")
+    assert "sqlite:////" in refused.value.hint
+
+
+def test_a_slash_too_few_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError) as refused:
+        open_store(f"sqlite://{tmp_path}/folder/x.db", "p")
+    assert f"sqlite:///{tmp_path}/folder/x.db" in refused.value.hint
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StateUnusable, match="no/where"):
+        SqliteStore(tmp_path / "no" / "where" / "x.db")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 101, "a\nb"])
+def test_a_pipeline_needs_a_name(name: str) -> None:
+    with pytest.raises(ConfigError):
+        MemoryStore(name)
+
+
+def test_newer_state_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    SqliteStore(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("pragma user_version = 99")
+    with pytest.raises(StateNewer, match="version 99") as refused:
+        SqliteStore(path)
+    assert (refused.value.found, refused.value.known) == (99, 1)
+
+
+def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("create table theirs (x)")
+    with pytest.raises(StateUnusable, match="another program"):
+        SqliteStore(path)
+    (tmp_path / "y.db").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(StateUnusable):
+        SqliteStore(tmp_path / "y.db")
+
+
+def test_state_in_use_is_not_migrated(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    migrations = [*load_migrations("sqlite"), NEXT]
+    with SqliteStore(path) as store:
+        store.acquire_lease()
+        with pytest.raises(LeaseHeld, match="must be migrated"):
+            SqliteDatabase(path, "default").migrate(migrations)
+        store.update_table_replication_state(1, Init())
+    database = SqliteDatabase(path, "default")
+    database.migrate(migrations)
+    database.migrate(migrations)
+    database.close()
+    with pytest.raises(StateNewer):
+        SqliteStore(path)
+
+
+def test_a_migration_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    SqliteStore(path).close()
+    broken = Migration(2, "broken", "create table half (x integer);\ncreate table table;\n")
+    with pytest.raises(StateUnusable, match="cannot migrate"):
+        SqliteDatabase(path, "default").migrate([*load_migrations("sqlite"), broken])
+    with SqliteStore(path) as store:
+        assert store.get_table_replication_states() == {}
+
+
+def test_a_file_that_somebody_locks_is_an_error_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    with SqliteStore(path, busy_seconds=0.01) as store, closing(sqlite3.connect(path)) as other:
+        store.acquire_lease()
+        other.execute("begin immediate")
+        with pytest.raises(StateUnusable, match="locked"):
+            store.update_table_replication_state(1, Init())
+        other.execute("rollback")
+        store.update_table_replication_state(1, Init())
+
+
+def test_every_commit_is_synced_and_readers_do_not_wait(tmp_path: Path) -> None:
+    with SqliteStore(tmp_path / "x.db") as store, closing(sqlite3.connect(tmp_path / "x.db")) as other:
+        assert isinstance(store.database, SqliteDatabase)
+        connection = store.database._open_connection()
+        assert connection.execute("pragma journal_mode").fetchone() == ("wal",)
+        assert connection.execute("pragma synchronous").fetchone() == (2,)
+        other.execute("begin immediate")
+        assert store.get_table_replication_states() == {}
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "x.db")
+    store.close()
+    store.close()
+    with pytest.raises(StateUnusable, match="closed"):
+        store.get_table_replication_states()
+
+
+def test_both_dialects_have_the_same_migrations() -> None:
+    names = [[(each.number, each.name) for each in load_migrations(dialect)] for dialect in ("sqlite", "postgres")]
+    assert names[0] == names[1]
+    assert [number for number, _ in names[0]] == list(range(1, len(names[0]) + 1))
