@@ -205,6 +205,27 @@ def test_rolled_back_part_of_a_streamed_transaction_leaves_no_trace(stream, work
     assert [(step.table, step.key.ordinal) for step in truncations] == [("public.others", 201)]
 
 
+@pytest.mark.trap(1, 32)
+def test_truncate_that_was_streamed_and_rolled_back_leaves_no_trace(stream):
+    """Seen while its sub-transaction is still running, so that the server does send it."""
+    stream.slot()
+    settings = stream.settings(work_mem="64kB")
+    choose = random.Random(4)
+    with CaptureProcess(settings) as capture, stream.database.connect() as connection:
+        capture.wait_until_streaming()
+        write_rows(stream, 5, 5)
+        with connection.transaction():
+            connection.execute("savepoint part")
+            connection.execute("truncate things, others")
+            insert_things(connection, 1, 400, 2000, choose)
+            wait_for(lambda: list((settings.spool.path / "open").glob("*")), "a streamed run")
+            connection.execute("rollback to part")
+            list_in_journal(connection, insert_things(connection, 1, 100, 2000, choose))
+        stream.wait_captured(capture, stream.flushed_position())
+    spool = stream.check()
+    assert not [step for entry in spool.entries for step in entry.steps if isinstance(step, Truncation)]
+
+
 @pytest.mark.trap(32)
 @pytest.mark.parametrize("work_mem", ["64kB", "64MB"])
 def test_truncate_of_several_tables_stands_between_the_rows_around_it(stream, work_mem):
