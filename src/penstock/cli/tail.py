@@ -199,12 +199,12 @@ class Output:
     def write(self, line: str) -> None:
         """Write a line; raises BrokenPipeError when nobody reads any more, and `Ended`."""
         rest = memoryview(line.encode("utf-8", "backslashreplace") + b"\n")
-        with self._ending.interruptible():
-            while rest:
-                try:
-                    rest = rest[os.write(self._descriptor, rest) :]
-                except BlockingIOError:
-                    select.select([], [self._descriptor], [])
+        while rest:
+            # Only waiting may be interrupted: a line that was written is counted. There is room for so much then.
+            with self._ending.interruptible():
+                select.select([], [self._descriptor], [])
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(self._descriptor, rest[: select.PIPE_BUF]) :]
 
     def check(self) -> None:
         """Notice, without writing, that nobody reads any more (`penstock tail … | head`)."""
