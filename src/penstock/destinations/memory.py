@@ -1,0 +1,156 @@
+"""Tables in memory, equal to the source's: for tests, and the shortest example of a destination that mirrors.
+
+Everything is applied in the driver, row by row. Positions are kept beside the rows, so that replays change nothing, and
+`MemoryTables` can outlive the destination: hand it to the next one, as a disk would be there after a crash.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.changes.batch import EventBatch, TableChanges
+from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
+from penstock.destinations.batch_events import copied_rows, table_events
+from penstock.destinations.mirror import MirrorTable
+from penstock.destinations.refusals import fenced_copy, foreign_table, not_copied, unexpected
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn, reaches
+from penstock.schema import TableSchema
+
+
+@dataclass(slots=True)
+class MemoryTable:
+    """One table, with what is recorded about it."""
+
+    table: str
+    owner: str
+    attempt: str
+    """Of the copy that may write."""
+    lineage: str = ""
+    position: Lsn | None = None
+    """None while there is no complete copy."""
+    mirror: MirrorTable | None = None
+
+
+@dataclass(slots=True)
+class MemoryTables:
+    """What survives a destination; several may share it, as they would share a folder."""
+
+    tables: dict[int, MemoryTable] = field(default_factory=dict[int, MemoryTable])
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def find(self, table: str) -> MirrorTable:
+        """A table by namespace and name."""
+        with self.lock:
+            for each in self.tables.values():
+                if each.mirror is not None and each.table == table:
+                    return each.mirror
+        raise KeyError(table)
+
+
+class MemoryDestination:
+    """`type = "memory"`: tables in the process, for tests and for looking."""
+
+    name = "memory"
+    capabilities = Capabilities(records_position=True, updates_rows=True, keeps_old_rows_while_copying=True)
+
+    def __init__(self, tables: MemoryTables | None = None) -> None:
+        self.storage = MemoryTables() if tables is None else tables
+        self._context: DestinationContext | None = None
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """The rows of a table (`"public.orders"`); KeyError if there is none."""
+        with self.storage.lock:
+            return self.storage.find(table).rows()
+
+    def arrow(self, table: str) -> pa.Table:
+        """The same as an Arrow table."""
+        with self.storage.lock:
+            return self.storage.find(table).arrow()
+
+    def tables(self) -> list[str]:
+        """Namespace and name of all tables that have a complete copy."""
+        with self.storage.lock:
+            return sorted(each.table for each in self.storage.tables.values() if each.mirror is not None)
+
+    def startup(self, context: DestinationContext) -> None:
+        """See `Destination`."""
+        self._context = context
+
+    def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
+        """See `Destination`."""
+        with self.storage.lock:
+            found = self._owned(schema)
+            if found is None:
+                self.storage.tables[schema.table_id] = MemoryTable(str(schema), self._started.pipeline_id, attempt)
+            elif found.attempt != attempt:
+                # The rows stay readable; without a position they take no changes.
+                found.attempt, found.position = attempt, None
+
+    def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
+        """See `Destination`."""
+        mirror = MirrorTable(schema)
+        for batch in rows.arrow():
+            for row in copied_rows(batch, schema):
+                mirror.insert(row)
+        with self.storage.lock:
+            found = self._owned(schema)
+            if found is None or found.attempt != rows.attempt:
+                raise fenced_copy(str(schema), rows.attempt)
+            if found.position is None:
+                found.mirror, found.position, found.lineage = mirror, rows.position, self._started.lineage
+                found.table = str(schema)
+                # A table that was dropped and made again has the name, and another number.
+                for table_id in [each for each, other in self.storage.tables.items() if other is not found]:
+                    if self.storage.tables[table_id].table == found.table:
+                        del self.storage.tables[table_id]
+
+    def write_events(self, batch: EventBatch) -> WriteHandle:
+        """See `Destination`."""
+        errors: dict[int, PenstockError] = {}
+        for table in batch.tables:
+            try:
+                self._apply(batch, table)
+            except Exception as error:
+                errors[table.table_id] = unexpected(table.table, error)
+        return completed(WriteResult.failures(errors))
+
+    def position(self, table_id: int) -> Lsn | None:
+        """See `Destination`."""
+        with self.storage.lock:
+            found = self.storage.tables.get(table_id)
+            if found is None or found.owner != self._started.pipeline_id or not self._started.knows(found.lineage):
+                return None
+            return found.position
+
+    def shutdown(self) -> None:
+        """Nothing to close; the tables stay."""
+
+    def _apply(self, batch: EventBatch, table: TableChanges) -> None:
+        with self.storage.lock:
+            found = self.storage.tables.get(table.table_id)
+            position = self.position(table.table_id)
+            if found is None or found.mirror is None or position is None:
+                raise not_copied(table.table)
+            # Readers see all of a batch or nothing, also when it fails in the middle.
+            mirror = found.mirror.copy()
+            for event in table_events(batch, table, position):
+                mirror.apply(event)
+            found.mirror, found.lineage = mirror, self._started.lineage
+            found.position = position if reaches(position, batch.end) else batch.end
+
+    def _owned(self, schema: TableSchema) -> MemoryTable | None:
+        for table_id, other in self.storage.tables.items():
+            if (table_id == schema.table_id or other.table == str(schema)) and other.owner != self._started.pipeline_id:
+                raise foreign_table(str(schema), other.owner, self._started.pipeline_id)
+        return self.storage.tables.get(schema.table_id)
+
+    @property
+    def _started(self) -> DestinationContext:
+        if self._context is None:
+            raise RuntimeError("startup was not called")
+        return self._context

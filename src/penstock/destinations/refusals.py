@@ -1,0 +1,104 @@
+"""The errors of destinations: one function per situation, so that each says the same everywhere.
+
+An error names tables, files and types of errors; never the value of a cell, which the texts of other people's
+exceptions may contain.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ConfigError, IllegalTransition, LeaseLost, LineageChanged, PenstockError, ServerUnavailable
+
+
+def out_of_reach(destination: str, what: str, *, table: str | None = None) -> PenstockError:
+    """The destination does not answer now; tried again."""
+    return ServerUnavailable(
+        f"{destination} is out of reach: {what}",
+        hint="Check that the destination runs and can be reached from here; Penstock keeps trying.",
+        table=table,
+    )
+
+
+def rejected(table: str, what: str, *, hint: str = "") -> PenstockError:
+    """The destination does not take what was sent; a person has to look."""
+    return PenstockError(f"{table} was rejected: {what}", hint=hint, table=table)
+
+
+def unusable(what: str, *, hint: str = "") -> PenstockError:
+    """The destination cannot work as it is configured."""
+    return ConfigError(what, hint=hint)
+
+
+def foreign_table(table: str, owner: str, pipeline_id: str) -> PenstockError:
+    """Another pipeline writes this table."""
+    return ConfigError(
+        f"{table} belongs to pipeline {owner!r} at the destination; {pipeline_id!r} must not write it",
+        hint="One table has one writer: give the pipelines different paths, or remove the table at the destination.",
+        table=table,
+        owner=owner,
+    )
+
+
+def fenced_copy(table: str, attempt: str) -> PenstockError:
+    """A write of an earlier attempt came after a newer one had begun."""
+    return IllegalTransition(
+        f"{table}: a newer copy has begun; attempt {attempt} must not write any more",
+        hint="Nothing is lost: the newer copy has all rows.",
+        table=table,
+        attempt=attempt,
+    )
+
+
+def other_writer(table: str) -> PenstockError:
+    """Another process of the same pipeline has taken the table over."""
+    return LeaseLost(f"{table}: another process writes it now; what this one has written since does not count")
+
+
+def not_copied(table: str) -> PenstockError:
+    """Changes came for a table that has no copy here."""
+    return IllegalTransition(
+        f"{table} has no complete copy at the destination, so changes cannot be added to it",
+        hint="Copy the table again; if its files were removed by hand, this brings them back.",
+        table=table,
+    )
+
+
+def other_lineage(table: str, recorded: str, current: str) -> PenstockError:
+    """What is there came from another server, timeline or slot."""
+    return LineageChanged(
+        f"{table} has positions of {recorded} at the destination, which mean nothing for {current}",
+        table=table,
+        stored=recorded,
+        current=current,
+    )
+
+
+def unknown_row(table: str, what: str) -> PenstockError:
+    """A change does not fit the rows that are there."""
+    return PenstockError(
+        f"{table}: {what}",
+        hint="The copy and the changes do not fit together: copy the table again, and please report it.",
+        table=table,
+    )
+
+
+def unreadable(table: str, table_id: int, error: BaseException) -> PenstockError:
+    """A table's changes cannot be read from the spool."""
+    return PenstockError(
+        f"{table}: its changes cannot be read ({type(error).__name__})",
+        hint="Check the spool's disk; the spool can be deleted while the pipeline is stopped, nothing is lost.",
+        table=table,
+        table_id=table_id,
+    )
+
+
+def unexpected(table: str, error: BaseException) -> PenstockError:
+    """Wrap an error that nobody foresaw: it stops its table. Its text may hold values, so only its type is told."""
+    if isinstance(error, PenstockError):
+        return error
+    if isinstance(error, OSError):
+        return PenstockError(f"{table}: {error.strerror or type(error).__name__} ({error.filename})", table=table)
+    return PenstockError(
+        f"{table}: {type(error).__name__} while writing",
+        hint="The destination's own log may say more; the text of the error is left out, as it may contain data.",
+        table=table,
+    )
