@@ -52,7 +52,7 @@ class Retention:
             self._release(floor, holds)
         self._let_go(holds)
         self._stay_within_budget(holds)
-        self._drop_log_parts(floor)
+        self._drop_log_parts(floor, holds)
 
     def _answer(self, floor: Lsn | None, end: Lsn | None) -> dict[int, Lsn]:
         """Confirm new requests: all that is not released yet is still here, and will be kept from now on."""
@@ -111,21 +111,18 @@ class Retention:
             del used[largest]
             self._let_go(holds)
 
-    def _drop_log_parts(self, floor: Lsn | None) -> None:
-        """Delete parts of the log whose entries are all gone; the last part always stays."""
-        parts = self._folder.log_parts()
-        if floor is None or len(parts) < 2:
+    def _drop_log_parts(self, floor: Lsn | None, holds: dict[int, Lsn]) -> None:
+        """Delete parts of the log that all readers and copies have passed; the last part always stays."""
+        if floor is None:
             return
-        with self._lock:
-            live = [entries[0] for entries in ([entry for entry, _ in self._held], self._waiting) if entries]
-        first = live[0].number if live else 1 << 62
-        for part, following in itertools.pairwise(parts):
-            if _first_number(following) > first:
+        passed = min([floor, *holds.values()])
+        for part, following in itertools.pairwise(self._folder.log_parts()):
+            if not reaches(passed, _begin_of(following)):
                 return
             part.unlink(missing_ok=True)
 
 
-def _first_number(part: Path) -> int:
+def _begin_of(part: Path) -> Lsn:
     with open(part, "rb") as file:
         entries, _ = parse(file.readline())
-    return entries[0].number if entries else 1 << 63
+    return entries[0].begin if entries else Lsn((1 << 64) - 1)
