@@ -278,6 +278,18 @@ class StoreContract:
         assert again.get_table_positions() == {1: 8, 2: 7, 3: 9}
         assert again.get_table_position(4) is None
 
+    def test_what_is_refused_half_way_leaves_nothing(self) -> None:
+        store = self.driver()
+        store.upsert_replication_progress(APPLY, Lsn(9))
+        store.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
+        with refused(LineageChanged):
+            store.upsert_replication_progress(APPLY, Lsn(99), table_positions={1: Lsn(99)})
+        assert store.get_table_positions() == {}
+        store.close()
+        again = self.reader()
+        again.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
+        assert again.get_table_positions() == {}
+
     # Schemas
 
     def test_the_newest_version_not_after_a_position_is_found(self) -> None:
@@ -679,7 +691,7 @@ def main(role: str, url: str) -> None:
                     _say(output, f"refused {error.pid}")
                 sys.stdin.readline()
             case "sleep":
-                store.acquire_lease(ttl=1.0)
+                store.acquire_lease(ttl=0.6)
                 _say(output, "held")
                 sys.stdin.readline()
                 try:
