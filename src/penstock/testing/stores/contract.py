@@ -1,29 +1,14 @@
-"""The contract of stores, as tests that any implementation can be put through.
-
-    class TestMyStore(StoreContract):
-        def open(self, pipeline_id="contract"):
-            return MyStore(self.place, pipeline_id)       # the same state each time within a test
-
-`DurableStoreContract` adds what only a store outside the process can show: other processes, and their death. It needs
-a `url` that `penstock.state.open_store` understands. Run with pytest, which finds the methods by their names.
-"""
+"""What every store does, whatever is behind it."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from typing import IO
 
-from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, PenstockError, StateError
+from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, StateError
 from penstock.lsn import Lsn, OrderKey
-from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Lineage
 from penstock.state import (
     Catchup,
@@ -31,61 +16,19 @@ from penstock.state import (
     CommandStatus,
     DataSync,
     DestinationTableMetadata,
-    Errored,
     FinishedCopy,
     Init,
     PipelineStore,
     Ready,
-    RetryPolicy,
     StoredPhase,
     SyncDone,
     SyncWait,
-    TableReplicationPhase,
     TableSchemaRetention,
     TableSchemaVersion,
     WorkerType,
-    open_store,
 )
-from penstock.state.transitions import fail, lose_position
-
-LINEAGE = Lineage("7000000000000000001", 1, "app", "penstock_slot")
-APPLY = WorkerType.apply()
-NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
-_TABLES = range(1, 9)
-_PATIENCE = 60.0
-
-
-def table_version(table_id: int, commit_lsn: int, ordinal: int = 0, *, columns: int = 2) -> TableSchemaVersion:
-    """A version of a made-up table; two with the same number of columns have the same schema."""
-    int4 = PostgresType(23, "int4")
-    key = Column("id", 1, int4, identity=True, primary_key_position=1)
-    others = tuple(Column(f"column {number} ✓", number, int4) for number in range(2, columns + 1))
-    schema = TableSchema(table_id, "public", f"table {table_id}", (key, *others))
-    return TableSchemaVersion(OrderKey(Lsn(commit_lsn), ordinal), schema)
-
-
-def failed(current: TableReplicationPhase, position: int | None = None) -> Errored:
-    """What a table becomes when it fails."""
-    return fail(
-        current,
-        reason="a bad row: 'x' ✗",
-        solution="mend it",
-        retry_policy=RetryPolicy(),
-        at=NOW,
-        position=None if position is None else Lsn(position),
-    )
-
-
-@contextlib.contextmanager
-def refused(kind: type[PenstockError]) -> Iterator[list[PenstockError]]:
-    """Expect an error of this kind; it is in the list afterwards."""
-    caught: list[PenstockError] = []
-    try:
-        yield caught
-    except kind as error:
-        caught.append(error)
-    else:
-        raise AssertionError(f"no {kind.__name__} was raised")
+from penstock.state.transitions import lose_position
+from penstock.testing.stores.samples import APPLY, LINEAGE, PATIENCE, failed, refused, table_version
 
 
 class StoreContract:
@@ -499,7 +442,7 @@ class StoreContract:
         new.update_table_replication_state(1, Init())
         with refused(LeaseLost):
             slept.update_table_replication_state(1, DataSync())
-        assert noticed.wait(_PATIENCE)
+        assert noticed.wait(PATIENCE)
         assert new.get_table_replication_state(1) == Init()
         with refused(LeaseLost):
             slept.update_table_replication_state(1, DataSync())
@@ -608,126 +551,7 @@ class StoreContract:
         )
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, "it did not happen"
             time.sleep(0.01)
-
-
-class DurableStoreContract(StoreContract):
-    """What a store does for several processes, and when they are killed."""
-
-    url: str
-
-    def open(self, pipeline_id: str = "contract") -> PipelineStore:
-        return open_store(self.url, pipeline_id)
-
-    def test_a_killed_process_leaves_whole_changes_and_a_lease_that_is_free(self) -> None:
-        with self._process("update") as process:
-            lines = _lines(process)
-            rounds = [int(next(lines)) for _ in range(25)]
-            process.kill()
-            rounds += [int(line) for line in lines if line.endswith("\n")]
-        store = self.driver()  # at once, and not after the lease has run out
-        positions = store.get_table_positions()
-        assert set(positions) == set(_TABLES)
-        assert len(set(positions.values())) == 1
-        assert store.get_replication_progress(APPLY) == positions[1]
-        assert positions[1] in (rounds[-1], rounds[-1] + 1)
-        assert len(set(store.get_table_replication_states().values())) == 1
-        store.update_table_replication_states({table_id: Init() for table_id in _TABLES})
-
-    def test_of_processes_that_race_for_the_lease_one_gets_it(self) -> None:
-        with contextlib.ExitStack() as stack:
-            processes = [stack.enter_context(self._process("race")) for _ in range(3)]
-            for process in processes:
-                assert next(_lines(process)) == "waiting\n"
-            for process in processes:
-                _tell(process)
-            answers = [next(_lines(process)).split() for process in processes]
-            winners = [each for each, answer in zip(processes, answers, strict=True) if answer[0] == "held"]
-            assert len(winners) == 1, answers
-            named = {answer[1] for answer in answers if answer[0] == "refused"}
-            assert named == {str(winners[0].pid)}
-
-    def test_a_stopped_process_is_fenced_off_when_it_wakes_up(self) -> None:
-        with self._process("sleep") as process:
-            assert next(_lines(process)) == "held\n"
-            process.send_signal(signal.SIGSTOP)
-            store = self.reader()
-            store.acquire_lease(wait=_PATIENCE)
-            store.update_table_replication_state(1, Init())
-            process.send_signal(signal.SIGCONT)
-            _tell(process)
-            assert next(_lines(process)) == "lost\n"
-            assert store.get_table_replication_states() == {1: Init()}
-
-    @contextlib.contextmanager
-    def _process(self, role: str) -> Iterator[subprocess.Popen[str]]:
-        command = [sys.executable, "-m", "penstock.testing.stores", role, self.url]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
-
-
-def main(role: str, url: str) -> None:
-    """What the processes of `DurableStoreContract` do."""
-    output = sys.stdout
-    with open_store(url, "contract") as store:
-        store.use_lineage(LINEAGE)
-        match role:
-            case "update":
-                store.acquire_lease()
-                _update(store, output)
-            case "race":
-                _say(output, "waiting")
-                sys.stdin.readline()
-                try:
-                    lease = store.acquire_lease()
-                    _say(output, f"held {lease.holder.pid}")
-                except LeaseHeld as error:
-                    _say(output, f"refused {error.pid}")
-                sys.stdin.readline()
-            case "sleep":
-                store.acquire_lease(ttl=0.6)
-                _say(output, "held")
-                sys.stdin.readline()
-                try:
-                    store.update_table_replication_state(2, Init())
-                    _say(output, "written")
-                except LeaseLost:
-                    _say(output, "lost")
-            case _:
-                raise SystemExit(f"unknown role {role}")
-
-
-def _update(store: PipelineStore, output: IO[str]) -> None:
-    store.update_table_replication_states({table_id: Init() for table_id in _TABLES})
-    for number in range(1, 1_000_000):
-        phase = DataSync() if number % 2 else Init()
-        store.update_table_replication_states(dict.fromkeys(_TABLES, phase))
-        positions = {table_id: Lsn(number) for table_id in _TABLES}
-        store.upsert_replication_progress(APPLY, Lsn(number), table_positions=positions)
-        _say(output, str(number))
-
-
-def _say(output: IO[str], line: str) -> None:
-    output.write(line + "\n")
-    output.flush()
-
-
-def _tell(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    return iter(process.stdout.readline, "")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

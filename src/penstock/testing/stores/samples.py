@@ -1,0 +1,55 @@
+"""Made-up tables, errors and a lineage to fill stores with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn, OrderKey
+from penstock.schema import Column, PostgresType, TableSchema
+from penstock.source.lineage import Lineage
+from penstock.state import Errored, RetryPolicy, TableReplicationPhase, TableSchemaVersion, WorkerType
+from penstock.state.transitions import fail
+
+LINEAGE = Lineage("7000000000000000001", 1, "app", "penstock_slot")
+APPLY = WorkerType.apply()
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
+TABLES = range(1, 9)
+"""What the processes of the durable contract write to, all at once."""
+PATIENCE = 60.0
+"""Seconds that a test waits for an event on a machine that has other things to do."""
+
+
+def table_version(table_id: int, commit_lsn: int, ordinal: int = 0, *, columns: int = 2) -> TableSchemaVersion:
+    """A version of a made-up table; two with the same number of columns have the same schema."""
+    int4 = PostgresType(23, "int4")
+    key = Column("id", 1, int4, identity=True, primary_key_position=1)
+    others = tuple(Column(f"column {number} ✓", number, int4) for number in range(2, columns + 1))
+    schema = TableSchema(table_id, "public", f"table {table_id}", (key, *others))
+    return TableSchemaVersion(OrderKey(Lsn(commit_lsn), ordinal), schema)
+
+
+def failed(current: TableReplicationPhase, position: int | None = None) -> Errored:
+    """What a table becomes when it fails."""
+    return fail(
+        current,
+        reason="a bad row: 'x' ✗",
+        solution="mend it",
+        retry_policy=RetryPolicy(),
+        at=NOW,
+        position=None if position is None else Lsn(position),
+    )
+
+
+@contextlib.contextmanager
+def refused(kind: type[PenstockError]) -> Iterator[list[PenstockError]]:
+    """Expect an error of this kind; it is in the list afterwards."""
+    caught: list[PenstockError] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
