@@ -1,0 +1,218 @@
+"""The snapshot that a copy reads in: exact to a position of the WAL, and free of the slot that gave it.
+
+Only the creation of a logical slot yields both a snapshot and the position S that it stands for: every transaction
+that S covers is visible in it, no other is. A slot that lived as long as the copy would keep WAL on the server, so a
+*keeper* imports the snapshot into a transaction of its own, exports it again, and the slot is dropped at once. What
+the keeper does hold back is the vacuum horizon: dead rows stay until it ends, so `age` is worth watching.
+
+The keeper's session has no time-outs and runs nothing but liveness checks: a statement that failed in it would end
+the transaction, and with it the snapshot for everybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import psycopg
+from psycopg import pq, sql
+
+from penstock.errors import SnapshotBlocked, SnapshotLost, SourceError
+from penstock.lsn import Lsn
+from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, connect_replication
+from penstock.source.faults import Place, from_exception, from_result
+from penstock.source.slots import PLUGIN, Blocker, find_blockers
+
+SLOT_PREFIX = "penstock_snapshot"
+WAIT_SECONDS = 300.0
+"""How long the transactions that are open now may take to end."""
+_REPORT_SECONDS = (2.0, 30.0)
+"""When blockers are first named, and how often after that."""
+_OPTIONS_IN_PARENTHESES_SINCE = 150000
+# What servers say of a snapshot that is not there: a malformed or unknown name, a missing file.
+_UNKNOWN_SNAPSHOT = frozenset({"22023", "42704", "55000", "58P01"})
+
+logger = logging.getLogger(__name__)
+
+OnWait = Callable[[list[Blocker]], None]
+
+
+class Snapshot:
+    """A snapshot of the whole database that stays until it is closed; several tables and any session may use it.
+
+    Only `name` travels to other processes: they call `enter_snapshot`. Methods may be called from any thread.
+    """
+
+    def __init__(self, settings: SourceSettings, keeper: psycopg.Connection[Any], name: str, position: Lsn) -> None:
+        self.name = name
+        self.position = position
+        """The boundary S: the snapshot shows exactly the transactions that it covers."""
+        self._settings = settings
+        self._keeper = keeper
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+
+    @property
+    def age(self) -> float:
+        """For how many seconds it has held back the vacuum horizon."""
+        return time.monotonic() - self._since
+
+    def check(self) -> None:
+        """Raise `SnapshotLost` unless sessions can still enter the snapshot."""
+        with self._lock:
+            place = Place.of(self._keeper)
+            try:
+                self._keeper.execute("select 1")
+            except psycopg.Error as error:
+                said = from_exception(error, place, "keep the snapshot of a copy")
+                raise _lost(self.name, place, said.message) from None
+
+    @contextmanager
+    def connect(self, role: Role = Role.COPY) -> Iterator[psycopg.Connection[Any]]:
+        """A session inside the snapshot, for reading the catalog as it was at `position`."""
+        with connect(self._settings, role) as connection:
+            enter_snapshot(connection, self.name)
+            yield connection
+
+    def close(self) -> None:
+        """Let the snapshot go; sessions that are inside stay in theirs."""
+        with self._lock:
+            if not self._keeper.closed:
+                logger.info(
+                    "snapshot released snapshot=%s position=%s seconds=%.1f", self.name, self.position, self.age
+                )
+            self._keeper.close()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def take_snapshot(
+    settings: SourceSettings, *, timeout: float = WAIT_SECONDS, on_wait: OnWait | None = None
+) -> Snapshot:
+    """Take a snapshot, with the position that it stands for.
+
+    The server waits for every transaction that writes now, in any database: `on_wait` is told who they are after a
+    moment and then again and again (the default is a warning in the log). After `timeout` seconds `SnapshotBlocked`
+    names them, and nothing is left behind on the server.
+    """
+    replication = connect_replication(settings, Role.SNAPSHOT)
+    try:
+        keeper = connect(settings, Role.SNAPSHOT, parameters=NO_TIMEOUTS)
+        try:
+            position, exported = _create_slot(replication, keeper, timeout, on_wait or _warn)
+            enter_snapshot(keeper, exported)
+            name = _export(keeper)
+        except BaseException:
+            keeper.close()
+            raise
+    finally:
+        # The temporary slot, and what it holds back, ends with its session.
+        replication.finish()
+    logger.info("snapshot taken snapshot=%s position=%s", name, position)
+    return Snapshot(settings, keeper, name, position)
+
+
+def enter_snapshot(connection: psycopg.Connection[Any], name: str) -> None:
+    """Begin a transaction in a snapshot; the connection is in autocommit and outside of any. Raises `SnapshotLost`."""
+    place = Place.of(connection)
+    try:
+        connection.execute("begin transaction isolation level repeatable read, read only")
+        connection.execute(sql.SQL("set transaction snapshot {}").format(sql.Literal(name)))
+    except psycopg.Error as error:
+        said = from_exception(error, place, "enter the snapshot of a copy")
+        raise (_lost(name, place, said.message) if error.sqlstate in _UNKNOWN_SNAPSHOT else said) from None
+
+
+def _create_slot(
+    replication: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait
+) -> tuple[Lsn, str]:
+    """Position and name of a snapshot that lasts until the next command on the replication connection."""
+    slot = f"{SLOT_PREFIX}_{secrets.token_hex(6)}"
+    new_syntax = replication.server_version >= _OPTIONS_IN_PARENTHESES_SINCE
+    options = "(SNAPSHOT 'export')" if new_syntax else "EXPORT_SNAPSHOT"
+    command = f"CREATE_REPLICATION_SLOT {slot} TEMPORARY LOGICAL {PLUGIN} {options}"
+    place, doing = Place.of(replication), "take a snapshot"
+    try:
+        replication.send_query(command.encode())
+        if not _wait(replication, keeper, timeout, on_wait):
+            raise _give_up(replication, keeper, place, timeout)
+        result = replication.get_result()
+    except psycopg.Error as error:
+        raise from_exception(error, place, doing, slot=slot) from None
+    if result is None or result.status != pq.ExecStatus.TUPLES_OK:
+        raise from_result(result, place, doing, slot=slot) if result else _lost("", place, "the server gave no answer")
+    position, name = result.get_value(0, 1), result.get_value(0, 2)
+    if position is None or name is None:
+        raise _lost("", place, "the server exported no snapshot")
+    return Lsn.parse(position.decode()), name.decode()
+
+
+def _wait(connection: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait) -> bool:
+    """Wait for the answer to a command, and tell who is waited for; False when the time is over."""
+    start = time.monotonic()
+    deadline = start + timeout
+    report_at = start + _REPORT_SECONDS[0]
+    poll = select.poll()
+    poll.register(connection.socket, select.POLLIN)
+    connection.flush()
+    while connection.is_busy():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if poll.poll(max(0.0, min(deadline, report_at) - now) * 1000):
+            connection.consume_input()
+        elif time.monotonic() >= report_at:
+            report_at += _REPORT_SECONDS[1]
+            on_wait(find_blockers(keeper))
+    return True
+
+
+def _give_up(
+    replication: pq.abc.PGconn, keeper: psycopg.Connection[Any], place: Place, timeout: float
+) -> SnapshotBlocked:
+    blockers = find_blockers(keeper)
+    try:
+        # Or it would wait on, and hold WAL, long after we have hung up.
+        keeper.execute("select pg_catalog.pg_cancel_backend(%s)", [replication.backend_pid])
+    except psycopg.Error:
+        logger.warning("the waiting session could not be cancelled pid=%d", replication.backend_pid)
+    return SnapshotBlocked(
+        f"cannot take a snapshot ({place.where}): open transactions did not end within {timeout:g} s: "
+        f"{_names(blockers)}",
+        where=place.where,
+        blockers=[str(blocker) for blocker in blockers],
+    )
+
+
+def _export(keeper: psycopg.Connection[Any]) -> str:
+    place = Place.of(keeper)
+    try:
+        row = keeper.execute("select pg_catalog.pg_export_snapshot()").fetchone()
+    except psycopg.Error as error:
+        raise from_exception(error, place, "export a snapshot") from None
+    if row is None:
+        raise _lost("", place, "the server exported no snapshot")
+    return row[0]
+
+
+def _warn(blockers: list[Blocker]) -> None:
+    logger.warning("a snapshot waits for open transactions count=%d: %s", len(blockers), _names(blockers))
+
+
+def _names(blockers: list[Blocker]) -> str:
+    return ", ".join(str(blocker) for blocker in blockers[:5]) or "none that this role can see"
+
+
+def _lost(name: str, place: Place, said: str) -> SourceError:
+    return SnapshotLost(f"snapshot {name!r} is gone ({place.where}): {said}", where=place.where, snapshot=name)
