@@ -1,0 +1,94 @@
+"""How a table is cut into ranges: by blocks of the heap, about equal in bytes, each partition apart.
+
+A range is a condition on `ctid`, which the server answers by reading those blocks and no others. The first range of a
+heap has no lower end and the last no upper one: a size that was measured a moment ago may be wrong, and must not
+decide which rows are copied. Ranges are short, so that a failed one costs little and other work gets its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+RANGE_BYTES = 32 << 20
+CHUNK_BYTES = 4 << 20
+TID_RANGES_SINCE = 140000
+"""Older servers read the whole table for any condition on `ctid`, however short the range."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopySettings:
+    """How tables are copied."""
+
+    range_bytes: int = RANGE_BYTES
+    """Of table, TOAST included, in one range: a second or two of work."""
+    chunk_bytes: int = CHUNK_BYTES
+    """As sent by the server, in one record batch; a single row may have more."""
+    lock_timeout: float = 60.0
+    """Seconds that a task waits for DDL on its table to end."""
+    max_bytes_per_second: int | None = None
+    """As sent by the server, for each range that is being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A heap: an ordinary table, or a leaf of a partitioned one, as it was in the snapshot."""
+
+    oid: int
+    filenode: int
+    """The file that the snapshot's rows are in; another one means that the table was rewritten."""
+    blocks: int
+    bytes: int
+    """With TOAST."""
+    attnums: tuple[int, ...]
+    """The table's columns here, in the order of the table's schema."""
+    rows: float = -1.0
+    """The server's estimate; negative if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRange:
+    """A piece of a table: what one task reads. `index` identifies it within its attempt."""
+
+    table_id: int
+    index: int
+    leaf: Leaf
+    first_block: int
+    """0 means no lower end."""
+    end_block: int | None
+    """The first block behind the range; None means no upper end."""
+    estimated_bytes: int = 0
+
+    @property
+    def condition(self) -> str:
+        """The range as a condition; empty for a whole heap."""
+        lower = f"ctid >= '({self.first_block},0)'::pg_catalog.tid" if self.first_block else ""
+        upper = "" if self.end_block is None else f"ctid < '({self.end_block},0)'::pg_catalog.tid"
+        return " and ".join(filter(None, (lower, upper)))
+
+
+def plan_ranges(
+    table_id: int, leaves: Iterable[Leaf], *, range_bytes: int = RANGE_BYTES, can_seek: bool = True
+) -> tuple[CopyRange, ...]:
+    """Cut heaps into ranges. Each has at least one, also an empty one; there are none only without any heap.
+
+    `can_seek` says that the server reads a range of `ctid` alone (14 and newer); otherwise a heap is one range.
+    """
+    pieces = (
+        (leaf, first, end) for leaf in leaves for first, end in _cut(leaf, range_bytes if can_seek else leaf.bytes + 1)
+    )
+    return tuple(
+        CopyRange(table_id, index, leaf, first, end, _estimate(leaf, first, end))
+        for index, (leaf, first, end) in enumerate(pieces)
+    )
+
+
+def _cut(leaf: Leaf, range_bytes: int) -> Iterator[tuple[int, int | None]]:
+    count = max(1, min(leaf.blocks, -(-leaf.bytes // max(1, range_bytes))))
+    borders = [leaf.blocks * number // count for number in range(count)]
+    yield from zip(borders, [*borders[1:], None], strict=True)
+
+
+def _estimate(leaf: Leaf, first: int, end: int | None) -> int:
+    blocks = (leaf.blocks if end is None else end) - first
+    return leaf.bytes * blocks // leaf.blocks if leaf.blocks else 0

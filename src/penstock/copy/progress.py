@@ -1,0 +1,66 @@
+"""How far a copy is: ranges, rows and bytes, and when it may be done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from penstock.copy.rows import CopyRows
+
+
+@dataclass(frozen=True, slots=True)
+class CopyProgress:
+    """The state of one table's copy; `advance` gives the next one. Bytes are those on the source's disk, by estimate.
+
+    Goes by bytes, since ranges of a partitioned table differ in size and rows are not known before.
+    """
+
+    table: str
+    ranges: int
+    bytes: int
+    estimated_rows: int | None = None
+    ranges_done: int = 0
+    rows_done: int = 0
+    bytes_done: int = 0
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
+    since: float = -1.0
+
+    @classmethod
+    def of(cls, rows: CopyRows, clock: Callable[[], float] = time.monotonic) -> CopyProgress:
+        """The beginning."""
+        return cls(
+            table=str(rows.schema),
+            ranges=len(rows.ranges),
+            bytes=rows.estimated_bytes,
+            estimated_rows=rows.estimated_rows,
+            clock=clock,
+            since=clock(),
+        )
+
+    def advance(self, *, rows: int, bytes: int, ranges: int = 1) -> CopyProgress:  # noqa: A002 (what it is)
+        """Some more ranges are done."""
+        return replace(
+            self,
+            ranges_done=self.ranges_done + ranges,
+            rows_done=self.rows_done + rows,
+            bytes_done=self.bytes_done + bytes,
+        )
+
+    @property
+    def fraction(self) -> float:
+        """From 0 to 1."""
+        if self.ranges_done >= self.ranges:
+            return 1.0
+        return min(1.0, self.bytes_done / self.bytes if self.bytes else self.ranges_done / self.ranges)
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return self.clock() - self.since
+
+    @property
+    def seconds_left(self) -> float | None:
+        """If it goes on as it went so far; None before the first range is done."""
+        done = self.fraction
+        return self.seconds * (1 - done) / done if done else None

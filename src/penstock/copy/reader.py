@@ -1,0 +1,270 @@
+"""Reads a range of a table inside a copy's snapshot, as Arrow, with the types and values that capture gives.
+
+ACCESS SHARE on the table comes first; under it the table is compared with what it was in the snapshot. After a rewrite
+(ALTER TYPE, VACUUM FULL, CLUSTER) or a TRUNCATE the old snapshot sees *no rows and no error*, and after a change of its
+columns it would read others than were asked for. So each range looks for itself, and its lock lasts as long as it
+reads: a lock held for the whole copy would make DDL wait, and then all that waits behind the DDL.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+from psycopg import pq
+from psycopg.rows import tuple_row
+
+from penstock.copy.plan import CopyRange, CopySettings
+from penstock.copy.tuples import TRAILER, TupleLayout, decode_tuples, strip_header, tuple_layout
+from penstock.copy.wire import PADDING, select_expression
+from penstock.errors import DecodeError, SourceError, TableLocked, TableRewritten
+from penstock.schema import TableSchema, resolve_domain
+from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.faults import Place, from_exception, from_result, translated
+from penstock.source.snapshots import enter_snapshot
+from penstock.values import TypeSettings
+
+_CONSUME_TIMES = 16
+"""How often the socket is read before rows are taken: libpq's buffer grows to that, and polls become rare."""
+_RENAME_ATTEMPTS = 5
+
+
+# Unlike a query on the catalog's tables, these functions answer for now, not for the transaction's snapshot.
+_CURRENT_NAME = "select object_names from pg_catalog.pg_identify_object_as_address(1259::oid, %s::oid, 0)"
+_CURRENT_STATE = """
+    select t.object_names, pg_catalog.pg_relation_filenode(%(oid)s::oid)::int8,
+           array(
+               select c.object_names[3]
+               from pg_catalog.unnest(%(attnums)s::int4[]) with ordinality a (attnum, position)
+               cross join lateral pg_catalog.pg_identify_object_as_address(1259::oid, %(oid)s::oid, a.attnum) c
+               order by a.position
+           )
+    from pg_catalog.pg_identify_object_as_address(1259::oid, %(oid)s::oid, 0) t
+"""
+
+
+class _State(StrEnum):
+    """SQLSTATEs that mean something of their own here."""
+
+    UNDEFINED_TABLE = "42P01"
+    UNDEFINED_COLUMN = "42703"
+    LOCK_NOT_AVAILABLE = "55P03"
+
+
+@dataclass(frozen=True, slots=True)
+class RangeReader:
+    """All that a task needs besides its range: small, picklable, and without any open resource."""
+
+    source: SourceSettings
+    snapshot: str
+    """The name of the snapshot, which somebody else keeps."""
+    schema: TableSchema
+    """As it was in the snapshot: the published columns."""
+    types: TypeSettings = field(default_factory=TypeSettings)
+    row_filter: str | None = None
+    """The publication's expression."""
+    settings: CopySettings = field(default_factory=CopySettings)
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """Of every batch: the columns as in segments (`penstock.changes.segment`), then `_unrepresentable`."""
+        return tuple_layout(self.schema, self.types).arrow_schema
+
+    def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
+        """The rows of a range, in batches of about `settings.chunk_bytes`; none if it has no rows.
+
+        Opens a connection of its own and closes it at the end, also when it is not read to the end. Raises
+        `TableRewritten` and `SnapshotLost`, after which all ranges have to be read anew, in another snapshot.
+        """
+        layout = tuple_layout(self.schema, self.types)
+        milliseconds = max(1, round(self.settings.lock_timeout * 1000))
+        parameters = {"lock_timeout": str(milliseconds), "statement_timeout": "0"}
+        with closing(connect(self.source, Role.COPY, parameters=parameters)) as connection:
+            name = self._lock(connection, part)
+            yield from _stream(connection, self._query(layout, part, name), layout, self.settings)
+
+    def _query(self, layout: TupleLayout, part: CopyRange, name: str) -> str:
+        columns = ", ".join(
+            select_expression(form, _quote(column.column.name))
+            for column, form in zip(layout.columns, layout.forms, strict=True)
+        )
+        conditions = [part.condition, f"({self.row_filter})" if self.row_filter else ""]
+        where = " and ".join(filter(None, conditions))
+        return f"copy (select {columns} from only {name}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
+
+    def _lock(self, connection: psycopg.Connection[Any], part: CopyRange) -> str:
+        """Enter the snapshot and lock the heap; its quoted name. It may be renamed until the lock is there."""
+        with connection.cursor(row_factory=tuple_row) as cursor:
+            for _ in range(_RENAME_ATTEMPTS):
+                enter_snapshot(connection, self.snapshot)
+                with translated(connection, f"read {self.schema}"):
+                    names = _fetch(cursor, _CURRENT_NAME, [part.leaf.oid])[0]
+                if names is None:
+                    raise self._changed("was dropped")
+                name = ".".join(_quote(part_of_name) for part_of_name in names)
+                types = self._read_nothing(connection, cursor, name)
+                if types is not None and self._compare(connection, cursor, part, names, types):
+                    return name
+                connection.execute("rollback")
+        raise self._changed("is renamed all the time")
+
+    def _read_nothing(
+        self, connection: psycopg.Connection[Any], cursor: psycopg.Cursor[Any], name: str
+    ) -> list[int] | None:
+        """Take the lock, as reading does; the types of the columns, None if there is no such table."""
+        columns = ", ".join(_quote(column.name) for column in self.schema.columns)
+        place = Place.of(connection)
+        doing = f"read {self.schema}"
+        try:
+            cursor.execute(f"select {columns} from only {name} limit 0".encode())  # noqa: S608 (quoted)
+        except psycopg.Error as error:
+            said = from_exception(error, place, doing)
+            match error.sqlstate:
+                case _State.UNDEFINED_TABLE:
+                    return None
+                case _State.UNDEFINED_COLUMN:
+                    raise self._changed("has lost a column, or has it under another name") from None
+                case _State.LOCK_NOT_AVAILABLE:
+                    raise TableLocked(said.message, where=place.where, table=str(self.schema)) from None
+                case _:
+                    raise said from None
+        return [column.type_code for column in cursor.description or ()]
+
+    def _compare(
+        self,
+        connection: psycopg.Connection[Any],
+        cursor: psycopg.Cursor[Any],
+        part: CopyRange,
+        names: list[str],
+        types: list[int],
+    ) -> bool:
+        """Whether this is the heap that was meant; raises if it is, and is not what it was in the snapshot."""
+        leaf = part.leaf
+        with translated(connection, f"read {self.schema}"):
+            found = _fetch(cursor, _CURRENT_STATE, {"oid": leaf.oid, "attnums": list(leaf.attnums)})
+        current_names, filenode, columns = found
+        if current_names != names:
+            return False
+        if filenode != leaf.filenode:
+            raise self._changed("was rewritten or emptied")
+        if columns != [column.name for column in self.schema.columns]:
+            raise self._changed("has columns under other names")
+        # Domains are described as what they consist of.
+        wanted = [resolve_domain(column.type, -1)[0].oid for column in self.schema.columns]
+        if types != wanted:
+            raise self._changed("has columns of other types")
+        return True
+
+    def _changed(self, what: str) -> TableRewritten:
+        message = f"{self.schema} {what} since the snapshot that it is copied from"
+        return TableRewritten(message, table=str(self.schema), table_id=self.schema.table_id)
+
+
+def _stream(
+    connection: psycopg.Connection[Any], query: str, layout: TupleLayout, settings: CopySettings
+) -> Iterator[pa.RecordBatch]:
+    """Run a binary COPY and decode what it sends, a chunk at a time."""
+    place = Place.of(connection)
+    doing = f"copy {layout.table}"
+    pace = _Pace(settings.max_bytes_per_second)
+    try:
+        for messages, size in _chunks(connection.pgconn, query, settings.chunk_bytes, place, doing):
+            lengths = np.fromiter(map(len, messages), np.int64, len(messages))
+            raw = b"".join((*messages, PADDING))
+            messages.clear()
+            yield decode_tuples(raw, lengths, layout)
+            pace.wait(size)
+    except psycopg.Error as error:
+        raise from_exception(error, place, doing) from None
+
+
+def _chunks(
+    connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str
+) -> Iterator[tuple[list[memoryview], int]]:
+    """The messages of a COPY, one per row, without header and trailer."""
+    poll = select.poll()
+    poll.register(connection.socket, select.POLLIN)
+    connection.send_query(query.encode())
+    connection.flush()
+    while connection.is_busy():
+        poll.poll()
+        connection.consume_input()
+    result = connection.get_result()
+    if result is None or result.status != pq.ExecStatus.COPY_OUT:
+        raise _failure(result, place, doing)
+    get, consume = connection.get_copy_data, connection.consume_input
+    messages: list[memoryview] = []
+    append = messages.append
+    size = 0
+    is_first = True
+    # The only loop over rows in Python: libpq hands them out one at a time.
+    while True:
+        length, message = get(1)
+        if length > 0:
+            if is_first:
+                is_first = False
+                message = strip_header(message)
+                if not len(message):
+                    continue
+            append(message)
+            size += len(message)
+            if size >= chunk_bytes:
+                # The trailer may be the last one.
+                last = messages.pop() if message == TRAILER else None
+                yield messages, size
+                messages, size = [], 0
+                append = messages.append
+                if last is not None:
+                    append(last)
+        elif length == 0:
+            poll.poll()
+            for _ in range(_CONSUME_TIMES):
+                consume()
+        else:
+            break
+    result = connection.get_result()
+    if result is None or result.status != pq.ExecStatus.COMMAND_OK:
+        raise _failure(result, place, doing)
+    if not messages or messages.pop() != TRAILER:
+        raise DecodeError("a stream of binary COPY without its end", offset=0)
+    if messages:
+        yield messages, size
+
+
+class _Pace:
+    """Keeps a rate by sleeping."""
+
+    def __init__(self, bytes_per_second: int | None) -> None:
+        self._rate = bytes_per_second
+        self._start = time.monotonic()
+        self._bytes = 0
+
+    def wait(self, size: int) -> None:
+        if self._rate:
+            self._bytes += size
+            ahead = self._bytes / self._rate - (time.monotonic() - self._start)
+            if ahead > 0:
+                time.sleep(ahead)
+
+
+def _failure(result: pq.abc.PGresult | None, place: Place, doing: str) -> SourceError:
+    if result is None:
+        return SourceError(f"cannot {doing} ({place.where}): the server gave no answer", where=place.where)
+    return from_result(result, place, doing)
+
+
+def _fetch(cursor: psycopg.Cursor[Any], query: str, parameters: Any) -> tuple[Any, ...]:
+    row = cursor.execute(query.encode(), parameters).fetchone()
+    return row if row is not None else (None,)
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
