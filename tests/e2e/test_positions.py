@@ -330,6 +330,44 @@ def test_columns_are_known_by_their_numbers(stream):
     assert rows == [("1", "text"), ("2", "again"), ("3", "renamed"), ("4", "6")]
 
 
+@pytest.mark.trap(12)
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "rolled back"])
+def test_description_inside_a_streamed_transaction_counts_for_it_alone(stream, kept):
+    """A column that is added in a transaction, or in a part of it that is rolled back, while others go on."""
+    stream.slot()
+    settings = stream.settings(work_mem="64kB")
+    rows = "select id, repeat(md5(id::text), 60) from generate_series(%s::int, %s::int) id"
+
+    def set_aside() -> int:
+        return sum(path.stat().st_size for path in (settings.spool.path / "open").glob("*.messages"))
+
+    with CaptureProcess(settings) as capture, stream.database.connect() as connection:
+        capture.wait_until_streaming()
+        connection.execute("insert into others values (1, 'before')")
+        with connection.transaction():
+            connection.execute(f"insert into others {rows}", [1000, 1999])
+            connection.execute("savepoint part")
+            connection.execute("alter table others add extra int")
+            connection.execute(f"insert into others select id, t, 7 from ({rows}) t (id, t)", [2000, 2999])
+            write_rows(stream, 5, 5)
+            wait_for(lambda: set_aside() > 2_500_000, "what was inserted after the column was added")
+            if not kept:
+                connection.execute("rollback to part")
+            width = "id, payload, 8" if kept else "id, payload"
+            connection.execute(f"insert into others select {width} from ({rows}) t (id, payload)", [3000, 3999])
+        connection.execute("insert into others (id, payload) values (2, 'after')")
+        stream.wait_captured(capture, stream.flushed_position())
+    found = [change.row or () for change in read_spool(stream.folder / "one").changes if "others" in change.table]
+    expected = [("1", 2), *((str(number), 2) for number in range(1000, 2000))]
+    if kept:
+        expected += [(str(number), 3) for number in range(2000, 4000)] + [("2", 3)]
+    else:
+        expected += [(str(number), 2) for number in range(3000, 4000)] + [("2", 2)]
+    assert [(row[0], len(row)) for row in found] == expected
+    if kept:
+        assert {row[2] for row in found if len(row) == 3} == {"7", "8", None}
+
+
 @pytest.mark.trap(14)
 def test_older_description_that_comes_again_makes_no_new_version(stream):
     """A capture that begins anew in the same spool reads old descriptions again: the versions stay as they are."""
