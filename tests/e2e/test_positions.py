@@ -392,6 +392,27 @@ def test_older_description_that_comes_again_makes_no_new_version(stream):
     assert [len(change.row or ()) for change in read_spool(stream.folder / "one").changes] == [2, 3]
 
 
+@pytest.mark.trap(31)
+def test_text_of_an_old_value_is_not_that_of_a_column_with_such_a_name(stream):
+    """Both have cells that no date holds, in one row."""
+    stream.database.execute(
+        f"""
+        create table dates (day date, "_old.day" date);
+        alter table dates replica identity full;
+        alter publication {PUBLICATION} add table dates;
+        """
+    )
+    stream.slot()
+    stream.database.execute("insert into dates values ('-infinity', 'infinity')")
+    stream.database.execute("update dates set day = '0044-03-15 BC'")
+    capture_until(stream.settings(), stream.flushed_position())
+    changes = read_spool(stream.folder / "one").changes
+    assert [(change.row, change.old) for change in changes] == [
+        (("-infinity", "infinity"), None),
+        (("0044-03-15 BC", "infinity"), ("-infinity", "infinity")),
+    ]
+
+
 @pytest.mark.trap(17)
 @pytest.mark.parametrize("via_root", [True, False], ids=["root", "leaves"])
 def test_partitions_with_their_columns_in_another_order(stream, via_root):

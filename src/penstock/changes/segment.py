@@ -106,7 +106,8 @@ def field_names(schema: TableSchema) -> tuple[str, ...]:
     A name that collides with ours, or with another one when case is ignored (as Spark does), gets its attribute
     number behind it.
     """
-    taken: set[str] = set(RESERVED)
+    # In `_unrepresentable` the old value of a column stands under `_old.` and its name.
+    taken: set[str] = {*RESERVED, *(f"{OLD}.{column.name}".lower() for column in schema.columns)}
     names: list[str] = []
     for column in schema.columns:
         name = column.name
