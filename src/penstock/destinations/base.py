@@ -128,6 +128,8 @@ class DestinationContext:
     """Names server, timeline and slot; positions of another lineage mean nothing."""
     store: DestinationStore
     tasks: Tasks
+    epoch: int = 0
+    """Of the lease: it grows with every process that takes over, so a lower one belongs to a process that lost it."""
     continues: str | None = None
     """After a failover: the lineage that the server was shown to continue; its positions count too."""
     session: Any = None

@@ -214,7 +214,7 @@ class ScriptedSource:
             begin=begin,
             end=last.end if end is None else end,
             positions=dict.fromkeys(tables, begin) if positions is None else positions,
-            versions={table_id: version for table_id in tables if (version := self._version_at(table_id, begin))},
+            schemas={table_id: self._schema_at(table_id, begin) for table_id in tables},
             schema_of=lambda table_id, version: self._schemas[table_id, version],
             root=self._folder,
         )
@@ -228,10 +228,10 @@ class ScriptedSource:
         self._schemas[schema.table_id, version] = schema
         return version
 
-    def _version_at(self, table_id: int, boundary: Lsn) -> str | None:
+    def _schema_at(self, table_id: int, boundary: Lsn) -> TableSchema:
         began = self._began[table_id]
         before = [version for lsn, version in began if is_in(lsn, boundary)]
-        return before[-1] if before else began[0][1]
+        return self._schemas[table_id, before[-1] if before else began[0][1]]
 
     def _write_entry(self) -> None:
         if not self._pending:

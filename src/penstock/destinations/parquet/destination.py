@@ -1,0 +1,335 @@
+"""The destination: plans on the driver, writes in tasks, and commits by a manifest for each table."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, SegmentFile, TableChanges
+from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
+from penstock.destinations.batch_events import leave_out
+from penstock.destinations.parquet.folder import Generation, Origin, RootFolder, TableFolder
+from penstock.destinations.parquet.manifests import (
+    FORMAT,
+    DataFile,
+    Manifest,
+    ManifestKind,
+    ManifestStep,
+    NewSchema,
+    make_folder,
+    put_if_absent,
+)
+from penstock.destinations.parquet.tasks import ChangesItem, CopyTarget, write_changes, write_range
+from penstock.destinations.refusals import (
+    fenced_copy,
+    foreign_table,
+    not_copied,
+    other_lineage,
+    other_writer,
+    unexpected,
+    unusable,
+)
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn, reaches
+from penstock.schema import TableSchema
+
+logger = logging.getLogger(__name__)
+
+_PART_BYTES = 64 << 20
+_COMMIT_THREADS = 8
+
+
+@dataclass(slots=True)
+class _Table:
+    """A table that this process writes."""
+
+    folder: TableFolder
+    generation: Generation
+    attempt: str
+    next_number: int
+    position: Lsn
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One table's part of a batch, without what is in already."""
+
+    table: _Table
+    changes: TableChanges
+    items: tuple[ChangesItem, ...]
+
+
+class ParquetDestination:
+    """`type = "parquet"`: every change, appended to Parquet files; `ParquetReader` gives changes and current rows.
+
+    | option | |
+    |---|---|
+    | `path` | a folder that the driver and all tasks see |
+    | `compression` | of the files: `zstd` (default), `snappy`, `lz4`, `none` |
+    """
+
+    name = "parquet"
+    capabilities = Capabilities(records_position=True, keeps_old_rows_while_copying=True)
+
+    def __init__(self, path: str | Path, *, compression: str = "zstd") -> None:
+        if "://" in str(path):
+            raise unusable(
+                "the parquet destination writes to a folder, not to an object store",
+                hint="Use a path that the driver and all tasks see.",
+            )
+        if compression not in ("zstd", "snappy", "lz4", "none"):
+            raise unusable(f"unknown compression {compression!r}", hint="Use zstd, snappy, lz4 or none.")
+        self._root = RootFolder(Path(path).absolute())
+        self._compression = compression
+        self._writer = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._folders: dict[int, TableFolder] = {}
+        self._tables: dict[int, _Table] = {}
+        self._context: DestinationContext | None = None
+
+    def startup(self, context: DestinationContext) -> None:
+        """See `Destination`."""
+        self._context = context
+        try:
+            make_folder(self._root.path)
+            marker = self._root.path / "_penstock.json"
+            put_if_absent(marker, json.dumps({"format": FORMAT}))
+            found = json.loads(marker.read_text())["format"]
+        except OSError as error:
+            raise unusable(
+                f"{self._root.path} cannot be written: {error.strerror}",
+                hint="The folder must be writable, on a file system that has hard links.",
+            ) from error
+        if found > FORMAT:
+            raise unusable(
+                f"{self._root.path} was written by a newer version (format {found})", hint="Run that version."
+            )
+        for folder in self._root.tables():
+            owner = folder.owner()
+            generations = folder.generations()
+            if owner is None or owner.pipeline_id != context.pipeline_id or not generations:
+                continue
+            last = generations[-1].last()
+            if last is None or last[1].kind is not ManifestKind.FENCED:
+                self._folders[generations[-1].origin().table_id] = folder
+
+    def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
+        """See `Destination`."""
+        context = self._started
+        folder = self._root.table(schema.namespace, schema.name)
+        owner = folder.claim(context.pipeline_id, schema)
+        if owner.pipeline_id != context.pipeline_id:
+            raise foreign_table(str(schema), owner.pipeline_id, context.pipeline_id)
+        with self._lock:
+            before = self._folders.get(schema.table_id)
+            self._folders[schema.table_id] = folder
+            self._tables.pop(schema.table_id, None)
+        generation = folder.begin_generation(Origin(schema.table_id, attempt))
+        older = [each for each in folder.generations() if each.number < generation.number]
+        # A renamed table kept its folder until now.
+        older += before.generations() if before is not None and before != folder else []
+        for each in older:
+            each.fence(self._manifest(ManifestKind.FENCED, attempt, Lsn(0), Lsn(0)))
+
+    def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
+        """See `Destination`."""
+        context = self._started
+        folder = self._folders.get(schema.table_id)
+        generations = folder.generations() if folder is not None else []
+        if folder is None or not generations or generations[-1].origin() != Origin(schema.table_id, rows.attempt):
+            raise fenced_copy(str(schema), rows.attempt)
+        generation = generations[-1]
+        if generation.last() is None:
+            target = CopyTarget(str(schema), str(generation.data), rows.position, rows.arrow_schema, self._compression)
+            written = context.tasks.run(
+                rows.ranges, partial(write_range, rows.reader, target), description=f"copy {schema}"
+            )
+            for each in written:
+                if isinstance(each, PenstockError):
+                    raise each
+            files = [each for each in written if isinstance(each, DataFile)]
+            steps = (NewSchema(schema, ""), *files)
+            generation.append(0, self._manifest(ManifestKind.COPY, rows.attempt, rows.position, rows.position, steps))
+        manifest = generation.manifest(0)
+        if manifest.kind is not ManifestKind.COPY or manifest.position != rows.position:
+            raise fenced_copy(str(schema), rows.attempt)
+        folder.remove_generations(generation)
+        logger.info("table copied table=%s rows=%d", schema, sum(file.rows for file in manifest.files))
+
+    def write_events(self, batch: EventBatch) -> WriteHandle:
+        """See `Destination`."""
+        errors: dict[int, PenstockError] = {}
+        plans: dict[int, _Plan] = {}
+        for changes in batch.tables:
+            try:
+                plan = self._plan(batch, changes)
+            except Exception as error:
+                errors[changes.table_id] = unexpected(changes.table, error)
+                continue
+            if plan.changes.steps:
+                plans[changes.table_id] = plan
+        items = [item for plan in plans.values() for item in plan.items]
+        written: list[DataFile | PenstockError | None] = []
+        if items:
+            written = self._started.tasks.run(items, write_changes, description=_describe(batch, plans))
+        results: dict[tuple[int, int], list[DataFile]] = {}
+        for item, result in zip(items, written, strict=True):
+            if isinstance(result, PenstockError):
+                errors.setdefault(item.table_id, result)
+            elif result is not None:
+                results.setdefault((item.table_id, item.step), []).append(result)
+        errors |= self._commit(batch, [plan for table_id, plan in plans.items() if table_id not in errors], results)
+        return completed(WriteResult.failures(errors))
+
+    def position(self, table_id: int) -> Lsn | None:
+        """See `Destination`."""
+        with self._lock:
+            table, folder = self._tables.get(table_id), self._folders.get(table_id)
+        if table is not None:
+            return table.position
+        generations = folder.generations() if folder is not None else []
+        last = generations[-1].last() if generations else None
+        if last is None or last[1].kind is ManifestKind.FENCED or not self._started.knows(last[1].lineage):
+            return None
+        return last[1].position
+
+    def shutdown(self) -> None:
+        """See `Destination`."""
+        self._tables.clear()
+
+    def _plan(self, batch: EventBatch, changes: TableChanges) -> _Plan:
+        table = self._open(changes)
+        changes = leave_out(changes, table.position, batch.begin)
+        items = tuple(
+            ChangesItem(
+                changes.table_id,
+                number,
+                replace(step, segments=part),
+                str(table.generation.data),
+                table.next_number,
+                self._compression,
+            )
+            for number, step in enumerate(changes.steps)
+            if isinstance(step, Rows)
+            for part in _parts(step.segments)
+        )
+        return _Plan(table, changes, items)
+
+    def _open(self, changes: TableChanges) -> _Table:
+        """Take the table over: whoever wrote it before finds out at its next manifest."""
+        with self._lock:
+            table, folder = self._tables.get(changes.table_id), self._folders.get(changes.table_id)
+        if table is not None:
+            return table
+        generations = folder.generations() if folder is not None else []
+        if folder is None or not generations:
+            self._refuse_foreign(changes)
+            raise not_copied(changes.table)
+        generation = generations[-1]
+        while True:
+            last = generation.last()
+            if last is None or last[1].kind is ManifestKind.FENCED:
+                raise not_copied(changes.table)
+            number, manifest = last
+            if manifest.epoch > self._started.epoch:
+                raise other_writer(changes.table)
+            if not self._started.knows(manifest.lineage):
+                raise other_lineage(changes.table, manifest.lineage, self._started.lineage)
+            position = manifest.position
+            opened = self._manifest(ManifestKind.OPENED, manifest.attempt, position, position)
+            if generation.append(number + 1, opened):
+                break
+        swept = generation.sweep(number + 1)
+        if swept:
+            logger.info("files that no manifest names were removed table=%s files=%d", changes.table, len(swept))
+        table = _Table(folder, generation, manifest.attempt, number + 2, manifest.position)
+        with self._lock:
+            self._tables[changes.table_id] = table
+        return table
+
+    def _commit(
+        self, batch: EventBatch, plans: list[_Plan], files: dict[tuple[int, int], list[DataFile]]
+    ) -> dict[int, PenstockError]:
+        """Put the manifests; several at a time, because each waits for the disk."""
+
+        def commit(plan: _Plan) -> PenstockError | None:
+            try:
+                self._put(batch, plan, files)
+            except Exception as error:
+                return unexpected(plan.changes.table, error)
+            return None
+
+        if not plans:
+            return {}
+        with ThreadPoolExecutor(min(_COMMIT_THREADS, len(plans)), thread_name_prefix="parquet-commit") as pool:
+            outcomes = list(pool.map(commit, plans))
+        pairs = zip(plans, outcomes, strict=True)
+        return {plan.changes.table_id: error for plan, error in pairs if error is not None}
+
+    def _put(self, batch: EventBatch, plan: _Plan, files: dict[tuple[int, int], list[DataFile]]) -> None:
+        table = plan.table
+        steps: list[ManifestStep] = []
+        for number, step in enumerate(plan.changes.steps):
+            match step:
+                case Rows():
+                    steps += files.get((plan.changes.table_id, number), [])
+                case SchemaChange():
+                    steps.append(NewSchema(step.new, step.version))
+                case _:
+                    steps.append(step)
+        end = table.position if reaches(table.position, batch.end) else batch.end
+        manifest = self._manifest(ManifestKind.CHANGES, table.attempt, table.position, end, tuple(steps))
+        if not table.generation.append(table.next_number, manifest):
+            taken = table.generation.manifest(table.next_number)
+            raise (
+                fenced_copy(plan.changes.table, table.attempt)
+                if taken.kind is ManifestKind.FENCED
+                else other_writer(plan.changes.table)
+            )
+        table.next_number += 1
+        table.position = manifest.position
+
+    def _manifest(
+        self, kind: ManifestKind, attempt: str, begin: Lsn, position: Lsn, steps: tuple[ManifestStep, ...] = ()
+    ) -> Manifest:
+        context = self._started
+        return Manifest(
+            kind, self._writer, context.pipeline_id, context.lineage, attempt, context.epoch, begin, position, steps
+        )
+
+    def _refuse_foreign(self, changes: TableChanges) -> None:
+        schema = next((step.schema for step in changes.steps if isinstance(step, Rows)), None)
+        owner = None if schema is None else self._root.table(schema.namespace, schema.name).owner()
+        if owner is not None and owner.pipeline_id != self._started.pipeline_id:
+            raise foreign_table(changes.table, owner.pipeline_id, self._started.pipeline_id)
+
+    @property
+    def _started(self) -> DestinationContext:
+        if self._context is None:
+            raise RuntimeError("startup was not called")
+        return self._context
+
+
+def _parts(segments: tuple[SegmentFile, ...]) -> list[tuple[SegmentFile, ...]]:
+    """Consecutive segments that make a file of a good size."""
+    parts: list[list[SegmentFile]] = []
+    size = 0
+    for segment in segments:
+        if not parts or size + segment.bytes > _PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(segment)
+        size += segment.bytes
+    return [tuple(part) for part in parts]
+
+
+def _describe(batch: EventBatch, plans: dict[int, _Plan]) -> str:
+    names = [plan.changes.table for plan in plans.values()]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"write {shown} up to {batch.end}"

@@ -1,0 +1,205 @@
+"""Where things lie, and how a new copy shuts out whoever still writes the old one.
+
+    <path>/_penstock.json                   the format
+    <path>/public/orders/owner.json         whose table it is
+      generations/00000001/
+        generation.json                     the attempt of the copy that this generation begins with
+        log/000000000000.json …             manifests
+        data/000000000000-….parquet         named by the manifest that they are meant for
+
+Every attempt of a copy is a generation of its own. When one is created, all before it are *fenced*: their next manifest
+is taken by a `fenced` one, so a late write of theirs finds its number taken. Their rows stay readable until the new
+copy is whole. Files that no manifest names were left by tasks that ran twice, or by processes that died: nobody sees
+them, and the next process sweeps them, after it has made sure by an `opened` manifest that they will never be named.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.destinations.naming import FOLDERS
+from penstock.destinations.parquet.manifests import (
+    Manifest,
+    ManifestKind,
+    from_json,
+    make_folder,
+    put_if_absent,
+    to_json,
+)
+from penstock.schema import TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who writes a table, and which one of the source's it is."""
+
+    pipeline_id: str
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a generation began with."""
+
+    table_id: int
+    """The source's number of the table."""
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A copy and the changes since."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    def origin(self) -> Origin:
+        """What it began with."""
+        record: dict[str, Any] = json.loads((self.path / "generation.json").read_text())
+        return Origin(**record)
+
+    def numbers(self) -> list[int]:
+        """Of the manifests, in order."""
+        return sorted(int(path.stem) for path in self.log.glob("[0-9]*.json"))
+
+    def manifest(self, number: int) -> Manifest:
+        """One manifest."""
+        return from_json((self.log / f"{number:012d}.json").read_text())
+
+    def manifests(self) -> Iterator[Manifest]:
+        """All of them, in order."""
+        for number in self.numbers():
+            yield self.manifest(number)
+
+    def last(self) -> tuple[int, Manifest] | None:
+        """The last manifest with its number."""
+        numbers = self.numbers()
+        return (numbers[-1], self.manifest(numbers[-1])) if numbers else None
+
+    def append(self, number: int, manifest: Manifest) -> bool:
+        """Take a number; False if another writer has it."""
+        return put_if_absent(self.log / f"{number:012d}.json", to_json(manifest))
+
+    def is_copied(self) -> bool:
+        """Whether the copy is whole: readers may look."""
+        return (self.log / f"{0:012d}.json").exists() and self.manifest(0).kind is ManifestKind.COPY
+
+    def fence(self, fence: Manifest) -> None:
+        """Let nothing follow; others may append until it has succeeded."""
+        while True:
+            last = self.last()
+            if last is not None and last[1].kind is ManifestKind.FENCED:
+                return
+            number, position = (0, fence.position) if last is None else (last[0] + 1, last[1].position)
+            if self.append(number, replace(fence, begin=position, position=position)):
+                return
+
+    def sweep(self, opened: int) -> list[Path]:
+        """Remove the files that no manifest names, after our `opened` manifest; gives what was removed.
+
+        What was meant for numbers before the last time that somebody opened it was swept then.
+        """
+        numbers = [number for number in self.numbers() if number < opened]
+        named: set[str] = set()
+        first = 0
+        for number in reversed(numbers):
+            manifest = self.manifest(number)
+            named.update(file.name for file in manifest.files)
+            if manifest.kind is ManifestKind.OPENED:
+                first = number
+                break
+        orphans = [
+            path
+            for path in self.data.iterdir()
+            if first <= int(path.name.split("-", 1)[0]) <= opened and path.name not in named
+        ]
+        for path in orphans:
+            path.unlink(missing_ok=True)
+        return orphans
+
+
+@dataclass(frozen=True, slots=True)
+class TableFolder:
+    """One table."""
+
+    path: Path
+
+    def owner(self) -> Owner | None:
+        """None if nobody has claimed it."""
+        try:
+            record: dict[str, Any] = json.loads((self.path / "owner.json").read_text())
+        except FileNotFoundError:
+            return None
+        return Owner(record["pipeline"], record["table"])
+
+    def claim(self, pipeline_id: str, schema: TableSchema) -> Owner:
+        """Make it ours unless it is somebody's; gives whose it is."""
+        make_folder(self.path / "generations")
+        record = {"pipeline": pipeline_id, "table": str(schema)}
+        put_if_absent(self.path / "owner.json", json.dumps(record, ensure_ascii=False))
+        owner = self.owner()
+        assert owner is not None
+        return owner
+
+    def generations(self) -> list[Generation]:
+        """All of them, oldest first."""
+        found = (self.path / "generations").glob("[0-9]*/generation.json")
+        return sorted((Generation(path.parent) for path in found), key=lambda each: each.number)
+
+    def begin_generation(self, origin: Origin) -> Generation:
+        """The generation of an attempt, made if it is not the newest one already."""
+        while True:
+            existing = self.generations()
+            if existing and existing[-1].origin() == origin:
+                return existing[-1]
+            number = existing[-1].number + 1 if existing else 1
+            generation = Generation(self.path / "generations" / f"{number:08d}")
+            make_folder(generation.log)
+            make_folder(generation.data)
+            if put_if_absent(generation.path / "generation.json", json.dumps(asdict(origin), ensure_ascii=False)):
+                return generation
+
+    def current(self) -> Generation | None:
+        """What readers see: the newest copy that is whole."""
+        return next((each for each in reversed(self.generations()) if each.is_copied()), None)
+
+    def remove_generations(self, before: Generation) -> None:
+        """Remove what readers have had time to leave: all before the copy that this one replaced."""
+        older = [each for each in self.generations() if each.number < before.number]
+        copied = [each.number for each in older if each.is_copied()]
+        for each in older:
+            if not copied or each.number < copied[-1]:
+                shutil.rmtree(each.path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RootFolder:
+    """All tables."""
+
+    path: Path
+
+    def table(self, namespace: str, name: str) -> TableFolder:
+        """Where a table is, or would be."""
+        return TableFolder(self.path / FOLDERS.name(namespace, name))
+
+    def tables(self) -> list[TableFolder]:
+        """Those that somebody has claimed."""
+        return sorted(
+            (TableFolder(path.parent) for path in self.path.glob("*/*/owner.json")), key=lambda each: each.path
+        )

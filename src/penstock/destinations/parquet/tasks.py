@@ -1,0 +1,138 @@
+"""What runs in tasks: reading segments or ranges, and writing files that nobody sees before a manifest names them.
+
+A task may run twice, also at the same time: each writes a file of its own. Errors are values, so that one bad table
+does not fail the job of all.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.changes.batch import Rows
+from penstock.changes.segment import COMMIT_LSN, OP, ORDINAL, UNREPRESENTABLE, UNREPRESENTABLE_TYPE
+from penstock.destinations.base import CopyRange, RangeReader
+from penstock.destinations.batch_events import read_segment
+from penstock.destinations.parquet.manifests import DataFile, sync_folder
+from penstock.destinations.refusals import unexpected
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn
+
+COPIED = 0
+"""`_op` of a row that was copied."""
+BEFORE_ALL = -1
+"""`_ordinal` of a row that was copied: it stands before the changes at the copy's position."""
+_GROUP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChangesItem:
+    """Segments of one step that become one file."""
+
+    table_id: int
+    step: int
+    """Its number in the table's part of the batch."""
+    rows: Rows
+    folder: str
+    number: int
+    """Of the manifest that the file is meant for."""
+    compression: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTarget:
+    """Where the ranges of a copy go."""
+
+    table: str
+    folder: str
+    position: Lsn
+    arrow_schema: pa.Schema
+    compression: str
+
+
+def write_changes(item: ChangesItem) -> DataFile | PenstockError | None:
+    """Write the changes of one item; None if there is nothing to write."""
+    try:
+        return _write(item.folder, f"{item.number:012d}-{item.step:03d}", _segments(item.rows), item.compression)
+    except Exception as error:
+        return unexpected(str(item.rows.schema), error)
+
+
+def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> DataFile | PenstockError | None:
+    """Write one range of a copy; None if it has no rows."""
+    try:
+        tables = (_copied(batches, target) for batches in _grouped(reader.read(part)))
+        return _write(target.folder, f"{0:012d}-copy-{part.index:06d}", tables, target.compression)
+    except Exception as error:
+        return unexpected(target.table, error)
+
+
+def _segments(rows: Rows) -> Iterator[pa.Table]:
+    """The segments' rows with the same columns in each: only some have `_unrepresentable`."""
+    has_texts = any(UNREPRESENTABLE in pq.read_schema(segment.path).names for segment in rows.segments)
+    for segment in rows.segments:
+        table = read_segment(segment, rows)
+        if has_texts and UNREPRESENTABLE not in table.column_names:
+            nothing = pa.nulls(table.num_rows, UNREPRESENTABLE_TYPE)
+            table = table.append_column(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE), nothing)
+        yield table
+
+
+def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    """Batches together that make a row group of a good size."""
+    group: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        group.append(batch)
+        size += batch.nbytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _copied(batches: list[pa.RecordBatch], target: CopyTarget) -> pa.Table:
+    """Rows of a copy in the form of changes: before all others at its position."""
+    table = pa.Table.from_batches(batches, schema=target.arrow_schema)
+    count = table.num_rows
+    head = {
+        OP: pa.repeat(pa.scalar(COPIED, pa.int8()), count),
+        COMMIT_LSN: pa.repeat(pa.scalar(int(target.position), pa.int64()), count),
+        ORDINAL: pa.repeat(pa.scalar(BEFORE_ALL, pa.int64()), count),
+    }
+    fields = [pa.field(name, array.type, nullable=False) for name, array in head.items()]
+    return pa.Table.from_arrays([*head.values(), *table.columns], schema=pa.schema([*fields, *table.schema]))
+
+
+def _write(folder: str, name: str, tables: Iterable[pa.Table], compression: str) -> DataFile | None:
+    """Write tables into a new file, durably; None and no file if they have no rows."""
+    path = Path(folder) / f"{name}-{uuid.uuid4().hex}.parquet"
+    writer: pq.ParquetWriter | None = None
+    count = 0
+    try:
+        for table in tables:
+            if table.num_rows == 0:
+                continue
+            if writer is None:
+                writer = pq.ParquetWriter(path, table.schema, compression=compression)
+            writer.write_table(table)
+            count += table.num_rows
+    except BaseException:
+        if writer is not None:
+            writer.close()
+            path.unlink(missing_ok=True)
+        raise
+    if writer is None:
+        return None
+    writer.close()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+    return DataFile(path.name, count, path.stat().st_size)
