@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import psycopg
 
-from penstock.capture import CaptureProcess, CaptureSettings
+from penstock.capture import CaptureProcess, CaptureSettings, Reading
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
@@ -158,6 +158,17 @@ def following(stream: Stream, name: str = "one") -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+def watch_connection(stream: Stream, capture: CaptureProcess, reading: Reading, seconds: float) -> None:
+    """The same connection for some time, in the same state."""
+    walsender = wait_for(stream.walsender, "a connection")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert stream.walsender() == walsender, "the server has given up on us"
+        assert capture.status.reading is reading
+        threading.Event().wait(0.5)
+    assert capture.restarts == 0
 
 
 class Writers:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
-import time
 from random import Random
 
 import pytest
@@ -18,21 +16,11 @@ from tests.e2e.support import (
     insert_things,
     list_in_journal,
     wait_for,
+    watch_connection,
     write_rows,
 )
 
 FULL_SECONDS = 20.0
-
-
-def watch_connection(stream, capture, reading: Reading, seconds: float) -> None:
-    """The same connection for some time, in the same state."""
-    walsender = wait_for(stream.walsender, "a connection")
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        assert stream.walsender() == walsender, "the server has given up on us"
-        assert capture.status.reading is reading
-        threading.Event().wait(0.5)
-    assert capture.restarts == 0
 
 
 @pytest.mark.trap(6)

@@ -139,7 +139,7 @@ class Capture:
                 resolver = CatalogResolver(catalog, writer.schemas)
                 streams = OpenStreams(writer.open_folder, writer.disk)
                 assembler = Assembler(writer, resolver, streams, settings.assembler)
-                self._run_threads(session, writer, assembler, _answer_seconds(catalog))
+                self._run_threads(session, writer, assembler, _sender_timeout(catalog))
             finally:
                 session.close()
 
@@ -178,7 +178,7 @@ class Capture:
         self._acknowledged = max(self._acknowledged, confirmed)
 
     def _run_threads(
-        self, session: ReplicationSession, writer: SpoolWriter, assembler: Assembler, answer_seconds: float
+        self, session: ReplicationSession, writer: SpoolWriter, assembler: Assembler, sender_timeout: float
     ) -> None:
         """Read in this thread, decode and keep house in others; the first error ends all three."""
         ended = threading.Event()
@@ -205,7 +205,16 @@ class Capture:
         stopper = threading.Thread(target=lambda: (self._wait_for_either(ended), ended.set()), name="stop")
         stopper.start()
         try:
-            guarded(lambda: session.read(queue, lambda: self._acknowledged, ended, answer_seconds=answer_seconds))()
+            guarded(
+                lambda: session.read(
+                    queue,
+                    lambda: self._acknowledged,
+                    ended,
+                    # Well within the server's patience; our own is at least as long as the server's.
+                    answer_seconds=min(10.0, sender_timeout / 4),
+                    silence_seconds=max(10.0, sender_timeout),
+                )
+            )()
         finally:
             for thread in (*threads, stopper):
                 thread.join()
@@ -267,13 +276,12 @@ def _reading(session: ReplicationSession, writer: SpoolWriter) -> Reading:
     return Reading.SPOOL_FULL if writer.is_full else Reading.STREAMING
 
 
-def _answer_seconds(catalog: psycopg.Connection[Any]) -> float:
-    """A quarter of the time after which the server gives a silent reader up; 10 s at most."""
+def _sender_timeout(catalog: psycopg.Connection[Any]) -> float:
+    """After how many seconds the server gives a silent reader up; where it never does, five minutes."""
     row = catalog.execute(
         "select setting::int8 from pg_catalog.pg_settings where name = 'wal_sender_timeout'"
     ).fetchone()
-    milliseconds = int(row[0]) if row else 60_000
-    return min(10.0, milliseconds / 4000) if milliseconds else 10.0
+    return (int(row[0]) if row else 60_000) / 1000 or 300.0
 
 
 def _create_temporary_slot(session: ReplicationSession, slot: str) -> Lsn:

@@ -84,13 +84,21 @@ class ReplicationSession:
         stop: threading.Event,
         *,
         answer_seconds: float,
+        silence_seconds: float,
     ) -> None:
-        """Read until `stop`. Raises when the connection ends."""
+        """Read until `stop`. Raises when the connection ends, or when the server says nothing though it was asked."""
         last_message = time.monotonic()
         while not stop.is_set():
-            self._answer(acknowledged(), answer_seconds)
+            silence = time.monotonic() - last_message
+            if silence >= silence_seconds:
+                raise ServerUnavailable(
+                    f"the server has been silent for {silence:.0f} s ({self._place.where})", where=self._place.where
+                )
+            self._answer(acknowledged(), answer_seconds, ask=silence >= answer_seconds)
             self.paused = not queue.has_room
             if self.paused and not queue.wait_for_room(min(0.1, answer_seconds / 4)):
+                # Not the server's silence: we do not listen.
+                last_message = time.monotonic()
                 continue
             arrived, drained = self._read_parcel(queue)
             now = time.monotonic()
@@ -165,24 +173,27 @@ class ReplicationSession:
         self._asked = self._asked or message[17] == 1
         queue.put(position)
 
-    def _answer(self, acknowledged: Lsn, answer_seconds: float) -> None:
-        """Tell the server how far we are, when it asked, when there is news, or when it is time."""
+    def _answer(self, acknowledged: Lsn, answer_seconds: float, *, ask: bool = False) -> None:
+        """Tell the server how far we are, when it asked, when there is news, or when it is time.
+
+        `ask` makes the server answer at once: a connection that broke without a word looks like a quiet one.
+        """
         elapsed = time.monotonic() - self._answered_at
         news = acknowledged > self._answered and elapsed >= 0.1
         if self._asked or news or elapsed >= answer_seconds:
             try:
-                self._send_answer(acknowledged)
+                self._send_answer(acknowledged, ask=ask)
             except psycopg.Error:
                 raise from_connection(self.connection, self._place, "answer the server") from None
 
-    def _send_answer(self, acknowledged: Lsn) -> None:
+    def _send_answer(self, acknowledged: Lsn, *, ask: bool = False) -> None:
         # What is flushed is said once, and 0 ("not known") otherwise: a server that shuts down waits until its client
         # has flushed all that was sent, if it knows of that, and else until the client has received it.
         flushed = acknowledged if acknowledged > self._answered else Lsn(0)
         self._answered = max(self._answered, acknowledged)
         clock = time.time_ns() // 1000 - POSTGRES_EPOCH_MICROSECONDS
         received = max(self._received, self._answered)
-        self.connection.put_copy_data(struct.pack(">cQQQqB", b"r", received, flushed, flushed, clock, 0))
+        self.connection.put_copy_data(struct.pack(">cQQQqB", b"r", received, flushed, flushed, clock, ask))
         self.connection.flush()
         self._answered_at = time.monotonic()
         self._asked = False
