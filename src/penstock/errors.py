@@ -41,6 +41,7 @@ contain a secret or the value of a cell.
     │   ├── LeaseHeld               another process drives this pipeline, named: tried again
     │   ├── LeaseLost               another process took over; nothing more is written
     │   └── IllegalTransition       a phase, version or position that must not follow the one before
+    ├── TasksFailed                 Spark could not run a job: tried again
     └── CaptureStopped              the capture process ended by itself
 """
 
@@ -300,6 +301,13 @@ class LeaseLost(StateError):
 
 class IllegalTransition(StateError):
     """A table cannot go from its phase, schema version or position to the one that was asked for."""
+
+
+class TasksFailed(PenstockError):
+    """Spark could not run a job: executors were lost, or what it was given cannot be run there."""
+
+    retry = Retry.TIMED
+    default_hint = "See Spark's own log; every machine of a cluster needs this version of Penstock and of Python."
 
 
 class CaptureStopped(PenstockError):
