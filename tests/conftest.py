@@ -2,6 +2,7 @@
 
 `database` is an empty database on PostgreSQL 18 (or on the server that PENSTOCK_TEST_DSN names); `any_database` runs
 its test once per version. `make_server` gives servers of one's own, for tests that restart, kill or reconfigure them.
+`spark` is a Spark session that all tests share.
 """
 
 from __future__ import annotations
@@ -109,6 +110,17 @@ def make_server() -> Iterator[Callable[..., PostgresServer]]:
     yield make
     for each in servers:
         each.close()
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    """The Spark session of a test run, on two cores; started when it is first asked for. Do not stop it."""
+    # Imported here, so that tests without Spark start without it.
+    from penstock.spark.session import SparkSettings, build_session
+
+    session = build_session(SparkSettings(master="local[2]", app_name="penstock-tests"))
+    yield session
+    session.stop()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -194,7 +194,7 @@ def test_a_table_that_changed_since_the_snapshot_voids_the_copy(source: Source, 
     for part in statement.split(";"):
         source.execute(part)
     for part in rows.ranges:
-        with pytest.raises(TableRewritten, match="public.t") as caught:
+        with pytest.raises(TableRewritten, match=r"public\.t") as caught:
             list(rows.read(part))
         assert caught.value.retry is Retry.TIMED
     if "drop table" not in statement:
@@ -276,7 +276,7 @@ def test_row_security_that_would_hide_rows_is_an_error(source: Source) -> None:
         source.execute("alter table t enable row level security")
         rows = source.prepare()
         settings = SourceSettings(make_conninfo(source.settings.url, user=role, password="p"))
-        with pytest.raises(SourceError, match="row-level security|row security"):
+        with pytest.raises(SourceError, match=r"row-level security|row security"):
             read(dataclasses.replace(rows, reader=dataclasses.replace(rows.reader, source=settings)))
     finally:
         source.execute(f"drop owned by {role}")

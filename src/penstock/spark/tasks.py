@@ -1,0 +1,213 @@
+"""Functions as Spark tasks: one job over many items, results in order, exceptions as what they were.
+
+Changes and copies share the cores. A batch of changes is one job in the pool `apply`, whatever the number of tables.
+Copies run in the pool `copy`, one short task at a time for each of their turns, and there are always fewer turns than
+cores: a task cannot be pre-empted, and changes must not wait for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import py4j.protocol
+from pyspark import cloudpickle
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from penstock.errors import PenstockError, TasksFailed
+from penstock.spark.session import APPLY_POOL, COPY_POOL
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+TASKS_PER_CORE = 4
+"""More items than that share tasks: starting one costs some milliseconds, and 300 small tables need not pay it each."""
+_DESCRIPTION, _POOL = "spark.job.description", "spark.scheduler.pool"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[_Result]):
+    """What a function returned."""
+
+    result: _Result
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """What a function raised, with where."""
+
+    error: Exception
+    at: str
+
+
+class SparkTasks:
+    """Runs functions in Spark tasks (`penstock.destinations.base.Tasks`). May be called from any thread.
+
+    `copy_tasks` bounds the tasks that read tables, over all tables; by default all cores but one, at least one.
+    """
+
+    def __init__(self, session: SparkSession, *, copy_tasks: int | None = None) -> None:
+        self._context = session.sparkContext
+        self._copy_tasks = copy_tasks
+        self._here = threading.local()
+        self._changed = threading.Condition()
+        self._copying = 0
+        self._closed = False
+
+    @property
+    def cores(self) -> int:
+        """How many tasks run at the same time; on a cluster this changes as executors come and go."""
+        return max(1, self._context.defaultParallelism)
+
+    @property
+    def copy_tasks(self) -> int:
+        """How many of them may read tables."""
+        return self._copy_tasks or max(1, self.cores - 1)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Inside, jobs of this thread are parts of a copy: each item is a task by itself, in the pool `copy`, in turns
+        that all copies share. Whoever calls `Destination.write_table_rows` does so inside."""
+        before = self._is_copying
+        self._here.copying = True
+        try:
+            yield
+        finally:
+            self._here.copying = before
+
+    def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
+        """One job over all items, results in their order; see `Tasks` for what the function must keep to.
+
+        An exception of a task does not stop the others of its job, and is raised here when they are done, as it was.
+        What Spark itself cannot do is `TasksFailed`. Results go through the driver: they should be small.
+        """
+        items = list(items)
+        if not items:
+            return []
+        if self._is_copying:
+            return self._run_in_turns(items, function, description)
+        count = min(len(items), TASKS_PER_CORE * self.cores)
+        shares = [list(range(number, len(items), count)) for number in range(count)]
+        payloads = [[items[index] for index in share] for share in shares]
+        results: list[Any] = [None] * len(items)
+        for share, outcomes in zip(shares, self._job(payloads, function, description, APPLY_POOL), strict=True):
+            for index, outcome in zip(share, outcomes, strict=True):
+                results[index] = outcome
+        return [_value(outcome) for outcome in results]
+
+    def close(self) -> None:
+        """No further task of a copy starts; those that run end by themselves, soon."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def _is_copying(self) -> bool:
+        return getattr(self._here, "copying", False)
+
+    def _run_in_turns(
+        self, items: list[_Item], function: Callable[[_Item], _Result], description: str
+    ) -> list[_Result]:
+        """A job per item, as many at a time as there are turns; the first exception ends it."""
+        failed = threading.Event()
+
+        def run_one(number: int, item: _Item) -> _Result | None:
+            with self._turn():
+                if failed.is_set():
+                    return None
+                try:
+                    text = f"{description} ({number + 1} of {len(items)})"
+                    return _value(self._job([[item]], function, text, COPY_POOL)[0][0])
+                except BaseException:
+                    failed.set()
+                    raise
+
+        with ThreadPoolExecutor(min(len(items), self.copy_tasks), thread_name_prefix="copy") as pool:
+            futures = [pool.submit(run_one, number, item) for number, item in enumerate(items)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]  # pyright: ignore[reportReturnType] (None only after a failure)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._copying < self.copy_tasks)
+            if self._closed:
+                raise TasksFailed("a copy was given up: Penstock is stopping")
+            self._copying += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._copying -= 1
+                self._changed.notify_all()
+
+    def _job(
+        self, payloads: list[list[_Item]], function: Callable[[_Item], _Result], description: str, pool: str
+    ) -> list[list[_Done[_Result] | _Raised]]:
+        """One task per payload."""
+        context = self._context
+        before = {name: context.getLocalProperty(name) for name in (_DESCRIPTION, _POOL)}
+        context.setLocalProperty(_DESCRIPTION, description)
+        context.setLocalProperty(_POOL, pool)
+        try:
+            return context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
+        except (py4j.protocol.Py4JError, PySparkException) as error:
+            logger.debug("a job failed description=%s", description, exc_info=True)
+            raise TasksFailed(f"Spark could not {description}: {_first_line(error)}") from None
+        finally:
+            for name, value in before.items():
+                # None removes a property, whatever the annotation says.
+                context.setLocalProperty(name, value)  # pyright: ignore[reportArgumentType]
+
+
+class _Work:
+    """What is shipped: a function that turns exceptions into values."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, payloads: Iterable[list[Any]]) -> Iterator[list[_Done[Any] | _Raised]]:
+        for payload in payloads:
+            yield [self._call(item) for item in payload]
+
+    def _call(self, item: Any) -> _Done[Any] | _Raised:
+        try:
+            return _Done(self._function(item))
+        except Exception as error:
+            return _Raised(_portable(error), traceback.format_exc())
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception, if it survives the way back; otherwise what it said."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return TasksFailed(f"a task failed: {type(error).__name__}: {error}")
+    return error
+
+
+def _value(outcome: _Done[_Result] | _Raised) -> _Result:
+    if isinstance(outcome, _Done):
+        return outcome.result
+    if not isinstance(outcome.error, PenstockError):
+        outcome.error.add_note(f"in a task:\n{outcome.at}")
+    raise outcome.error
+
+
+def _first_line(error: Exception) -> str:
+    """The reason in a message of the JVM, without its stack."""
+    exception = getattr(error, "java_exception", None)
+    text = str(exception.getMessage() or exception) if exception is not None else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,118 @@
+"""Copies read by Spark: as tasks, and as a data frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.changes.segment import UNREPRESENTABLE
+from penstock.copy import CopyRange, CopyRows, CopySettings, RangeReader, prepare_copy
+from penstock.errors import TableRewritten
+from penstock.source import SourceSettings
+from penstock.source.snapshots import Snapshot, take_snapshot
+from penstock.spark.tasks import SparkTasks
+
+
+@pytest.fixture
+def snapshot(database: Any) -> Iterator[Snapshot]:
+    database.execute(
+        """
+        create table t as
+        select i as id, repeat(md5(i::text), 3) as word, i % 2 = 0 as even, (i / 100.0)::numeric(12, 2) as amount,
+               timestamptz '2024-01-01 00:00:00+00' + i * interval '1 second' as at,
+               timestamp '2024-01-01' + i * interval '1 second' as local,
+               time '00:00' + i * interval '1 second' as clock, array[i, null, -i] as numbers,
+               case when i % 1000 = 0 then date 'infinity' else date '2024-01-01' + i % 100 end as day,
+               decode(md5(i::text), 'hex') as bytes, i::float4 as small, i::int2 as tiny,
+               array['12:00:00.5'::time] as clocks
+        from generate_series(1, 20000) i
+        """
+    )
+    database.execute("create publication pub for table t")
+    with take_snapshot(SourceSettings(database.dsn)) as snapshot:
+        yield snapshot
+
+
+@pytest.fixture
+def rows(database: Any, snapshot: Snapshot) -> CopyRows:
+    oid = database.execute("select 't'::regclass::oid::int8")[0][0]
+    settings = CopySettings(range_bytes=512 << 10, chunk_bytes=100_000)
+    return prepare_copy(snapshot, SourceSettings(database.dsn), "pub", oid, settings=settings)
+
+
+def write_range(reader: RangeReader, folder: str, part: CopyRange) -> tuple[str, int]:
+    path = f"{folder}/{part.index}.parquet"
+    with pq.ParquetWriter(path, reader.arrow_schema) as writer:
+        for batch in reader.read(part):
+            writer.write_batch(batch)
+    return path, pq.read_metadata(path).num_rows
+
+
+@pytest.mark.trap(50, 52)
+def test_ranges_are_read_by_tasks(spark: Any, rows: CopyRows, tmp_path: Path) -> None:
+    assert len(rows.ranges) > 4
+    tasks = SparkTasks(spark, copy_tasks=2)
+    with tasks.copying():
+        written = tasks.run(rows.ranges, partial(write_range, rows.reader, str(tmp_path)), description="copy t")
+    assert sum(count for _, count in written) == 20_000
+    table = pa.concat_tables([pq.read_table(path) for path, _ in written]).sort_by("id")
+    assert table.equals(pa.Table.from_batches(rows.arrow(), rows.arrow_schema).sort_by("id"))
+    # Spark's own reader takes the files, times included.
+    frame = spark.read.parquet(str(tmp_path))
+    assert frame.where("clock = time'00:00:05'").select("id").collect()[0].id == 5
+
+
+def test_a_frame_has_the_rows_with_their_types(spark: Any, rows: CopyRows) -> None:
+    frame = rows.frame(spark)
+    assert frame.rdd.getNumPartitions() == 1
+    assert dict(frame.dtypes) == {
+        "id": "int",
+        "word": "string",
+        "even": "boolean",
+        "amount": "decimal(12,2)",
+        "at": "timestamp",
+        "local": "timestamp_ntz",
+        "clock": "time(6)",
+        "numbers": "array<int>",
+        "day": "date",
+        "bytes": "binary",
+        "small": "float",
+        "tiny": "smallint",
+        "clocks": "array<time(6)>",
+        UNREPRESENTABLE: "map<string,string>",
+    }
+    found = frame.selectExpr(
+        "count(*) n",
+        "sum(amount) amount",
+        "count(distinct word) words",
+        "min(at) first",
+        f"count({UNREPRESENTABLE}) kept",
+    ).collect()[0]
+    assert (found.n, str(found.amount), found.words, found.kept) == (20_000, "2000100.00", 20_000, 20)
+    kept = frame.where("id = 1000").select(UNREPRESENTABLE, "day").collect()[0]
+    assert (kept[0], kept[1]) == ({"day": "infinity"}, None)
+    assert rows.frame(spark, partitions=3).select("id").distinct().count() == 20_000
+
+
+def test_an_empty_copy_is_an_empty_frame(spark: Any, rows: CopyRows) -> None:
+    empty = CopyRows(rows.reader, rows.attempt, rows.position, ())
+    frame = empty.frame(spark)
+    assert (frame.count(), frame.columns) == (0, rows.arrow_schema.names)
+
+
+@pytest.mark.trap(21)
+def test_a_rewrite_in_the_middle_reaches_the_driver_as_what_it_is(
+    spark: Any, database: Any, rows: CopyRows, tmp_path: Path
+) -> None:
+    tasks = SparkTasks(spark)
+    with tasks.copying():
+        tasks.run(rows.ranges[:1], partial(write_range, rows.reader, str(tmp_path)), description="copy t")
+        database.execute("vacuum full t")
+        with pytest.raises(TableRewritten):
+            tasks.run(rows.ranges[1:], partial(write_range, rows.reader, str(tmp_path)), description="copy t")
