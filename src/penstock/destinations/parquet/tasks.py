@@ -19,6 +19,7 @@ from penstock.changes.batch import Rows
 from penstock.changes.segment import COMMIT_LSN, OP, ORDINAL, UNREPRESENTABLE, UNREPRESENTABLE_TYPE
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.batch_events import read_segment
+from penstock.destinations.grouping import group_batches
 from penstock.destinations.parquet.manifests import DataFile, sync_folder
 from penstock.destinations.refusals import unexpected
 from penstock.errors import PenstockError
@@ -67,7 +68,7 @@ def write_changes(item: ChangesItem) -> DataFile | PenstockError | None:
 def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> DataFile | PenstockError | None:
     """Write one range of a copy; None if it has no rows."""
     try:
-        tables = (_copied(batches, target) for batches in _grouped(reader.read(part)))
+        tables = (_copied(batches, target) for batches in group_batches(reader.read(part), _GROUP_BYTES))
         return _write(target.folder, f"{0:012d}-copy-{part.index:06d}", tables, target.compression)
     except Exception as error:
         return unexpected(target.table, error)
@@ -82,20 +83,6 @@ def _segments(rows: Rows) -> Iterator[pa.Table]:
             nothing = pa.nulls(table.num_rows, UNREPRESENTABLE_TYPE)
             table = table.append_column(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE), nothing)
         yield table
-
-
-def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    """Batches together that make a row group of a good size."""
-    group: list[pa.RecordBatch] = []
-    size = 0
-    for batch in batches:
-        group.append(batch)
-        size += batch.nbytes
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _copied(batches: list[pa.RecordBatch], target: CopyTarget) -> pa.Table:

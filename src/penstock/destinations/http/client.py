@@ -1,0 +1,149 @@
+"""One request, made until it is answered: waits between attempts, and what each answer means.
+
+| answer | meaning |
+|---|---|
+| 2xx | done, durably |
+| 429, 500–599, time-out, broken connection | tried again, with back-off, `Retry-After` respected, for `retry_seconds` |
+| 401, 403 | the credentials are wrong |
+| 409 | refused: another pipeline's table, or an attempt that is over |
+| others | rejected: a person has to look |
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+from penstock.destinations.refusals import out_of_reach, rejected, unusable
+from penstock.errors import PenstockError
+from penstock.retry import Backoff
+
+logger = logging.getLogger(__name__)
+
+_MAX_ANSWER = 16 << 20
+_CONFLICT = 409
+
+
+class Secret:
+    """A value that goes into a header and nowhere else: it does not print."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+
+class Refused(Exception):
+    """The receiver says that this is not ours to write (409)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go and how patient they are; pickles, because tasks send too."""
+
+    url: str
+    headers: tuple[tuple[str, str], ...] = ()
+    credentials: tuple[str, Secret] | None = None
+    timeout: float = 30.0
+    retry_seconds: float = 60.0
+    first_delay: float = 0.2
+
+    def post(self, path: str, body: IO[bytes], headers: Mapping[str, str], *, what: str) -> Any:
+        """Send, again if need be; gives the answer's JSON, None without one.
+
+        `what` names the table, or the pipeline, in errors.
+        """
+        backoff = Backoff(first=self.first_delay, longest=max(self.first_delay, 15.0))
+        deadline = time.monotonic() + self.retry_seconds
+        while True:
+            problem, wait = self._try(path, body, headers, what)
+            if problem is None:
+                return wait
+            delay = max(backoff.next_delay(), wait or 0.0)
+            if time.monotonic() + delay > deadline:
+                raise out_of_reach(self.host, f"{problem}, for {self.retry_seconds:g} s", table=what)
+            logger.warning("request failed, trying again what=%s reason=%s delay=%.1f", what, problem, delay)
+            time.sleep(delay)
+
+    @property
+    def host(self) -> str:
+        """Without what may stand before it or behind it in the URL."""
+        parts = urllib.parse.urlsplit(self.url)
+        return parts.hostname or "" if parts.port is None else f"{parts.hostname}:{parts.port}"
+
+    def _try(self, path: str, body: IO[bytes], headers: Mapping[str, str], what: str) -> tuple[str | None, Any]:
+        """One attempt: no problem and the answer, or a passing problem and the seconds to wait at least."""
+        size = body.seek(0, 2)
+        body.seek(0)
+        sent = {**dict(self.headers), **headers, "Content-Length": str(size)}
+        if self.credentials is not None:
+            sent[self.credentials[0]] = self.credentials[1].value
+        request = urllib.request.Request(f"{self.url}{path}", data=cast("Any", body), headers=sent, method="POST")
+        try:
+            with _opener().open(request, timeout=self.timeout) as answer:
+                content = answer.read(_MAX_ANSWER)
+                return None, _json(content)
+        except urllib.error.HTTPError as error:
+            retry_after: str | None = error.headers.get("Retry-After")
+            error.close()
+            return _judge(error.code, retry_after, what)
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise unusable(f"the certificate of {self.host} is not trusted") from None
+            return f"{type(error.reason).__name__}", None
+        except (OSError, http.client.HTTPException) as error:
+            return type(error).__name__, None
+
+
+def _judge(status: int, retry_after: str | None, what: str) -> tuple[str, float | None]:
+    if status == 429 or status >= 500:
+        return f"status {status}", float(retry_after) if retry_after is not None and retry_after.isdigit() else None
+    if status == _CONFLICT:
+        raise Refused(what)
+    raise _permanent(status, what)
+
+
+def _permanent(status: int, what: str) -> PenstockError:
+    if status in (401, 403):
+        return unusable(
+            f"the receiver does not accept our credentials (status {status})",
+            hint="Check the variable that auth_env names.",
+        )
+    return rejected(
+        what,
+        f"the receiver answered with status {status}",
+        hint="Its log says why; the request can be found by its Idempotency-Key. The answer is left out, as it may "
+        "contain data.",
+    )
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would send the credentials elsewhere, and the body nowhere."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirects)
+
+
+def _json(content: bytes) -> Any:
+    if not content.strip():
+        return None
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
