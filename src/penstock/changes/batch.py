@@ -82,12 +82,13 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class SchemaChange:
-    """The rows that follow have another schema. `old` is None when the destination has not seen any."""
+    """The rows that follow have another schema than those before, or than the table has at the destination."""
 
     old: TableSchema | None
+    """None when nothing is known of the table."""
     new: TableSchema
-    old_version: str | None
-    new_version: str
+    version: str
+    """Of the new schema: names the order key from which on it holds."""
 
 
 TableStep = Rows | Truncate | SchemaChange
@@ -101,6 +102,11 @@ class TableChanges:
     table: str
     """Namespace and name, for people."""
     steps: tuple[TableStep, ...]
+
+    @property
+    def last_schema_change(self) -> SchemaChange | None:
+        """The last one, if there is any."""
+        return next((step for step in reversed(self.steps) if isinstance(step, SchemaChange)), None)
 
     @property
     def row_count(self) -> int:
@@ -148,19 +154,19 @@ def build_batch(
     begin: Lsn,
     end: Lsn,
     positions: Mapping[int, Lsn],
-    versions: Mapping[int, str],
+    schemas: Mapping[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
     root: Path,
 ) -> EventBatch:
     """The changes between two boundaries, of the tables in `positions` and from their positions on.
 
-    `versions` are the schema versions that the destination has; where rows have another one, a change of the schema
-    comes before them.
+    `schemas` are those that tables have at the destination; where rows have another one, a change of the schema comes
+    before them.
     """
     entries = [entry for entry in entries if not reaches(begin, entry.end) and not reaches(entry.begin, end)]
     steps: dict[int, list[TableStep]] = {}
     names: dict[int, str] = {}
-    current = dict(versions)
+    current = dict(schemas)
     for entry in entries:
         for step in entry.steps:
             if isinstance(step, Message) or step.table_id not in positions:
@@ -205,21 +211,17 @@ def _append_rows(
     steps: list[TableStep],
     segment: Segment,
     file: SegmentFile,
-    current: dict[int, str],
+    current: dict[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
 ) -> None:
     known = current.get(segment.table_id)
     schema = schema_of(segment.table_id, segment.version)
-    if known != segment.version:
-        old = schema_of(segment.table_id, known) if known is not None else None
-        # A spool that was filled again may name the same schema by another version.
-        if old != schema:
-            steps.append(SchemaChange(old, schema, known, segment.version))
-        current[segment.table_id] = segment.version
+    if known != schema:
+        steps.append(SchemaChange(known, schema, segment.version))
+        current[segment.table_id] = schema
     last = steps[-1] if steps else None
-    if isinstance(last, Rows) and last.version == segment.version:
-        steps[-1] = Rows(
-            schema, segment.version, (*last.segments, file), last.unrepresentable + segment.unrepresentable
-        )
+    if isinstance(last, Rows) and last.schema == schema:
+        unrepresentable = last.unrepresentable + segment.unrepresentable
+        steps[-1] = Rows(schema, last.version, (*last.segments, file), unrepresentable)
     else:
         steps.append(Rows(schema, segment.version, (file,), segment.unrepresentable))

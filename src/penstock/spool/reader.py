@@ -90,7 +90,11 @@ class SpoolReader:
 
     def schema(self, segment: Segment) -> TableSchema:
         """The schema that a segment's rows have."""
-        return self._schemas.load(segment.table_id, segment.version)
+        return self.load_schema(segment.table_id, segment.version)
+
+    def load_schema(self, table_id: int, version: str) -> TableSchema:
+        """One version of a table's schema."""
+        return self._schemas.load(table_id, version)
 
     def path(self, segment: Segment) -> Path:
         return self._folder.root / segment.file

@@ -1,0 +1,421 @@
+"""A pipeline: one output over one stream, from a source's publication to a destination.
+
+    with Pipeline(settings, store, destination, tasks) as pipeline:
+        pipeline.wait()
+
+Starting takes the lease, makes or checks the publication and the slot, starts capture, and then the apply worker. That
+one starts a table sync worker for each table that has to be copied, a few at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import psycopg
+
+from penstock.capture import CaptureProcess, CaptureSettings
+from penstock.capture.assembler import AssemblerSettings
+from penstock.copy import CopySettings
+from penstock.destinations.base import Destination, DestinationContext, Tasks
+from penstock.errors import IllegalTransition, LeaseLost, PenstockError, SlotLost, SlotMissing
+from penstock.lsn import Lsn
+from penstock.source.connections import Role, SourceSettings, connect, connect_replication
+from penstock.source.lineage import Lineage, identify_system, verify_lineage
+from penstock.source.publications import (
+    Membership,
+    changes_between,
+    ensure_publication,
+    load_membership,
+    published_tables,
+)
+from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
+from penstock.spool import Readers, SpoolSettings
+from penstock.spool.folder import SpoolFolder
+from penstock.state import (
+    Command,
+    CommandKind,
+    CommandStatus,
+    DataSync,
+    Errored,
+    FinishedCopy,
+    Init,
+    PipelineStore,
+    Ready,
+    SyncDone,
+    TableReplicationPhase,
+    WorkerType,
+)
+from penstock.state.positions import start_position
+from penstock.state.transitions import discover, resync
+from penstock.values import TypeSettings
+from penstock.workers import ApplyStatus, ApplyWorker, BatchSettings, Board, ErrorHold, SyncPool, TableSync
+from penstock.workers.failures import errored
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 5.0
+"""How often the publication is looked at."""
+COMMAND_SECONDS = 0.5
+STOP_SECONDS = 60.0
+
+
+class OnLostSlot(StrEnum):
+    """What happens when the slot is gone, and with it the changes since."""
+
+    ERROR = "error"
+    RECREATE = "recreate"
+    """A new slot, and every table is copied again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """One output over one stream."""
+
+    id: str
+    source: SourceSettings
+    publication: str
+    slot: str
+    spool: SpoolSettings
+    tables: tuple[str, ...] = ("*.*",)
+    exclude: tuple[str, ...] = ()
+    manage_publication: bool = True
+    on_lost_slot: OnLostSlot = OnLostSlot.ERROR
+    output: str = "tables"
+    """The name of this output among those of the stream."""
+    max_table_sync_workers: int = 4
+    batches: BatchSettings = field(default_factory=BatchSettings)
+    error_hold: ErrorHold = field(default_factory=ErrorHold)
+    copy: CopySettings = field(default_factory=CopySettings)
+    types: TypeSettings = field(default_factory=TypeSettings)
+
+
+class Pipeline:
+    """Runs in threads of this process; capture is a child of it."""
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        store: PipelineStore,
+        destination: Destination,
+        tasks: Tasks,
+        session: Any = None,
+    ) -> None:
+        """`tasks` runs the data work; `session` is the Spark session, if there is one."""
+        self._settings = settings
+        self._store = store
+        self._destination = destination
+        self._tasks = tasks
+        self._session = session
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._started = False
+        self._pool = SyncPool(settings.max_table_sync_workers)
+        self._names: dict[int, str] = {}
+        self._membership: Membership | None = None
+        self._refreshed = 0.0
+        self._commanded = 0.0
+        self._capture: CaptureProcess | None = None
+        self._apply: ApplyWorker | None = None
+        self._board: Board | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Pipeline:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    @property
+    def status(self) -> ApplyStatus | None:
+        """How far apply is; None before the start."""
+        return self._apply.status if self._apply else None
+
+    @property
+    def phases(self) -> dict[str, TableReplicationPhase]:
+        """Every table's phase, by name."""
+        if self._board is None:
+            return {}
+        return {self._names.get(table_id, str(table_id)): phase for table_id, phase in self._board.phases().items()}
+
+    def start(self) -> None:
+        """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
+        if self._started:
+            raise RuntimeError("a pipeline is started once")
+        self._started = True
+        self._store.acquire_lease(on_lost=self._lose_lease)
+        try:
+            self._start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; False when it has not come in time. Raises what ended the pipeline."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def shutdown(self) -> None:
+        """Finish the batch at hand, store how far it went, and stop everything; may be called twice."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+        self._pool.join(STOP_SECONDS)
+        if self._apply is not None:
+            self._apply = None
+            self._destination.shutdown()
+        if self._capture is not None:
+            self._capture.stop()
+            self._capture = None
+        self._store.release_lease()
+
+    def _start(self) -> None:
+        settings = self._settings
+        with connect(settings.source, Role.CATALOG) as connection:
+            ensure_publication(
+                connection,
+                settings.publication,
+                settings.tables,
+                settings.exclude,
+                manage=settings.manage_publication,
+            )
+            lineage, continues = self._identify()
+            self._store.use_lineage(lineage, continues=continues)
+            slot = self._prepare_slot(connection)
+            stored = self._store.get_replication_progress(WorkerType.apply())
+            start = start_position(slot.confirmed_flush_lsn or Lsn(0), stored)
+            self._refresh_tables(connection)
+        readers = Readers(SpoolFolder(settings.spool.path))
+        readers.register(settings.output, start)
+        readers.advance(settings.output, start)
+        self._capture = CaptureProcess(
+            CaptureSettings(
+                source=settings.source,
+                slot=settings.slot,
+                publication=settings.publication,
+                spool=settings.spool,
+                assembler=AssemblerSettings(types=settings.types),
+            )
+        )
+        self._capture.start()
+        self._capture.wait_until_streaming()
+        self._destination.startup(
+            DestinationContext(
+                pipeline_id=settings.id,
+                lineage=_lineage_name(lineage),
+                continues=_lineage_name(continues) if continues else None,
+                store=self._store,
+                tasks=self._tasks,
+                session=self._session,
+            )
+        )
+        self._board = Board(self._store, start, self._recorded)
+        self._apply = ApplyWorker(
+            name=settings.output,
+            spool=settings.spool.path,
+            board=self._board,
+            store=self._store,
+            destination=self._destination,
+            stop=self._stop,
+            settings=settings.batches,
+            error_hold=settings.error_hold,
+            each_round=self._each_round,
+        )
+        self._thread = threading.Thread(target=self._run, name="apply", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        assert self._apply is not None
+        try:
+            self._apply.run()
+        except BaseException as error:
+            logger.error("the pipeline stops error=%s", error if isinstance(error, PenstockError) else type(error))
+            self._error = self._error or error
+            self._stop.set()
+
+    def _lose_lease(self, error: LeaseLost) -> None:
+        self._error = error
+        self._stop.set()
+
+    # The source
+
+    def _identify(self) -> tuple[Lineage, Lineage | None]:
+        """Whose positions these are now, and whose they were if the server continues another timeline."""
+        replication = connect_replication(self._settings.source, Role.SLOT)
+        try:
+            stored = self._store.get_stored_progress()
+            if stored is None:
+                return identify_system(replication).lineage(self._settings.slot), None
+            system = verify_lineage(replication, stored.lineage, self._settings.slot, stored.position)
+            current = system.lineage(self._settings.slot)
+            return current, stored.lineage if stored.lineage != current else None
+        finally:
+            replication.finish()
+
+    def _prepare_slot(self, connection: psycopg.Connection[Any]) -> Slot:
+        """The slot, made if this is the first start; a lost one is an error, or the start of everything anew."""
+        settings = self._settings
+        slot = inspect_slot(connection, settings.slot)
+        known = any(
+            isinstance(phase, SyncDone | Ready) for phase in self._store.get_table_replication_states().values()
+        )
+        if slot is not None and not slot.lost:
+            return require_usable(slot, settings.slot, database=connection.info.dbname)
+        if known or slot is not None:
+            if settings.on_lost_slot is OnLostSlot.ERROR:
+                kind = SlotMissing if slot is None else SlotLost
+                raise kind(
+                    f"slot {settings.slot!r} is gone, and with it changes of tables that were copied already",
+                    slot=settings.slot,
+                )
+            logger.error("slot is lost, every table is copied again slot=%s", settings.slot)
+            if slot is not None:
+                drop_slot(connection, settings.slot)
+        # Before the new slot is there: positions of the old one mean nothing in it.
+        self._store.reset_replication()
+        return create_slot(connection, settings.slot)
+
+    def _refresh_tables(self, connection: psycopg.Connection[Any]) -> None:
+        """Bring the tables in step with the publication: new ones start, removed ones stop, re-added ones start over."""
+        settings = self._settings
+        if settings.manage_publication:
+            ensure_publication(connection, settings.publication, settings.tables, settings.exclude, manage=True)
+        membership = load_membership(connection, settings.publication)
+        published = {table.oid: str(table) for table in published_tables(connection, settings.publication)}
+        self._names |= published
+        change = changes_between(self._membership, membership) if self._membership is not None else None
+        self._membership = membership
+        states = self._store.get_table_replication_states()
+        for table_id in states.keys() - published.keys():
+            logger.info("table left the publication table=%s", self._names.get(table_id, table_id))
+            self._remove(table_id)
+        for table_id in published.keys() - states.keys():
+            self._set_phase(table_id, discover(None))
+        for table_id in change.readded if change else ():
+            if table_id in published:
+                logger.info("table was removed and added again, it is copied anew table=%s", published[table_id])
+                self._set_phase(table_id, resync(states.get(table_id)))
+
+    def _recorded(self, table_id: int) -> Lsn | None:
+        """Up to where a table is durable, by the destination's own record or by the store's."""
+        if self._destination.capabilities.records_position:
+            return self._destination.position(table_id)
+        return self._store.get_table_position(table_id)
+
+    # Between batches
+
+    def _each_round(self) -> None:
+        if self._capture is not None:
+            self._capture.check()
+        now = time.monotonic()
+        if now - self._commanded >= COMMAND_SECONDS:
+            self._commanded = now
+            for command in self._store.take_commands():
+                self._obey(command)
+        if now - self._refreshed >= REFRESH_SECONDS:
+            self._refreshed = now
+            with connect(self._settings.source, Role.CATALOG) as connection:
+                self._refresh_tables(connection)
+        self._start_workers()
+
+    def _start_workers(self) -> None:
+        assert self._board is not None
+        if self._stop.is_set():
+            return
+        for table_id, phase in self._board.phases().items():
+            if isinstance(phase, Init | DataSync | FinishedCopy) and self._pool.free > 0:
+                self._pool.start(table_id, self._worker(table_id), self._sync_failed)
+
+    def _worker(self, table_id: int) -> TableSync:
+        assert self._board is not None
+        settings = self._settings
+        return TableSync(
+            table_id,
+            source=settings.source,
+            publication=settings.publication,
+            spool=settings.spool.path,
+            board=self._board,
+            store=self._store,
+            destination=self._destination,
+            stop=self._stop,
+            batches=settings.batches,
+            copy=settings.copy,
+            types=settings.types,
+        )
+
+    def _sync_failed(self, table_id: int, error: Exception) -> None:
+        assert self._board is not None
+        phase = self._board.phase(table_id)
+        if phase is None or self._stop.is_set():
+            return
+        history = [record.phase for record in self._store.get_table_replication_history(table_id)]
+        after = next((past for past in reversed(history) if isinstance(past, Errored)), None)
+        failed = errored(phase, error, position=None, after=after)
+        logger.error("copy stopped table=%s reason=%s", self._names.get(table_id, table_id), failed.reason)
+        self._board.set_phase(table_id, failed)
+
+    # Commands
+
+    def _obey(self, command: Command) -> None:
+        try:
+            self._carry_out(command)
+        except (IllegalTransition, PenstockError) as error:
+            self._store.answer_command(command.number, CommandStatus.REFUSED, f"{error} {error.hint}".strip())
+        else:
+            self._store.answer_command(command.number, CommandStatus.DONE)
+
+    def _carry_out(self, command: Command) -> None:
+        assert self._board is not None
+        assert self._apply is not None
+        match command.kind:
+            case CommandKind.PAUSE:
+                self._apply.paused.set()
+            case CommandKind.RESUME:
+                self._apply.paused.clear()
+            case CommandKind.REFRESH:
+                self._refreshed = 0.0
+            case CommandKind.RESYNC:
+                for table_id in self._named(command.tables):
+                    if self._pool.is_running(table_id):
+                        raise IllegalTransition(f"{self._names[table_id]} is being copied now")
+                    self._board.set_phase(table_id, resync(None))
+            case CommandKind.ROLLBACK:
+                for table_id in self._named(command.tables):
+                    phase = self._store.rollback_table_replication_state(table_id)
+                    position = phase.lsn if isinstance(phase, SyncDone) else None
+                    self._board.show(table_id, phase, position=position)
+            case _:
+                raise PenstockError(f"this pipeline does not know the command {command.kind.value!r}")
+
+    def _named(self, tables: tuple[str, ...]) -> list[int]:
+        by_name = {name: table_id for table_id, name in self._names.items()}
+        unknown = [name for name in tables if name not in by_name]
+        if unknown:
+            raise PenstockError(f"not in this pipeline: {', '.join(unknown)}")
+        return [by_name[name] for name in tables]
+
+    def _set_phase(self, table_id: int, phase: TableReplicationPhase) -> None:
+        if self._board is not None:
+            self._board.set_phase(table_id, phase)
+        else:
+            self._store.update_table_replication_state(table_id, phase)
+
+    def _remove(self, table_id: int) -> None:
+        if self._board is not None:
+            self._board.remove(table_id)
+        else:
+            self._store.delete_table_pipeline_state(table_id)
+
+
+def _lineage_name(lineage: Lineage) -> str:
+    return "/".join(str(value) for value in asdict(lineage).values())

@@ -1,0 +1,8 @@
+"""The threads that move data: apply for all tables, and a worker for each table that is copied."""
+
+from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold
+from penstock.workers.batches import BatchSettings
+from penstock.workers.board import Board
+from penstock.workers.table_sync import SyncPool, TableSync
+
+__all__ = ["ApplyStatus", "ApplyWorker", "BatchSettings", "Board", "ErrorHold", "SyncPool", "TableSync"]

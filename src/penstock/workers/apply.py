@@ -1,0 +1,177 @@
+"""The apply worker: batches of whole transactions from the spool to the destination, for all tables that it follows.
+
+Each round takes the entries after P up to a limit, hands one batch to the destination, and settles: what is durable
+moves the tables' positions, then stored progress, then the reader of the spool, which the slot follows. A table that
+fails is Errored with its position kept; the others are not concerned. A table that is behind P, because it was tried
+again, gets rounds of its own until it has caught up, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from penstock.destinations.base import Destination
+from penstock.errors import PenstockError, Retry
+from penstock.lsn import Lsn, reaches
+from penstock.retry import Backoff
+from penstock.spool import Entry
+from penstock.state import Errored, PipelineStore, Ready, SyncDone
+from penstock.state.positions import earliest
+from penstock.state.transitions import lose_position, retry_is_due, roll_back
+from penstock.workers.batches import BatchSettings, BatchWriter
+from penstock.workers.board import Board
+from penstock.workers.failures import errored
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorHold:
+    """How long an errored table may hold back progress, and how much may gather meanwhile."""
+
+    time: timedelta = timedelta(hours=1)
+    bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStatus:
+    """A look at the worker from outside."""
+
+    applied: Lsn
+    acknowledged: Lsn
+    changes: int
+    batches: int
+    last_commit_time: int
+    """Of what was applied last, Unix microseconds."""
+
+
+class ApplyWorker:
+    """One output's apply; `run` is its thread."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        spool: Path,
+        board: Board,
+        store: PipelineStore,
+        destination: Destination,
+        stop: threading.Event,
+        settings: BatchSettings,
+        error_hold: ErrorHold,
+        each_round: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`name` is the reader's in the spool. `each_round` runs between batches: commands, and new tables."""
+        self._name = name
+        self._writer = BatchWriter(spool, store, destination, settings)
+        self._board = board
+        self._store = store
+        self._stop = stop
+        self._settings = settings
+        self._error_hold = error_hold
+        self._each_round = each_round
+        self._failed: dict[int, Errored] = {}
+        self._changes = 0
+        self._batches = 0
+        self._last_commit_time = 0
+        self.paused = threading.Event()
+
+    @property
+    def status(self) -> ApplyStatus:
+        board = self._board
+        return ApplyStatus(board.applied, board.acknowledged, self._changes, self._batches, self._last_commit_time)
+
+    def run(self) -> None:
+        """Until `stop`; then one more round, so that what has arrived is not read again."""
+        backoff = Backoff(first=0.5, longest=30.0)
+        while True:
+            stopping = self._stop.is_set()
+            try:
+                self._each_round()
+                busy = False if self.paused.is_set() else self._round()
+                backoff.reset()
+            except PenstockError as error:
+                if error.retry is not Retry.TIMED:
+                    raise
+                delay = backoff.next_delay()
+                logger.warning("apply tries again in=%.1fs error=%s", delay, error)
+                self._stop.wait(delay)
+                busy = True
+            if stopping:
+                return
+            if not busy:
+                self._stop.wait(self._settings.interval)
+
+    def _round(self) -> bool:
+        """One batch for the tables at P, and one for those behind; whether there is more to do at once."""
+        self._retry_tables()
+        positions = self._board.positions()
+        applied = self._board.applied
+        behind = {table: position for table, position in positions.items() if not reaches(position, applied)}
+        abreast = {table: position for table, position in positions.items() if table not in behind}
+        captured = self._writer.reader.captured
+        entries = self._writer.take(applied, captured) if captured is not None else []
+        end = entries[-1].end if entries else applied
+        durable = self._write(entries, applied, end, abreast)
+        more = captured is not None and not reaches(end, captured)
+        if behind:
+            begin = earliest(*behind.values())
+            entries = self._writer.take(begin, applied)
+            until = earliest(applied, entries[-1].end) if entries else applied
+            late = self._write(entries, begin, until, behind)
+            durable |= {table: position for table, position in late.items() if reaches(position, behind[table])}
+            more = more or not reaches(until, applied)
+        self._lose_overdue(end)
+        acknowledged = self._board.settle(end, durable)
+        self._writer.reader.readers.advance(self._name, acknowledged)
+        self._writer.reader.forget(acknowledged)
+        return more
+
+    def _write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
+        """Hand a batch over; up to where each of these tables is durable afterwards."""
+        written = self._writer.write(entries, begin, end, positions)
+        for table_id, error in written.failed.items():
+            self._fail(table_id, error, positions[table_id])
+        for changes in written.batch.tables:
+            if changes.table_id in written.durable:
+                self._failed.pop(changes.table_id, None)
+        if written.batch.tables:
+            self._batches += 1
+            self._changes += written.batch.row_count
+            self._last_commit_time = max(self._last_commit_time, written.batch.last_commit_time)
+        return written.durable
+
+    def _fail(self, table_id: int, error: BaseException, position: Lsn) -> None:
+        phase = self._board.phase(table_id)
+        if not isinstance(phase, SyncDone | Ready):
+            return
+        failed = errored(phase, error, position=position, after=self._failed.get(table_id))
+        logger.error("table stopped table_id=%d position=%s reason=%s", table_id, position, failed.reason)
+        self._failed[table_id] = failed
+        self._board.set_phase(table_id, failed)
+
+    def _retry_tables(self) -> None:
+        """Let errored tables whose time has come go on from where they were."""
+        now = datetime.now(UTC)
+        for table_id, phase in self._board.phases().items():
+            if isinstance(phase, Errored) and retry_is_due(phase, now):
+                self._failed[table_id] = phase
+                resumed = roll_back(phase)
+                self._store.rollback_table_replication_state(table_id)
+                position = resumed.lsn if isinstance(resumed, SyncDone) else None
+                self._board.show(table_id, resumed, position=position)
+
+    def _lose_overdue(self, end: Lsn) -> None:
+        """Errored tables that have held back progress for too long: stored *before* progress passes them."""
+        now = datetime.now(UTC)
+        for table_id, phase in self._board.phases().items():
+            if isinstance(phase, Errored) and phase.holds and phase.position is not None:
+                late = now - phase.since > self._error_hold.time or end - phase.position > self._error_hold.bytes
+                if late:
+                    logger.error("table has held back progress for too long, its changes go table_id=%d", table_id)
+                    self._board.set_phase(table_id, lose_position(phase))

@@ -1,0 +1,90 @@
+"""From entries of the spool to a batch at the destination: what apply and table sync workers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.changes.batch import EventBatch, build_batch
+from penstock.destinations.base import Destination
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.schema import TableSchema
+from penstock.spool import Entry, SpoolReader
+from penstock.state import PipelineStore, TableSchemaVersion, parse_version
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """How much goes into one batch."""
+
+    max_rows: int = 500_000
+    max_bytes: int = 128 << 20
+    interval: float = 0.5
+    """Seconds between two batches, unless there is more than one batch's worth to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a batch."""
+
+    batch: EventBatch
+    durable: dict[int, Lsn]
+    """Up to where each table is durable now; tables that failed, or were only accepted, are not in it."""
+    failed: dict[int, PenstockError]
+
+
+class BatchWriter:
+    """Belongs to one thread: readers of the spool are not shared."""
+
+    def __init__(self, spool: Path, store: PipelineStore, destination: Destination, settings: BatchSettings) -> None:
+        self.reader = SpoolReader(spool)
+        self._spool = spool
+        self._store = store
+        self._destination = destination
+        self._settings = settings
+
+    def take(self, after: Lsn, limit: Lsn, tables: Sequence[int] | None = None) -> list[Entry]:
+        """Entries after a boundary and before another, as many as fit into a batch; at least one if there is any."""
+        taken: list[Entry] = []
+        rows = size = 0
+        for entry in self.reader.entries(after, tables):
+            rows += entry.rows
+            size += entry.bytes
+            if reaches(entry.begin, limit):
+                break
+            if taken and (rows > self._settings.max_rows or size > self._settings.max_bytes):
+                break
+            taken.append(entry)
+        return taken
+
+    def write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> Written:
+        """Hand the changes between two boundaries over, of these tables, from their positions on; waits for it."""
+        batch = build_batch(
+            entries,
+            begin=begin,
+            end=end,
+            positions=positions,
+            schemas=self._schemas_at(positions),
+            schema_of=self.reader.load_schema,
+            root=self._spool,
+        )
+        durable = dict.fromkeys(positions, end)
+        failed: dict[int, PenstockError] = {}
+        if batch.tables:
+            result = self._destination.write_events(batch).result()
+            for changes in batch.tables:
+                outcome = result.of(changes.table_id)
+                if outcome.error is not None:
+                    failed[changes.table_id] = outcome.error
+                if outcome.error is not None or not outcome.durable:
+                    durable.pop(changes.table_id)
+                elif (change := changes.last_schema_change) is not None:
+                    self._store.store_table_schema(TableSchemaVersion(parse_version(change.version), change.new))
+        return Written(batch, durable, failed)
+
+    def _schemas_at(self, positions: Mapping[int, Lsn]) -> dict[int, TableSchema]:
+        """What the tables have at the destination: the schemas that were stored for their positions."""
+        stored = (self._store.get_table_schema(table_id, OrderKey(lsn, 0)) for table_id, lsn in positions.items())
+        return {version.table_id: version.schema for version in stored if version is not None}

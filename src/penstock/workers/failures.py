@@ -1,0 +1,48 @@
+"""What an error means for a table: reason, solution, and whether and when to try again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+from penstock.errors import PenstockError, Retry
+from penstock.lsn import Lsn
+from penstock.retry import Backoff
+from penstock.state import Errored, RetryPolicy, TableReplicationPhase
+from penstock.state.transitions import fail
+
+
+def as_error(error: BaseException) -> PenstockError:
+    """A named error; of an unknown one only the class, because libraries quote values in their messages."""
+    if isinstance(error, PenstockError):
+        return error
+    return PenstockError(
+        f"an unexpected {type(error).__name__}",
+        hint="Please report this with the log; `penstock resync` copies the table again.",
+    )
+
+
+def errored(
+    current: TableReplicationPhase,
+    error: BaseException,
+    *,
+    position: Lsn | None,
+    after: Errored | None = None,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> Errored:
+    """The phase of a table that has failed."""
+    named = as_error(error)
+    attempts = after.attempts + 1 if after else 0
+    policy = RetryPolicy()
+    if named.retry is Retry.TIMED:
+        delay = Backoff(first=1.0, longest=300.0, attempt=attempts).next_delay()
+        policy = RetryPolicy(Retry.TIMED, now() + timedelta(seconds=delay))
+    return fail(
+        current,
+        reason=named.message,
+        solution=named.hint or None,
+        retry_policy=policy,
+        at=now(),
+        position=position,
+        after=after,
+    )

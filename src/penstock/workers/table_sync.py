@@ -1,0 +1,213 @@
+"""A table sync worker: copies one table, applies what has changed meanwhile, and hands it over to apply.
+
+    drop (fence) → DataSync → hold its changes → snapshot S → copy → FinishedCopy
+    → catch up → SyncWait → Catchup → SyncDone
+
+Whatever goes wrong before SyncDone, the next attempt starts from the beginning, with another name: the destination has
+fenced this one off.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.copy import CopyRows, CopySettings, prepare_copy
+from penstock.destinations.base import Destination
+from penstock.errors import PublicationChanged
+from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.schema import TableSchema
+from penstock.source.catalog import load_table, load_types, schema_from_catalog
+from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.snapshots import take_snapshot
+from penstock.spool import Holds, Stopping
+from penstock.spool.folder import SpoolFolder
+from penstock.state import PipelineStore, TableSchemaVersion
+from penstock.state.positions import earliest
+from penstock.state.transitions import finish_catchup, finish_copy, start_copy
+from penstock.values import TypeSettings
+from penstock.workers.batches import BatchSettings, BatchWriter
+from penstock.workers.board import Board
+
+logger = logging.getLogger(__name__)
+
+HOLD_SECONDS = 60.0
+"""Capture answers within a tenth of a second, unless it is being started again."""
+
+
+class TableSync:
+    """One attempt at one table; `run` is called in a thread of the pool."""
+
+    def __init__(
+        self,
+        table_id: int,
+        *,
+        source: SourceSettings,
+        publication: str,
+        spool: Path,
+        board: Board,
+        store: PipelineStore,
+        destination: Destination,
+        stop: threading.Event,
+        batches: BatchSettings,
+        copy: CopySettings,
+        types: TypeSettings,
+    ) -> None:
+        self._table_id = table_id
+        self._source = source
+        self._publication = publication
+        self._board = board
+        self._store = store
+        self._destination = destination
+        self._stop = stop
+        self._copy = copy
+        self._types = types
+        self._attempt = uuid.uuid4().hex
+        self._holds = Holds(SpoolFolder(spool))
+        self._writer = BatchWriter(spool, store, destination, batches)
+
+    def run(self) -> None:
+        """Bring the table to SyncDone. Raises `Stopping` when asked to stop, and what went wrong."""
+        try:
+            rows_position = self._copy_table()
+            self._catch_up(rows_position)
+        finally:
+            self._holds.release(self._table_id)
+
+    def _copy_table(self) -> Lsn:
+        """Fence, copy, and give the boundary of the snapshot."""
+        phase = self._board.phase(self._table_id)
+        assert phase is not None
+        self._destination.drop_table_for_copy(self._describe(), self._attempt)
+        self._store.clear_table_copy_state(self._table_id)
+        self._board.set_phase(self._table_id, start_copy(phase))
+        # Kept from before the snapshot is taken: what commits after it must still be there when the copy is done.
+        self._holds.request(self._table_id)
+        self._holds.wait_confirmed(self._table_id, HOLD_SECONDS)
+        with take_snapshot(self._source) as snapshot:
+            rows = prepare_copy(
+                snapshot,
+                self._source,
+                self._publication,
+                self._table_id,
+                types=self._types,
+                settings=self._copy,
+                attempt=self._attempt,
+            )
+            self._check_stop()
+            self._destination.write_table_rows(rows.schema, rows)
+        self._remember_schema(rows)
+        copying = self._board.phase(self._table_id)
+        assert copying is not None
+        self._board.set_phase(self._table_id, finish_copy(copying))
+        logger.info("table copied table=%s position=%s", rows.schema, rows.position)
+        return rows.position
+
+    def _catch_up(self, snapshot: Lsn) -> None:
+        """Apply the table's changes since the snapshot, first on its own, then exactly up to where apply takes over."""
+        position = snapshot
+        while not self._is_close(position):
+            position = self._write_until(position, self._board.applied)
+        while (target := self._board.wait_to_hand_over(self._table_id, snapshot, position, timeout=0.5)) is None:
+            self._check_stop()
+        while not reaches(position, target.lsn):
+            position = self._write_until(position, target.lsn)
+            self._board.move(self._table_id, position)
+        phase = finish_catchup(target, position)
+        self._store.upsert_table_positions({self._table_id: phase.lsn})
+        self._board.set_phase(self._table_id, phase, position=phase.lsn)
+
+    def _is_close(self, position: Lsn) -> bool:
+        """Whether one batch brings the table to where apply is."""
+        applied = self._board.applied
+        entries = self._writer.take(position, applied, [self._table_id])
+        return not entries or reaches(entries[-1].end, applied)
+
+    def _write_until(self, position: Lsn, limit: Lsn) -> Lsn:
+        """Write one batch of the table's changes; how far it is then. Waits for what capture has not seen yet."""
+        self._check_stop()
+        self._holds.confirmed(self._table_id)
+        if not self._writer.reader.wait(position, 0.5):
+            return position
+        entries = self._writer.take(position, limit, [self._table_id])
+        if not entries:
+            return position
+        end = earliest(limit, entries[-1].end)
+        written = self._writer.write(entries, position, end, {self._table_id: position})
+        if written.failed:
+            raise written.failed[self._table_id]
+        return written.durable.get(self._table_id, position)
+
+    def _describe(self) -> TableSchema:
+        """The table as it is now, for the destination to find what is there of it."""
+        with connect(self._source, Role.CATALOG) as connection:
+            table = load_table(connection, self._table_id)
+            if table is None:
+                raise PublicationChanged(
+                    f"table {self._table_id} does not exist any more", tables=[str(self._table_id)]
+                )
+            types = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
+        return schema_from_catalog(table, types)
+
+    def _remember_schema(self, rows: CopyRows) -> None:
+        self._store.store_table_schema(TableSchemaVersion(OrderKey(rows.position, 0), rows.schema))
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise Stopping
+
+
+class SyncPool:
+    """Runs table sync workers, a few at a time, one per table."""
+
+    def __init__(self, max_workers: int) -> None:
+        self._max_workers = max_workers
+        self._lock = threading.Lock()
+        self._running: dict[int, threading.Thread] = {}
+
+    @property
+    def free(self) -> int:
+        """How many more may start."""
+        with self._lock:
+            self._forget_ended()
+            return self._max_workers - len(self._running)
+
+    def is_running(self, table_id: int) -> bool:
+        with self._lock:
+            self._forget_ended()
+            return table_id in self._running
+
+    def start(self, table_id: int, work: TableSync, failed: Callable[[int, Exception], None]) -> bool:
+        """Start a worker unless its table has one, or all places are taken."""
+
+        def run() -> None:
+            try:
+                work.run()
+            except Stopping:
+                pass
+            except Exception as error:
+                failed(table_id, error)
+
+        with self._lock:
+            self._forget_ended()
+            if table_id in self._running or len(self._running) >= self._max_workers:
+                return False
+            thread = threading.Thread(target=run, name=f"table-sync-{table_id}", daemon=True)
+            self._running[table_id] = thread
+            thread.start()
+            return True
+
+    def join(self, timeout: float) -> None:
+        """Wait for all of them."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            threads = list(self._running.values())
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _forget_ended(self) -> None:
+        self._running = {table_id: thread for table_id, thread in self._running.items() if thread.is_alive()}
