@@ -65,7 +65,8 @@ class Tasks(Protocol):
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """One job over all items, results in their order.
 
-        `function` and items pickle. It returns errors as values: an exception in one task fails the whole job.
+        `function` and items pickle. An exception in one task fails the whole job, so where several tables share a
+        job errors are returned as values.
         A task may run twice, also at the same time: it writes new files and changes none.
         """
         ...

@@ -19,7 +19,7 @@ from penstock.destinations.base import Capabilities, CopyRows, DestinationContex
 from penstock.destinations.batch_events import batch_events, copied_rows
 from penstock.destinations.refusals import fenced_copy, unexpected
 from penstock.errors import PenstockError
-from penstock.lsn import Lsn, OrderKey
+from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 
 _NO_TIME = datetime.fromtimestamp(0, UTC)
@@ -46,6 +46,9 @@ class RowDestination(ABC):
 
     def open(self, context: DestinationContext) -> None:  # noqa: B027
         """Called once, before anything else: connect, and refuse by an error what cannot work."""
+
+    def claim(self, table: TableSchema) -> None:  # noqa: B027
+        """A table is about to be copied: refuse by an error one that another pipeline writes."""
 
     @abstractmethod
     def clear(self, table: TableSchema, attempt: str) -> None:
@@ -94,6 +97,7 @@ class RowDestination(ABC):
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`: nothing is removed before the copy is about to be written."""
         with self._lock:
+            self.claim(schema)
             self._attempts[schema.table_id] = attempt
 
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
@@ -120,7 +124,8 @@ class RowDestination(ABC):
                 try:
                     failed = self._write_tables(replace(batch, tables=tables))
                     if not failed:
-                        self.flush({table.table_id: batch.end for table in tables})
+                        ids = [table.table_id for table in tables]
+                        self.flush({each: self._position_after(each, batch.end) for each in ids})
                         return completed(WriteResult.failures(errors))
                 except BaseException:
                     self.discard()
@@ -134,23 +139,24 @@ class RowDestination(ABC):
 
     def _write_tables(self, batch: EventBatch) -> dict[int, PenstockError]:
         """Write until a table fails."""
-        events = batch_events(batch, self.position)
-        while True:
-            try:
-                event = next(events, None)
-            except PenstockError as error:
-                if "table_id" not in error.facts:
-                    raise
-                return {error.table_id: error}
-            if event is None:
-                return {}
-            try:
+        event: Event | None = None
+        try:
+            for event in batch_events(batch, self.position):
                 self.write(event)
-            except Exception as error:
-                tables = _tables_of(event)
-                if not tables:
-                    raise
-                return {table_id: unexpected(table, error) for table_id, table in tables.items()}
+                event = None
+        except Exception as error:
+            if isinstance(error, PenstockError) and "table_id" in error.facts:
+                return {error.table_id: error}
+            tables = {} if event is None else _tables_of(event)
+            if not tables:
+                raise
+            return {table_id: unexpected(table, error) for table_id, table in tables.items()}
+        return {}
+
+    def _position_after(self, table_id: int, end: Lsn) -> Lsn:
+        """A replay may end before what is recorded."""
+        position = self.position(table_id)
+        return end if position is None or reaches(end, position) else position
 
 
 def _tables_of(event: Event) -> dict[int, str]:

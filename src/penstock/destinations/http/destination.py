@@ -163,10 +163,7 @@ class HttpDestination:
         sent = self._started.tasks.run(
             rows.ranges, partial(_send_range, rows.reader, task), description=f"copy {schema}"
         )
-        for each in sent:
-            if isinstance(each, PenstockError):
-                raise each
-        parts = [part for each in sent if not isinstance(each, PenstockError) for part in each]
+        parts = [name for names in sent for name in names]
         record = {"position": str(rows.position), "parts": parts, "table": schema_to_json(schema)}
         try:
             self._post(f"{path}/finish", record, f"{self._key(path)}/finish", what=str(schema))
@@ -266,24 +263,21 @@ def _send_changes(task: _ChangesTask) -> PenstockError | None:
     return None
 
 
-def _send_range(reader: RangeReader, task: _CopyTask, part: CopyRange) -> list[str] | PenstockError:
-    """In a task: send a range in parts, each with a name that a second run gives it again."""
+def _send_range(reader: RangeReader, task: _CopyTask, part: CopyRange) -> list[str]:
+    """In a task: send a range in parts, each with a name that a second run gives it again; gives the names."""
     names: list[str] = []
     path = f"{_table_path(task.schema)}/copies/{_quote(task.attempt)}/parts"
     try:
         for index, batches in enumerate(group_batches(reader.read(part), _PART_BYTES)):
             name = f"{part.index}-{index}"
-            headers = {
-                "Content-Type": task.format.content_type,
-                "Idempotency-Key": f"{task.key}/{name}",
-            }
+            headers = {"Content-Type": task.format.content_type, "Idempotency-Key": f"{task.key}/{name}"}
             with copy_body(task.format, task.schema, task.position, batches, task.arrow_schema) as body:
                 task.endpoint.post(f"{path}/{name}", body, headers, what=str(task.schema))
             names.append(name)
     except Refused:
-        return fenced_copy(str(task.schema), task.attempt)
+        raise fenced_copy(str(task.schema), task.attempt) from None
     except Exception as error:
-        return unexpected(str(task.schema), error)
+        raise unexpected(str(task.schema), error) from None
     return names
 
 

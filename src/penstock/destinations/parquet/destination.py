@@ -150,10 +150,7 @@ class ParquetDestination:
             written = context.tasks.run(
                 rows.ranges, partial(write_range, rows.reader, target), description=f"copy {schema}"
             )
-            for each in written:
-                if isinstance(each, PenstockError):
-                    raise each
-            files = [each for each in written if isinstance(each, DataFile)]
+            files = [each for each in written if each is not None]
             steps = (NewSchema(schema, ""), *files)
             generation.append(0, self._manifest(ManifestKind.COPY, rows.attempt, rows.position, rows.position, steps))
         manifest = generation.manifest(0)

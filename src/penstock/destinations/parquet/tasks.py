@@ -1,7 +1,7 @@
 """What runs in tasks: reading segments or ranges, and writing files that nobody sees before a manifest names them.
 
-A task may run twice, also at the same time: each writes a file of its own. Errors are values, so that one bad table
-does not fail the job of all.
+A task may run twice, also at the same time: each writes a file of its own. The errors of changes are values, so that
+one bad table does not fail the job of all; a copy is the job of one table, which its first error ends.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def write_changes(item: ChangesItem) -> DataFile | PenstockError | None:
         return unexpected(str(item.rows.schema), error)
 
 
-def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> DataFile | PenstockError | None:
+def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> DataFile | None:
     """Write one range of a copy; None if it has no rows."""
     try:
         tables = (_copied(batches, target) for batches in group_batches(reader.read(part), _GROUP_BYTES))
         return _write(target.folder, f"{0:012d}-copy-{part.index:06d}", tables, target.compression)
     except Exception as error:
-        return unexpected(target.table, error)
+        raise unexpected(target.table, error) from None
 
 
 def _segments(rows: Rows) -> Iterator[pa.Table]:
