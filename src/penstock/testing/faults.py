@@ -1,0 +1,227 @@
+"""Troubles on demand, around any destination: what real ones do at the worst moment.
+
+    faulty = FaultyDestination(destination)
+    faulty.reject("public.orders")              # this table fails, the others do not
+    faulty.fail_after("write_events")           # it is written, and then the answer is lost
+    with faulty.hold("write_events") as hold:   # the next call waits
+        hold.wait_until_reached()
+        …
+
+The pipeline is given the wrapper instead of the destination. All methods may be called from any thread, at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from penstock.changes.batch import EventBatch
+from penstock.destinations.base import (
+    Capabilities,
+    CopyRows,
+    Destination,
+    DestinationContext,
+    TableResult,
+    WriteHandle,
+    WriteResult,
+    completed,
+)
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn
+from penstock.schema import TableSchema
+
+Method = Literal["startup", "drop_table_for_copy", "write_table_rows", "write_events", "shutdown"]
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that came in."""
+
+    method: Method
+    tables: tuple[str, ...]
+    batch: EventBatch | None = None
+
+
+@dataclass(slots=True)
+class Hold:
+    """Calls that wait."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def wait_until_reached(self, timeout: float = 30.0) -> None:
+        """Wait until a call waits; TimeoutError if none comes."""
+        if not self.reached.wait(timeout):
+            raise TimeoutError("no call has come")
+
+    def release(self) -> None:
+        """Let it go on."""
+        self.released.set()
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: BaseException
+    left: int | None
+    """How often it happens; None is always."""
+
+    def take(self) -> BaseException | None:
+        if self.left is None:
+            return self.error
+        if self.left <= 0:
+            return None
+        self.left -= 1
+        return self.error
+
+
+class FaultyDestination:
+    """A destination that does what the one inside does, unless told otherwise."""
+
+    def __init__(self, inner: Destination) -> None:
+        self.inner = inner
+        self.calls: list[Call] = []
+        self._condition = threading.Condition()
+        self._rejected: dict[str, _Failure] = {}
+        self._before: dict[Method, _Failure] = {}
+        self._after: dict[Method, _Failure] = {}
+        self._holds: dict[Method, Hold] = {}
+        self._delays: dict[Method, float] = {}
+
+    # Faults
+
+    def reject(self, table: str, error: PenstockError | None = None, *, times: int | None = None) -> None:
+        """Refuse the rows and changes of one table (`"public.orders"`), always or some times."""
+        failure = _Failure(error or PenstockError(f"{table} is rejected by order", table=table), times)
+        with self._condition:
+            self._rejected[table] = failure
+
+    def accept(self, table: str) -> None:
+        """Take a rejection back."""
+        with self._condition:
+            self._rejected.pop(table, None)
+
+    def fail_before(self, method: Method, error: BaseException | None = None, *, times: int | None = 1) -> None:
+        """Raise instead of doing anything: the destination is out of reach."""
+        with self._condition:
+            self._before[method] = _Failure(error or PenstockError(f"{method} failed by order"), times)
+
+    def fail_after(self, method: Method, error: BaseException | None = None, *, times: int | None = 1) -> None:
+        """Do it, and raise then: the write is there and its answer is lost."""
+        with self._condition:
+            self._after[method] = _Failure(error or PenstockError(f"the answer to {method} is lost by order"), times)
+
+    @contextmanager
+    def hold(self, method: Method) -> Iterator[Hold]:
+        """Calls of a method wait inside of this block, or until they are released."""
+        hold = Hold()
+        with self._condition:
+            self._holds[method] = hold
+        try:
+            yield hold
+        finally:
+            with self._condition:
+                self._holds.pop(method, None)
+            hold.release()
+
+    def slow(self, method: Method, seconds: float) -> None:
+        """Calls of a method take longer by so much; 0 takes it back."""
+        with self._condition:
+            self._delays[method] = seconds
+
+    def wait_for(self, wanted: Callable[[list[Call]], bool], timeout: float = 30.0) -> None:
+        """Wait until the calls that came in are as wanted; TimeoutError if they never are."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: wanted(self.calls), timeout):
+                raise TimeoutError(f"not the calls that were waited for: {[call.method for call in self.calls]}")
+
+    # The destination
+
+    @property
+    def name(self) -> str:
+        """See `Destination`."""
+        return self.inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Destination`."""
+        return self.inner.capabilities
+
+    def startup(self, context: DestinationContext) -> None:
+        """See `Destination`."""
+        self._around(Call("startup", ()), lambda: self.inner.startup(context))
+
+    def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
+        """See `Destination`."""
+        call = Call("drop_table_for_copy", (str(schema),))
+        self._around(call, lambda: self.inner.drop_table_for_copy(schema, attempt))
+
+    def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
+        """See `Destination`."""
+
+        def work() -> None:
+            error = self._rejection(str(schema))
+            if error is not None:
+                raise error
+            self.inner.write_table_rows(schema, rows)
+
+        self._around(Call("write_table_rows", (str(schema),)), work)
+
+    def write_events(self, batch: EventBatch) -> WriteHandle:
+        """See `Destination`."""
+
+        def work() -> WriteHandle:
+            errors: dict[int, TableResult] = {}
+            for table in batch.tables:
+                error = self._rejection(table.table)
+                if isinstance(error, PenstockError):
+                    errors[table.table_id] = TableResult(durable=False, error=error)
+            kept = tuple(table for table in batch.tables if table.table_id not in errors)
+            result = self.inner.write_events(replace(batch, tables=kept)).result()
+            return completed(WriteResult({**result.tables, **errors}))
+
+        call = Call("write_events", tuple(table.table for table in batch.tables), batch)
+        return self._around(call, work)
+
+    def position(self, table_id: int) -> Lsn | None:
+        """See `Destination`."""
+        return self.inner.position(table_id)
+
+    def shutdown(self) -> None:
+        """See `Destination`."""
+        self._around(Call("shutdown", ()), self.inner.shutdown)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the one inside has, such as `rows` of the memory destination."""
+        return getattr(self.inner, name)
+
+    def _around(self, call: Call, work: Callable[[], _Result]) -> _Result:
+        with self._condition:
+            self.calls.append(call)
+            self._condition.notify_all()
+            hold, delay = self._holds.get(call.method), self._delays.get(call.method, 0.0)
+        if hold is not None:
+            hold.reached.set()
+            hold.released.wait()
+        if delay:
+            threading.Event().wait(delay)
+        self._fail(self._before, call.method)
+        result = work()
+        self._fail(self._after, call.method)
+        return result
+
+    def _fail(self, failures: dict[Method, _Failure], method: Method) -> None:
+        with self._condition:
+            failure = failures.get(method)
+            error = None if failure is None else failure.take()
+        if error is not None:
+            raise error
+
+    def _rejection(self, table: str) -> BaseException | None:
+        with self._condition:
+            failure = self._rejected.get(table)
+            return None if failure is None else failure.take()
