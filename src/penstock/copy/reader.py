@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import select
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from penstock.source.faults import Place, from_exception, from_result, translate
 from penstock.source.snapshots import enter_snapshot
 from penstock.values import TypeSettings
 
-_CONSUME_TIMES = 16
+_CONSUME_TIMES = 8
 """How often the socket is read before rows are taken: libpq's buffer grows to that, and polls become rare."""
 _RENAME_ATTEMPTS = 5
 
@@ -176,11 +177,10 @@ def _stream(
     doing = f"copy {layout.table}"
     pace = _Pace(settings.max_bytes_per_second)
     try:
-        for messages, size in _chunks(connection.pgconn, query, settings.chunk_bytes, place, doing):
-            lengths = np.fromiter(map(len, messages), np.int64, len(messages))
-            raw = b"".join((*messages, PADDING))
-            messages.clear()
-            yield decode_tuples(raw, lengths, layout)
+        for raw, lengths in _chunks(connection.pgconn, query, settings.chunk_bytes, place, doing):
+            size = len(raw)
+            raw += PADDING
+            yield decode_tuples(raw, np.frombuffer(lengths, np.int64), layout)
             pace.wait(size)
     except psycopg.Error as error:
         raise from_exception(error, place, doing) from None
@@ -188,8 +188,50 @@ def _stream(
 
 def _chunks(
     connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str
-) -> Iterator[tuple[list[memoryview], int]]:
-    """The messages of a COPY, one per row, without header and trailer."""
+) -> Iterator[tuple[bytearray, array[int]]]:
+    """Rows one behind the other, and their lengths; without header and trailer."""
+    poll = _start(connection, query, place, doing)
+    get, consume = connection.get_copy_data, connection.consume_input
+    raw, lengths = bytearray(), array("q")
+    size = 0
+    is_first, ended = True, False
+    # The only loop over rows in Python: libpq hands them out one at a time. Copying each at once, rather than joining
+    # them later, keeps it inside the processor's cache and takes a third of the time.
+    while True:
+        length, message = get(1)
+        if length > 0:
+            if is_first:
+                is_first = False
+                message = strip_header(message)
+                length = len(message)
+                if not length:
+                    continue
+            if length == len(TRAILER) and message == TRAILER:
+                ended = True
+                continue
+            raw += message
+            lengths.append(length)
+            size += length
+            if size >= chunk_bytes:
+                yield raw, lengths
+                raw, lengths, size = bytearray(), array("q"), 0
+        elif length == 0:
+            poll.poll()
+            for _ in range(_CONSUME_TIMES):
+                consume()
+        else:
+            break
+    result = connection.get_result()
+    if result is None or result.status != pq.ExecStatus.COMMAND_OK:
+        raise _failure(result, place, doing)
+    if not ended:
+        raise DecodeError("a stream of binary COPY without its end", offset=0)
+    if lengths:
+        yield raw, lengths
+
+
+def _start(connection: pq.abc.PGconn, query: str, place: Place, doing: str) -> select.poll:
+    """Begin a COPY; what to wait on for its rows."""
     poll = select.poll()
     poll.register(connection.socket, select.POLLIN)
     connection.send_query(query.encode())
@@ -200,43 +242,7 @@ def _chunks(
     result = connection.get_result()
     if result is None or result.status != pq.ExecStatus.COPY_OUT:
         raise _failure(result, place, doing)
-    get, consume = connection.get_copy_data, connection.consume_input
-    messages: list[memoryview] = []
-    append = messages.append
-    size = 0
-    is_first = True
-    # The only loop over rows in Python: libpq hands them out one at a time.
-    while True:
-        length, message = get(1)
-        if length > 0:
-            if is_first:
-                is_first = False
-                message = strip_header(message)
-                if not len(message):
-                    continue
-            append(message)
-            size += len(message)
-            if size >= chunk_bytes:
-                # The trailer may be the last one.
-                last = messages.pop() if message == TRAILER else None
-                yield messages, size
-                messages, size = [], 0
-                append = messages.append
-                if last is not None:
-                    append(last)
-        elif length == 0:
-            poll.poll()
-            for _ in range(_CONSUME_TIMES):
-                consume()
-        else:
-            break
-    result = connection.get_result()
-    if result is None or result.status != pq.ExecStatus.COMMAND_OK:
-        raise _failure(result, place, doing)
-    if not messages or messages.pop() != TRAILER:
-        raise DecodeError("a stream of binary COPY without its end", offset=0)
-    if messages:
-        yield messages, size
+    return poll
 
 
 class _Pace:

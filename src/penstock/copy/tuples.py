@@ -57,7 +57,7 @@ def strip_header(message: memoryview) -> memoryview:
     return message[_HEADER_BYTES + extension :]
 
 
-def decode_tuples(raw: bytes, lengths: NDArray[np.int64], layout: TupleLayout) -> pa.RecordBatch:
+def decode_tuples(raw: bytes | bytearray, lengths: NDArray[np.int64], layout: TupleLayout) -> pa.RecordBatch:
     """Rows of these lengths, one behind the other in `raw`, which ends in `wire.PADDING`."""
     buffer = Buffer(raw)
     row_ends = np.cumsum(lengths)

@@ -37,7 +37,7 @@ class Buffer:
 
     __slots__ = ("arrow", "bytes")
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes | bytearray) -> None:
         self.bytes = np.frombuffer(raw, np.uint8)
         self.arrow = pa.py_buffer(raw)
 

@@ -1,8 +1,9 @@
 """Functions as Spark tasks: one job over many items, results in order, exceptions as what they were.
 
 Changes and copies share the cores. A batch of changes is one job in the pool `apply`, whatever the number of tables.
-Copies run in the pool `copy`, one short task at a time for each of their turns, and there are always fewer turns than
-cores: a task cannot be pre-empted, and changes must not wait for one.
+Copies run in the pool `copy`, a job of one task at a time for each of their turns, and there are always fewer turns
+than cores: a task cannot be pre-empted, and changes must not wait for one. Starting a job costs a tenth of a second,
+more on a busy machine, so such a task takes a few ranges.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ _Result = TypeVar("_Result")
 
 TASKS_PER_CORE = 4
 """More items than that share tasks: starting one costs some milliseconds, and 300 small tables need not pay it each."""
+COPY_TASK_ITEMS = 4
+"""Items of a copy in one task: some seconds of work."""
 _DESCRIPTION, _POOL = "spark.job.description", "spark.scheduler.pool"
 
 logger = logging.getLogger(__name__)
@@ -62,6 +66,7 @@ class SparkTasks:
         self._changed = threading.Condition()
         self._copying = 0
         self._closed = False
+        self._tag = f"penstock-copy-{uuid.uuid4().hex}"
 
     @property
     def cores(self) -> int:
@@ -75,7 +80,7 @@ class SparkTasks:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Inside, jobs of this thread are parts of a copy: each item is a task by itself, in the pool `copy`, in turns
+        """Inside, jobs of this thread are parts of a copy: they run in the pool `copy`, a few items at a time, in turns
         that all copies share. Whoever calls `Destination.write_table_rows` does so inside."""
         before = self._is_copying
         self._here.copying = True
@@ -105,10 +110,14 @@ class SparkTasks:
         return [_value(outcome) for outcome in results]
 
     def close(self) -> None:
-        """No further task of a copy starts; those that run end by themselves, soon."""
+        """Give copies up: no further task starts, and those that run are ended. Changes are not concerned."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        try:
+            self._context.cancelJobsWithTag(self._tag)
+        except py4j.protocol.Py4JError:
+            logger.debug("spark was gone before its copies could be cancelled", exc_info=True)
 
     @property
     def _is_copying(self) -> bool:
@@ -117,33 +126,36 @@ class SparkTasks:
     def _run_in_turns(
         self, items: list[_Item], function: Callable[[_Item], _Result], description: str
     ) -> list[_Result]:
-        """A job per item, as many at a time as there are turns; the first exception ends it."""
+        """Jobs of a few items, as many at a time as there are turns; the first exception ends it."""
+        turns = min(len(items), self.copy_tasks)
+        groups = group_for_turns(items, turns)
         failed = threading.Event()
 
-        def run_one(number: int, item: _Item) -> _Result | None:
+        def run_group(number: int) -> list[_Result]:
             with self._turn():
                 if failed.is_set():
-                    return None
+                    return []
                 try:
-                    text = f"{description} ({number + 1} of {len(items)})"
-                    return _value(self._job([[item]], function, text, COPY_POOL)[0][0])
+                    text = f"{description} ({number + 1} of {len(groups)})"
+                    outcomes = self._job([groups[number]], function, text, COPY_POOL, stop_early=True)[0]
+                    return [_value(outcome) for outcome in outcomes]
                 except BaseException:
                     failed.set()
                     raise
 
-        with ThreadPoolExecutor(min(len(items), self.copy_tasks), thread_name_prefix="copy") as pool:
-            futures = [pool.submit(run_one, number, item) for number, item in enumerate(items)]
+        with ThreadPoolExecutor(turns, thread_name_prefix="copy") as pool:
+            futures = [pool.submit(run_group, number) for number in range(len(groups))]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
-        return [future.result() for future in futures]  # pyright: ignore[reportReturnType] (None only after a failure)
+        return [result for future in futures for result in future.result()]
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._copying < self.copy_tasks)
             if self._closed:
-                raise TasksFailed("a copy was given up: Penstock is stopping")
+                raise _given_up()
             self._copying += 1
         try:
             yield
@@ -153,19 +165,32 @@ class SparkTasks:
                 self._changed.notify_all()
 
     def _job(
-        self, payloads: list[list[_Item]], function: Callable[[_Item], _Result], description: str, pool: str
+        self,
+        payloads: list[list[_Item]],
+        function: Callable[[_Item], _Result],
+        description: str,
+        pool: str,
+        *,
+        stop_early: bool = False,
     ) -> list[list[_Done[_Result] | _Raised]]:
-        """One task per payload."""
+        """One task per payload. With `stop_early` an exception ends its task, and the job can be cancelled."""
         context = self._context
         before = {name: context.getLocalProperty(name) for name in (_DESCRIPTION, _POOL)}
         context.setLocalProperty(_DESCRIPTION, description)
         context.setLocalProperty(_POOL, pool)
+        if stop_early:
+            context.addJobTag(self._tag)
         try:
-            return context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
+            work = _Work(function, stop_early)
+            return context.parallelize(payloads, len(payloads)).mapPartitions(work).collect()
         except (py4j.protocol.Py4JError, PySparkException) as error:
             logger.debug("a job failed description=%s", description, exc_info=True)
+            if stop_early and self._closed:
+                raise _given_up() from None
             raise TasksFailed(f"Spark could not {description}: {_first_line(error)}") from None
         finally:
+            if stop_early:
+                context.removeJobTag(self._tag)
             for name, value in before.items():
                 # None removes a property, whatever the annotation says.
                 context.setLocalProperty(name, value)  # pyright: ignore[reportArgumentType]
@@ -174,18 +199,36 @@ class SparkTasks:
 class _Work:
     """What is shipped: a function that turns exceptions into values."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any], stop_early: bool) -> None:
         self._function = function
+        self._stop_early = stop_early
 
     def __call__(self, payloads: Iterable[list[Any]]) -> Iterator[list[_Done[Any] | _Raised]]:
         for payload in payloads:
-            yield [self._call(item) for item in payload]
+            outcomes: list[_Done[Any] | _Raised] = []
+            for item in payload:
+                outcomes.append(self._call(item))
+                if self._stop_early and isinstance(outcomes[-1], _Raised):
+                    break
+            yield outcomes
 
     def _call(self, item: Any) -> _Done[Any] | _Raised:
         try:
             return _Done(self._function(item))
         except Exception as error:
             return _Raised(_portable(error), traceback.format_exc())
+
+
+def group_for_turns(items: list[_Item], turns: int) -> list[list[_Item]]:
+    """Groups of at most `COPY_TASK_ITEMS`, in order and about equal, as many as give every turn the same number."""
+    rounds = -(-len(items) // (COPY_TASK_ITEMS * turns))
+    count = min(len(items), rounds * turns)
+    borders = [len(items) * number // count for number in range(count)]
+    return [items[first:end] for first, end in zip(borders, [*borders[1:], len(items)], strict=True)]
+
+
+def _given_up() -> TasksFailed:
+    return TasksFailed("a copy was given up: Penstock is stopping")
 
 
 def _portable(error: Exception) -> Exception:

@@ -128,12 +128,12 @@ def property_of_task(_item: Any) -> tuple[str | None, str | None]:
     return context.getLocalProperty("spark.scheduler.pool"), context.getLocalProperty("spark.job.description")
 
 
-def test_copies_run_in_their_own_pool_and_a_task_at_a_time(spark: Any, tasks: SparkTasks) -> None:
+def test_copies_run_in_their_own_pool_a_few_ranges_at_a_time(spark: Any, tasks: SparkTasks) -> None:
     assert tasks.run([0], property_of_task, description="apply") == [(APPLY_POOL, "apply")]
     jobs = Jobs(spark)
     with tasks.copying():
-        found = tasks.run(range(3), property_of_task, description="copy public.t")
-    assert found == [(COPY_POOL, f"copy public.t ({number} of 3)") for number in (1, 2, 3)]
+        found = tasks.run(range(10), property_of_task, description="copy public.t")
+    assert found == [(COPY_POOL, f"copy public.t ({group} of 3)") for group in (1, 1, 1, 2, 2, 2, 3, 3, 3, 3)]
     assert [count for _, count in jobs.new(3)] == [1, 1, 1]
     assert tasks.run([0], property_of_task, description="apply") == [(APPLY_POOL, "apply")]
 
@@ -200,21 +200,21 @@ def test_a_copy_is_given_up_when_closed(spark: Any, tmp_path: Path) -> None:
 
     def work(item: int) -> int:
         (tmp_path / str(item)).touch()
-        while not (tmp_path / "go").exists():
-            time.sleep(0.01)
+        threading.Event().wait(200)
         return item
 
     def close() -> None:
         while not (tmp_path / "0").exists():
             time.sleep(0.01)
         tasks.close()
-        (tmp_path / "go").touch()
 
     closing = threading.Thread(target=close)
     closing.start()
     with tasks.copying(), pytest.raises(TasksFailed, match="stopping"):
         tasks.run(range(10), work, description="copy")
     closing.join()
+    with tasks.copying(), pytest.raises(TasksFailed, match="stopping"):
+        tasks.run([1], str, description="copy")
     assert tasks.run([1], str, description="changes still drain") == ["1"]
 
 
