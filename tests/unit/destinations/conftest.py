@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
-pytest.register_assert_rewrite("penstock.testing.destinations.contract")
+# Other tests may have imported it already; then failures say less.
+if "penstock.testing.destinations.contract" not in sys.modules:
+    pytest.register_assert_rewrite("penstock.testing.destinations.contract")
 
-from penstock.testing.destinations import DestinationContract  # noqa: E402
+from penstock.testing.destinations import DestinationContract
 
 for _test in vars(DestinationContract).values():
     _numbers = re.match(r"Traps? ([\d, and]+)", getattr(_test, "__doc__", None) or "")
