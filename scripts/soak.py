@@ -23,7 +23,7 @@ FOLDER = ROOT / "docs" / "soak"
 TEST_SECONDS = 4 * 3600
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Recorder:
     """A pytest plugin that keeps the outcome of each test."""
 
