@@ -29,6 +29,11 @@ class CopySettings:
     max_bytes_per_second: int | None = None
     """As sent by the server, for each range that is being read."""
 
+    @property
+    def session_parameters(self) -> dict[str, str]:
+        """For the sessions that read: patient with rows, not with locks."""
+        return {"lock_timeout": str(max(1, round(self.lock_timeout * 1000))), "statement_timeout": "0"}
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:

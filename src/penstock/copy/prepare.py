@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -12,7 +14,7 @@ from psycopg.rows import tuple_row
 from penstock.copy.plan import TID_RANGES_SINCE, CopySettings, Leaf, plan_ranges
 from penstock.copy.reader import RangeReader
 from penstock.copy.rows import CopyRows
-from penstock.errors import PublicationChanged, TableRewritten
+from penstock.errors import PublicationChanged, QueryFailed, TableLocked, TableRewritten
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import SourceSettings
@@ -45,6 +47,8 @@ _LEAVES = """
     order by c.oid
 """
 
+_LOCK_NOT_AVAILABLE = "55P03"
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,10 +65,11 @@ def prepare_copy(
     """Plan the copy of a published table: its schema at the snapshot's position, and its ranges.
 
     `attempt` names this copy among all copies of the table; a new name is made if it is left out. Reads nothing of the
-    table itself. Raises `PublicationChanged` if the publication does not hold the table.
+    table itself. Raises `PublicationChanged` if the publication does not hold the table, and `TableLocked` if DDL keeps
+    its size from being looked at.
     """
     settings = settings or CopySettings()
-    with snapshot.connect() as connection:
+    with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
         schema, row_filter = _describe(connection, publication, table_id)
         leaves = _load_leaves(connection, schema)
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
@@ -80,6 +85,17 @@ def prepare_copy(
         *(schema, rows.attempt, rows.position, len(leaves), len(ranges), rows.estimated_bytes),
     )
     return rows
+
+
+@contextmanager
+def _locks_named() -> Iterator[None]:
+    """The server's functions for sizes and publications open tables, and wait for DDL on any of them."""
+    try:
+        yield
+    except QueryFailed as error:
+        if error.facts.get("sqlstate") != _LOCK_NOT_AVAILABLE:
+            raise
+        raise TableLocked(error.message, **error.facts) from None
 
 
 def _describe(connection: psycopg.Connection[Any], publication: str, table_id: int) -> tuple[TableSchema, str | None]:

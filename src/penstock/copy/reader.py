@@ -86,9 +86,7 @@ class RangeReader:
         `TableRewritten` and `SnapshotLost`, after which all ranges have to be read anew, in another snapshot.
         """
         layout = tuple_layout(self.schema, self.types)
-        milliseconds = max(1, round(self.settings.lock_timeout * 1000))
-        parameters = {"lock_timeout": str(milliseconds), "statement_timeout": "0"}
-        with closing(connect(self.source, Role.COPY, parameters=parameters)) as connection:
+        with closing(connect(self.source, Role.COPY, parameters=self.settings.session_parameters)) as connection:
             name = self._lock(connection, part)
             yield from _stream(connection, self._query(layout, part, name), layout, self.settings)
 

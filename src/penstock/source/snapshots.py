@@ -16,7 +16,7 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -75,9 +75,11 @@ class Snapshot:
                 raise _lost(self.name, place, said.message) from None
 
     @contextmanager
-    def connect(self, role: Role = Role.COPY) -> Iterator[psycopg.Connection[Any]]:
-        """A session inside the snapshot, for reading the catalog as it was at `position`."""
-        with connect(self._settings, role) as connection:
+    def connect(
+        self, role: Role = Role.COPY, *, parameters: Mapping[str, str] | None = None
+    ) -> Iterator[psycopg.Connection[Any]]:
+        """A session inside the snapshot, for reading the catalog as it was at `position`; see `connect`."""
+        with connect(self._settings, role, parameters=parameters) as connection:
             enter_snapshot(connection, self.name)
             yield connection
 

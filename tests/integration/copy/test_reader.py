@@ -250,11 +250,14 @@ def test_ddl_waits_for_the_range_that_is_being_read_and_not_for_the_copy(source:
 
 def test_a_lock_that_stays_is_an_error_that_is_tried_again(source: Source) -> None:
     create(source, 10)
-    rows = source.prepare(settings=CopySettings(lock_timeout=0.2))
+    snapshot = source.snapshot()
+    rows = source.prepare(settings=CopySettings(lock_timeout=0.2), snapshot=snapshot)
     with source.database.connect(autocommit=False) as connection:
         connection.execute("lock table t in access exclusive mode")
         with pytest.raises(TableLocked) as caught:
             read(rows)
+        with pytest.raises(TableLocked):
+            source.prepare(settings=CopySettings(lock_timeout=0.2), snapshot=snapshot)
     assert caught.value.retry is Retry.TIMED
 
 
