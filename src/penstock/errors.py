@@ -41,6 +41,10 @@ contain a secret or the value of a cell.
     │   ├── LeaseHeld               another process drives this pipeline, named: tried again
     │   ├── LeaseLost               another process took over; nothing more is written
     │   └── IllegalTransition       a phase, version or position that must not follow the one before
+    ├── DestinationError            where changes land
+    │   ├── DestinationUnavailable  out of reach: tried again
+    │   ├── TableRejected           the destination does not take what was sent
+    │   └── TableOwned              another pipeline writes this table
     ├── TasksFailed                 Spark could not run a job: tried again
     └── CaptureStopped              the capture process ended by itself
 """
@@ -301,6 +305,27 @@ class LeaseLost(StateError):
 
 class IllegalTransition(StateError):
     """A table cannot go from its phase, schema version or position to the one that was asked for."""
+
+
+class DestinationError(PenstockError):
+    """Something about where changes land."""
+
+
+class DestinationUnavailable(DestinationError):
+    """The destination does not answer now."""
+
+    retry = Retry.TIMED
+    default_hint = "Check that the destination runs and can be reached from here; Penstock keeps trying."
+
+
+class TableRejected(DestinationError):
+    """The destination does not take what was sent of a table; a person has to look."""
+
+
+class TableOwned(DestinationError):
+    """Another pipeline writes this table at the destination."""
+
+    default_hint = "One table has one writer: use different paths, or remove the table at the destination."
 
 
 class TasksFailed(PenstockError):

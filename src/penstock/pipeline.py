@@ -114,6 +114,7 @@ class Pipeline:
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._started = False
+        self._epoch = 0
         self._pool = SyncPool(settings.max_table_sync_workers)
         self._names: dict[int, str] = {}
         self._membership: Membership | None = None
@@ -148,7 +149,7 @@ class Pipeline:
         if self._started:
             raise RuntimeError("a pipeline is started once")
         self._started = True
-        self._store.acquire_lease(on_lost=self._lose_lease)
+        self._epoch = self._store.acquire_lease(on_lost=self._lose_lease).epoch
         try:
             self._start()
         except BaseException:
@@ -212,6 +213,7 @@ class Pipeline:
         self._destination.startup(
             DestinationContext(
                 pipeline_id=settings.id,
+                epoch=self._epoch,
                 lineage=_lineage_name(lineage),
                 continues=_lineage_name(continues) if continues else None,
                 store=self._store,
@@ -286,7 +288,7 @@ class Pipeline:
         return create_slot(connection, settings.slot)
 
     def _refresh_tables(self, connection: psycopg.Connection[Any]) -> None:
-        """Bring the tables in step with the publication: new ones start, removed ones stop, re-added ones start over."""
+        """Follow the publication: new tables start, removed ones stop, re-added ones start over."""
         settings = self._settings
         if settings.manage_publication:
             ensure_publication(connection, settings.publication, settings.tables, settings.exclude, manage=True)

@@ -6,21 +6,26 @@ exceptions may contain.
 
 from __future__ import annotations
 
-from penstock.errors import ConfigError, IllegalTransition, LeaseLost, LineageChanged, PenstockError, ServerUnavailable
+from penstock.errors import (
+    ConfigError,
+    DestinationUnavailable,
+    IllegalTransition,
+    LeaseLost,
+    LineageChanged,
+    PenstockError,
+    TableOwned,
+    TableRejected,
+)
 
 
 def out_of_reach(destination: str, what: str, *, table: str | None = None) -> PenstockError:
     """The destination does not answer now; tried again."""
-    return ServerUnavailable(
-        f"{destination} is out of reach: {what}",
-        hint="Check that the destination runs and can be reached from here; Penstock keeps trying.",
-        table=table,
-    )
+    return DestinationUnavailable(f"{destination} is out of reach: {what}", table=table)
 
 
 def rejected(table: str, what: str, *, hint: str = "") -> PenstockError:
     """The destination does not take what was sent; a person has to look."""
-    return PenstockError(f"{table} was rejected: {what}", hint=hint, table=table)
+    return TableRejected(f"{table} was rejected: {what}", hint=hint, table=table)
 
 
 def unusable(what: str, *, hint: str = "") -> PenstockError:
@@ -30,9 +35,8 @@ def unusable(what: str, *, hint: str = "") -> PenstockError:
 
 def foreign_table(table: str, owner: str, pipeline_id: str) -> PenstockError:
     """Another pipeline writes this table."""
-    return ConfigError(
+    return TableOwned(
         f"{table} belongs to pipeline {owner!r} at the destination; {pipeline_id!r} must not write it",
-        hint="One table has one writer: give the pipelines different paths, or remove the table at the destination.",
         table=table,
         owner=owner,
     )
