@@ -96,7 +96,7 @@ class Cut(NamedTuple):
 class Block:
     """Bytes and rows that are not decoded yet."""
 
-    parts: list[bytes] = field(default_factory=list)
+    parts: list[bytes | bytearray] = field(default_factory=list)
     bytes: int = 0
     indexes: list[RowIndex] = field(default_factory=list)
     rows: int = 0
@@ -111,7 +111,7 @@ class Block:
         """All that is in it now."""
         return Cut(self.rows, len(self.marks), self.transactions)
 
-    def add_bytes(self, raw: bytes) -> int:
+    def add_bytes(self, raw: bytes | bytearray) -> int:
         """Append bytes; the offset at which they begin."""
         base = self.bytes
         self.parts.append(raw)

@@ -41,7 +41,7 @@ _SHORTEST[COMMIT] = HEADER + 26
 class Parcel:
     """Some consecutive messages: their bytes in one piece, with padding behind, and their lengths."""
 
-    raw: bytes
+    raw: bytes | bytearray
     lengths: NDArray[np.int64]
 
 
@@ -75,7 +75,7 @@ class Scan:
 
     def message(self, index: int) -> bytes:
         """One message without its header."""
-        return self._raw[int(self.start[index]) + HEADER : int(self.end[index])]
+        return bytes(self._raw[int(self.start[index]) + HEADER : int(self.end[index])])
 
     def uint32(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:
         """A 32-bit number at the same offset of several messages."""

@@ -126,21 +126,21 @@ class ReplicationSession:
     def _read_parcel(self, queue: ParcelQueue) -> tuple[bool, bool]:
         """Move at most a parcel of messages into the queue; whether any came, and whether there are no more now."""
         get, consume = self.connection.get_copy_data, self.connection.consume_input
-        messages: list[memoryview] = []
-        append = messages.append
-        size = 0
+        raw = bytearray()
+        lengths: list[int] = []
+        count = lengths.append
         just_consumed = False
         try:
             # The only loop over messages in Python: libpq hands them out one at a time.
-            while size < PARCEL_BYTES:
+            while len(raw) < PARCEL_BYTES:
                 length, message = get(1)
                 if length > 0:
                     just_consumed = False
                     if message[0] == _MESSAGE:
-                        append(message)
-                        size += length
+                        raw += message
+                        count(length)
                     else:
-                        self._put(queue, messages)
+                        self._put(queue, raw, lengths)
                         self._take_keepalive(queue, message)
                         return True, False
                 elif length < 0:
@@ -152,18 +152,19 @@ class ReplicationSession:
                     just_consumed = True
         except psycopg.Error:
             raise from_connection(self.connection, self._place, "read changes", slot=self._options.slot) from None
-        self._put(queue, messages)
-        return size > 0, size < PARCEL_BYTES
+        arrived, drained = bool(lengths), len(raw) < PARCEL_BYTES
+        self._put(queue, raw, lengths)
+        return arrived, drained
 
-    def _put(self, queue: ParcelQueue, messages: list[memoryview]) -> None:
+    def _put(self, queue: ParcelQueue, raw: bytearray, lengths: list[int]) -> None:
         if self._notice is not None:
             # Changes are missing from here on; what came before is read again after the remedy.
             raise self._notice
-        if messages:
-            lengths = np.fromiter(map(len, messages), np.int64, len(messages))
-            self._received = max(self._received, Lsn(int.from_bytes(messages[-1][1:9], "big")))
-            queue.put(Parcel(b"".join((*messages, PADDING)), lengths))
-            messages.clear()
+        if lengths:
+            last = len(raw) - lengths[-1]
+            self._received = max(self._received, Lsn(int.from_bytes(raw[last + 1 : last + 9], "big")))
+            raw += PADDING
+            queue.put(Parcel(raw, np.array(lengths, np.int64)))
 
     def _take_keepalive(self, queue: ParcelQueue, message: memoryview) -> None:
         if message[0] != _KEEPALIVE or len(message) != 18:
