@@ -349,6 +349,7 @@ class Pipeline:
             board=self._board,
             store=self._store,
             destination=self._destination,
+            tasks=self._tasks,
             stop=self._stop,
             batches=settings.batches,
             copy=settings.copy,

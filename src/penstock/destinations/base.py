@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -69,6 +70,10 @@ class Tasks(Protocol):
         job errors are returned as values.
         A task may run twice, also at the same time: it writes new files and changes none.
         """
+        ...
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Jobs that this thread starts inside belong to a table's copy: they leave room for the changes of others."""
         ...
 
 

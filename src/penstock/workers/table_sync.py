@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.copy import CopyRows, CopySettings, prepare_copy
-from penstock.destinations.base import Destination
+from penstock.destinations.base import Destination, Tasks
 from penstock.errors import PublicationChanged
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
@@ -52,6 +52,7 @@ class TableSync:
         board: Board,
         store: PipelineStore,
         destination: Destination,
+        tasks: Tasks,
         stop: threading.Event,
         batches: BatchSettings,
         copy: CopySettings,
@@ -63,6 +64,7 @@ class TableSync:
         self._board = board
         self._store = store
         self._destination = destination
+        self._tasks = tasks
         self._stop = stop
         self._copy = copy
         self._types = types
@@ -99,7 +101,8 @@ class TableSync:
                 attempt=self._attempt,
             )
             self._check_stop()
-            self._destination.write_table_rows(rows.schema, rows)
+            with self._tasks.copying():
+                self._destination.write_table_rows(rows.schema, rows)
         self._remember_schema(rows)
         copying = self._board.phase(self._table_id)
         assert copying is not None

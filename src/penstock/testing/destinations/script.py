@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,6 +65,10 @@ class LocalTasks:
         self.jobs.append(description)
         sent = pickle.loads(pickle.dumps(function))
         return [pickle.loads(pickle.dumps(sent(pickle.loads(pickle.dumps(item))))) for item in items]
+
+    def copying(self) -> AbstractContextManager[None]:
+        """See `Tasks`; there is one thread only."""
+        return nullcontext()
 
 
 def make_context(
