@@ -1,0 +1,293 @@
+"""From a TOML file to settings: parsed, environment put in, checked, and turned into plain objects at once.
+
+Errors name the file and the key, all of them together, and never show a value: it may be a secret.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from penstock.config.environment import Substitution, join
+from penstock.config.models import NO_SPARK, ConfigFile
+from penstock.copy import CopySettings
+from penstock.destinations.base import Destination
+from penstock.destinations.registry import create_destination
+from penstock.errors import ConfigError, PenstockError
+from penstock.observe import scrub
+from penstock.pipeline import PipelineSettings
+from penstock.source.connections import SourceSettings
+from penstock.source.slots import check_slot_name
+from penstock.spool import SpoolSettings
+from penstock.state import open_store
+from penstock.state.store import Store
+from penstock.values import TypeSettings
+from penstock.workers import BatchSettings, ErrorHold
+
+REFERENCE = "docs/reference/config.md describes every key."
+_SQLITE = "sqlite:///"
+
+
+@dataclass(frozen=True, slots=True)
+class SparkChoice:
+    """Where tasks run: a master, or none (`master` is None), which means this process."""
+
+    master: str | None
+    memory: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A config file that was understood."""
+
+    path: Path
+    pipeline: PipelineSettings
+    spark: SparkChoice
+    destination_type: str
+    copy_tasks: int | None = None
+    """How many tasks may read tables at the same time; None leaves it to whoever runs them."""
+    state_url: str = field(repr=False, default="memory:")
+    destination_options: Mapping[str, Any] = field(repr=False, default_factory=dict[str, Any])
+    secrets: frozenset[str] = field(repr=False, default=frozenset())
+    """What came from the environment; not to be shown."""
+
+    @property
+    def state_file(self) -> Path | None:
+        """The file that holds the state; None if it is elsewhere."""
+        return Path(self.state_url.removeprefix(_SQLITE)) if self.state_url.startswith(_SQLITE) else None
+
+    @property
+    def state_location(self) -> str:
+        """Where the state is, for people."""
+        if self.state_file is not None:
+            return str(self.state_file)
+        return "memory" if self.state_url == "memory:" else SourceSettings(self.state_url).location
+
+    def open_store(self) -> Store:
+        """The pipeline's store; a missing folder of its file is created."""
+        if self.state_file is not None:
+            try:
+                self.state_file.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot create the folder {self.state_file.parent}: {error.strerror}",
+                    hint="Choose another state.url, or another path for the spool.",
+                ) from None
+        return open_store(self.state_url, self.pipeline.id)
+
+    def create_destination(self) -> Destination:
+        """The destination, not started."""
+        try:
+            return create_destination(self.destination_type, self.destination_options)
+        except PenstockError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path}: destination: {self.destination_type!r} does not take these options: {error}"
+            ) from None
+
+    @contextmanager
+    def discreet(self) -> Iterator[None]:
+        """Errors that leave this block do not hold what came from the environment."""
+        try:
+            yield
+        except PenstockError as error:
+            error.message = scrub(error.message, self.secrets)
+            error.hint = scrub(error.hint, self.secrets)
+            error.args = (error.message,)
+            raise
+
+
+def load_config(path: str | Path, environment: Mapping[str, str] | None = None) -> Config:
+    """Read a config file; `ConfigError` says what is wrong with it, everything at once."""
+    path = Path(path)
+    written = _parse(path)
+    substitution = Substitution(os.environ if environment is None else environment)
+    values = substitution.apply(written)
+    if substitution.problems:
+        raise _error(path, [f"{where}: {what}" for where, what in substitution.problems])
+    try:
+        file = ConfigFile.model_validate(values)
+    except ValidationError as error:
+        raise _error(path, list(dict.fromkeys(_explain(error)))) from None
+    secrets = frozenset(each for each in substitution.secrets if each)
+    try:
+        return _build(path, file, secrets)
+    except ConfigError as error:
+        raise ConfigError(scrub(f"{path}: {error.message}", secrets), hint=scrub(error.hint, secrets)) from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no config file {str(path)!r}",
+            hint="Name one with -c or PENSTOCK_CONFIG; examples/penstock.toml is one to start from.",
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # The message may repeat a piece of the text; where it is suffices.
+        place = re.search(r"\(at ([^)]*)\)", str(error))
+        raise ConfigError(
+            f"{path} is not TOML{f', {place[1]}' if place else ''}", hint="Strings are in double quotes there."
+        ) from None
+
+
+# What was wrong
+
+
+def _error(path: Path, problems: list[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(f"{path}: {problems[0]}", hint=REFERENCE)
+    listed = "".join(f"\n  {problem}" for problem in problems)
+    return ConfigError(f"{path} has {len(problems)} errors:{listed}", hint=REFERENCE)
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_input=False, include_url=False, include_context=False):
+        parts = [str(part) for part in problem["loc"]]
+        where = join("", *parts)
+        match problem["type"]:
+            case "extra_forbidden" if parts == ["index"]:
+                yield "index: search documents are not supported yet"
+            case "extra_forbidden":
+                yield f"{where}: there is no such key{_nearest(parts)}"
+            case "missing":
+                yield f"{where}: is missing"
+            case "value_error" if not parts:
+                yield problem["msg"].removeprefix("Value error, ")
+            case _:
+                message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+                yield f"{where}: {message}"
+
+
+def _nearest(parts: list[str]) -> str:
+    """A known key that looks like the last of these; in its own section, or else in all sections."""
+    model: type[BaseModel] | None = ConfigFile
+    for part in parts[:-1]:
+        model = _keys(model).get(part) if model is not None else None
+    if model is None:
+        return ""
+    known = list(_keys(model))
+    found = difflib.get_close_matches(parts[-1], known, n=1)
+    if found:
+        return f'; did you mean "{found[0]}"?'
+    elsewhere = [section for section, inner in _keys(ConfigFile).items() if inner and parts[-1] in _keys(inner)]
+    if elsewhere:
+        return f"; it belongs to [{elsewhere[0]}]"
+    return f"; known here: {', '.join(known)}"
+
+
+def _keys(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    """The keys of a model, with the model of those that are sections."""
+    return {info.alias or name: _model_in(info.annotation) for name, info in model.model_fields.items()}
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    for each in (annotation, *get_args(annotation)):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            return each
+    return None
+
+
+# What it means
+
+
+def _build(path: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
+    folder = path.absolute().parent
+    pipeline, source = file.pipeline, file.source
+    default_name = "penstock_" + re.sub(r"[^a-z0-9_]", "_", pipeline.id.lower())[:50]
+    slot = source.slot or default_name
+    check_slot_name(slot)
+    spool = folder / (pipeline.spool.path or f".penstock/{pipeline.id}/spool")
+    settings = PipelineSettings(
+        id=pipeline.id,
+        source=SourceSettings(source.url.get_secret_value()),
+        publication=source.publication or default_name,
+        slot=slot,
+        spool=SpoolSettings(
+            path=spool,
+            max_bytes=pipeline.spool.max_bytes,
+            copy_max_bytes=pipeline.spool.copy_max_bytes,
+            min_free_bytes=pipeline.spool.min_free_bytes,
+        ),
+        tables=tuple(source.tables),
+        exclude=tuple(source.exclude),
+        manage_publication=source.manage_publication,
+        on_lost_slot=source.on_lost_slot,
+        max_table_sync_workers=file.copy_.max_table_sync_workers,
+        batches=BatchSettings(
+            max_rows=pipeline.batch.max_rows,
+            max_bytes=pipeline.batch.max_bytes,
+            interval=pipeline.batch.interval.total_seconds(),
+        ),
+        error_hold=ErrorHold(time=pipeline.error_hold.time, bytes=pipeline.error_hold.bytes),
+        copy=CopySettings(
+            lock_timeout=file.copy_.lock_timeout.total_seconds(), max_bytes_per_second=file.copy_.max_bytes_per_second
+        ),
+        types=TypeSettings(
+            out_of_range=file.types.out_of_range, numeric=file.types.numeric, unknown_types=file.types.unknown_types
+        ),
+    )
+    options = dict(file.destination.model_extra or {})
+    if isinstance(options.get("path"), str) and "://" not in options["path"]:
+        options["path"] = str(folder / options["path"])
+    return Config(
+        path=path,
+        pipeline=settings,
+        spark=_spark_choice(file),
+        destination_type=file.destination.type,
+        copy_tasks=file.copy_.max_connections,
+        state_url=_state_url(file, folder, spool),
+        destination_options=options,
+        secrets=secrets,
+    )
+
+
+def _state_url(file: ConfigFile, folder: Path, spool: Path) -> str:
+    if file.state.url is None:
+        return f"{_SQLITE}{spool.parent / 'state.db'}"
+    url = file.state.url.get_secret_value()
+    if url.startswith(_SQLITE) and len(url) > len(_SQLITE) and "?" not in url:
+        return f"{_SQLITE}{folder / url.removeprefix(_SQLITE)}"
+    return url
+
+
+def _spark_choice(file: ConfigFile) -> SparkChoice:
+    options: dict[str, str] = {}
+    for name, value in _flatten(file.spark.model_extra or {}):
+        if not name.startswith("spark."):
+            near = difflib.get_close_matches(name, ["master", "memory"], n=1)
+            ending = f'; did you mean "{near[0]}"?' if near else "; names of Spark's own settings begin with spark."
+            raise ConfigError(f"spark.{name}: there is no such key{ending}", hint=REFERENCE)
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f'spark."{name}": should be text, a number, true or false', hint=REFERENCE)
+        options[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    if file.spark.master == NO_SPARK:
+        if options or file.spark.memory is not None:
+            raise ConfigError('spark: with master = "none" there is no Spark that other keys could be for')
+        return SparkChoice(None)
+    return SparkChoice(file.spark.master, file.spark.memory, options)
+
+
+def _flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys that were written without quotes are tables in TOML."""
+    for key, value in values.items():
+        name = f"{before}.{key}" if before else key
+        if isinstance(value, dict):
+            yield from _flatten(value, name)
+        else:
+            yield name, value

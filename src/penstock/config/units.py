@@ -1,0 +1,46 @@
+"""Sizes and durations as people write them: `4GB`, `1h`. Errors never repeat what was written."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_SIZES = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
+_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(value: Any) -> int:
+    """Bytes: a whole number, or one with a unit. As in Postgres' own settings, 1kB is 1024 bytes."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    found = _split(value, {unit: float(bytes_) for unit, bytes_ in _SIZES.items()}, strip_i=True)
+    if found is None:
+        raise ValueError('should be a size like "512MB" or "4GB", or a whole number of bytes')
+    return round(found)
+
+
+def parse_duration(value: Any) -> timedelta:
+    """A number of seconds, or a number with a unit."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return timedelta(seconds=value)
+    found = _split(value, _SECONDS)
+    if found is None:
+        raise ValueError('should be a duration like "500ms", "30s", "15min", "1h" or "2d", or a number of seconds')
+    return timedelta(seconds=found)
+
+
+def _split(value: Any, units: dict[str, float], *, strip_i: bool = False) -> float | None:
+    found = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    unit = found[2].lower()
+    factor = units.get(unit.replace("ib", "b") if strip_i else unit)
+    return None if factor is None else float(found[1]) * factor
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
