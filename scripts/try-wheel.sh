@@ -16,9 +16,19 @@ environment/bin/python -m pip check
 unset PYTHONPATH
 environment/bin/penstock --version
 environment/bin/penstock --help >/dev/null
+environment/bin/penstock demo --seconds 3 | tail -n 12
 environment/bin/python - <<'PYTHON'
+import os
+import subprocess
+
 from penstock.testing.postgres import PostgresServer
 
 with PostgresServer() as server:
-    print("the wheel starts a server:", server.execute("show server_version")[0][0])
+    server.execute("create table t (id int primary key, note text)")
+    server.execute("create publication p for table t")
+    server.execute("select pg_create_logical_replication_slot('s', 'pgoutput')")
+    server.execute("insert into t values (1, 'from the wheel')")
+    environment = os.environ | {"PENSTOCK_URL": server.dsn()}
+    for command in ("check --publication p --slot s", "tail --publication p --slot s --limit 1 --json"):
+        subprocess.run(["environment/bin/penstock", *command.split()], env=environment, check=True, timeout=120)
 PYTHON
