@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -21,6 +22,7 @@ import psycopg
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
 from penstock.copy import CopySettings
+from penstock.copy.progress import CopyProgress
 from penstock.destinations.base import Destination, DestinationContext, Tasks
 from penstock.errors import IllegalTransition, LeaseLost, PenstockError, SlotLost, SlotMissing
 from penstock.lsn import Lsn
@@ -116,6 +118,7 @@ class Pipeline:
         self._started = False
         self._epoch = 0
         self._pool = SyncPool(settings.max_table_sync_workers)
+        self._workers: dict[int, TableSync] = {}
         self._names: dict[int, str] = {}
         self._membership: Membership | None = None
         self._refreshed = 0.0
@@ -140,9 +143,22 @@ class Pipeline:
     @property
     def phases(self) -> dict[str, TableReplicationPhase]:
         """Every table's phase, by name."""
-        if self._board is None:
-            return {}
-        return {self._names.get(table_id, str(table_id)): phase for table_id, phase in self._board.phases().items()}
+        return {self._names.get(table_id, str(table_id)): phase for table_id, phase in self._shown_phases().items()}
+
+    @property
+    def copies(self) -> dict[str, CopyProgress]:
+        """What the copies that run now have before them, by the table's name; from when they are planned."""
+        copying = {table_id for table_id, phase in self._shown_phases().items() if isinstance(phase, DataSync)}
+        return {
+            self._names.get(table_id, str(table_id)): worker.progress
+            for table_id, worker in list(self._workers.items())
+            if table_id in copying and worker.progress is not None
+        }
+
+    @property
+    def paused(self) -> bool:
+        """Whether apply was told to wait."""
+        return self._apply is not None and self._apply.paused.is_set()
 
     def start(self) -> None:
         """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
@@ -165,6 +181,10 @@ class Pipeline:
         if self._error is not None:
             raise self._error
         return True
+
+    def stop(self) -> None:
+        """Ask it to end, without waiting: from now on a copy that is given up is no error of its table."""
+        self._stop.set()
 
     def shutdown(self) -> None:
         """Finish the batch at hand, store how far it went, and stop everything; may be called twice."""
@@ -244,6 +264,9 @@ class Pipeline:
             logger.error("the pipeline stops error=%s", error if isinstance(error, PenstockError) else type(error))
             self._error = self._error or error
             self._stop.set()
+
+    def _shown_phases(self) -> Mapping[int, TableReplicationPhase]:
+        return {} if self._board is None else self._board.phases()
 
     def _lose_lease(self, error: LeaseLost) -> None:
         self._error = error
@@ -335,13 +358,14 @@ class Pipeline:
         if self._stop.is_set():
             return
         for table_id, phase in self._board.phases().items():
-            if isinstance(phase, Init | DataSync | FinishedCopy) and self._pool.free > 0:
+            waits = isinstance(phase, Init | DataSync | FinishedCopy) and not self._pool.is_running(table_id)
+            if waits and self._pool.free > 0:
                 self._pool.start(table_id, self._worker(table_id), self._sync_failed)
 
     def _worker(self, table_id: int) -> TableSync:
         assert self._board is not None
         settings = self._settings
-        return TableSync(
+        self._workers[table_id] = TableSync(
             table_id,
             source=settings.source,
             publication=settings.publication,
@@ -355,6 +379,7 @@ class Pipeline:
             copy=settings.copy,
             types=settings.types,
         )
+        return self._workers[table_id]
 
     def _sync_failed(self, table_id: int, error: Exception) -> None:
         assert self._board is not None

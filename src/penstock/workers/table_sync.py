@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.copy import CopyRows, CopySettings, prepare_copy
+from penstock.copy.progress import CopyProgress
 from penstock.destinations.base import Destination, Tasks
 from penstock.errors import PublicationChanged
 from penstock.lsn import Lsn, OrderKey, reaches
@@ -69,6 +70,8 @@ class TableSync:
         self._copy = copy
         self._types = types
         self._attempt = uuid.uuid4().hex
+        self.progress: CopyProgress | None = None
+        """What there is to copy; None until that is known."""
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches)
 
@@ -100,6 +103,7 @@ class TableSync:
                 settings=self._copy,
                 attempt=self._attempt,
             )
+            self.progress = CopyProgress.of(rows)
             self._check_stop()
             with self._tasks.copying():
                 self._destination.write_table_rows(rows.schema, rows)

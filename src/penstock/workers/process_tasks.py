@@ -1,0 +1,55 @@
+"""Tasks without Spark: functions run where they are called, in this process.
+
+For laptops and small databases, where starting Spark would take longer than the work. Several tables copy at the same
+time all the same, each in the thread of its worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from penstock.errors import TasksFailed
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class ProcessTasks:
+    """See `penstock.destinations.base.Tasks`; `copy_tasks` bounds the tables that are read at the same time."""
+
+    def __init__(self, *, copy_tasks: int | None = None) -> None:
+        self._turns = None if copy_tasks is None else threading.BoundedSemaphore(copy_tasks)
+        self._here = threading.local()
+        self._closed = threading.Event()
+
+    def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
+        """One after the other, in this thread."""
+        results: list[_Result] = []
+        for item in items:
+            self._check()
+            results.append(function(item))
+        return results
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """A copy waits for its turn."""
+        while self._turns is not None and not self._turns.acquire(timeout=0.2):
+            self._check(copying=True)
+        self._here.copying = True
+        try:
+            yield
+        finally:
+            self._here.copying = False
+            if self._turns is not None:
+                self._turns.release()
+
+    def close(self) -> None:
+        """Give copies up, after the range at hand. Changes are not concerned."""
+        self._closed.set()
+
+    def _check(self, *, copying: bool = False) -> None:
+        if self._closed.is_set() and (copying or getattr(self._here, "copying", False)):
+            raise TasksFailed("a copy was given up: Penstock is stopping")
