@@ -128,7 +128,8 @@ class Capture:
             options = StartOptions(
                 slot=settings.slot,
                 publications=(settings.publication,),
-                streaming=settings.streaming,
+                # Logical messages of rolled-back savepoints come under the name of the whole transaction when streamed.
+                streaming=settings.streaming and not settings.assembler.message_prefixes,
                 messages=bool(settings.assembler.message_prefixes),
             )
             if not settings.temporary:

@@ -87,6 +87,11 @@ class SourceSettings:
     keepalives_interval: int = 10
     keepalives_count: int = 3
 
+    @property
+    def silence_seconds(self) -> int:
+        """After so long without a sign of life, a connection is given up."""
+        return self.keepalives_idle + self.keepalives_interval * self.keepalives_count
+
     def __post_init__(self) -> None:
         given = self.parameters()
         # An unencoded "@" or "/" in a password moves its tail into the host, the port or the database name,
@@ -169,6 +174,9 @@ def build_conninfo(
         "keepalives_idle": settings.keepalives_idle,
         "keepalives_interval": settings.keepalives_interval,
         "keepalives_count": settings.keepalives_count,
+        # Keepalives are not sent while an answer is outstanding: without this a statement could wait for ever.
+        "tcp_user_timeout": 1000
+        * (settings.keepalives_idle + settings.keepalives_interval * settings.keepalives_count),
         **given,
         "application_name": application_name(prefix, role),
         "client_encoding": "UTF8",
