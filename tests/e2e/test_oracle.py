@@ -19,9 +19,10 @@ from penstock.capture import AssemblerSettings, CaptureSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.testing.oracle import capture_until, check_same, check_spool, current_position
+from penstock.testing.planned_tables import PlannedColumn, PlannedTable, Size, plan_tables
 from penstock.testing.replay import Replayable
 from penstock.testing.samples import Sample, available_samples
-from penstock.testing.workload import MESSAGE_PREFIX, PlannedColumn, PlannedTable, Size, Truth, Workload, plan_tables
+from penstock.testing.workload import MESSAGE_PREFIX, Truth, Workload
 
 SEED = os.environ.get("PENSTOCK_SEED")
 SOAK_SEEDS = int(os.environ.get("PENSTOCK_SOAK_SEEDS", "100"))
