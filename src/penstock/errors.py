@@ -46,7 +46,8 @@ contain a secret or the value of a cell.
     │   ├── TableRejected           the destination does not take what was sent
     │   └── TableOwned              another pipeline writes this table
     ├── TasksFailed                 Spark could not run a job: tried again
-    └── CaptureStopped              the capture process ended by itself
+    ├── CaptureStopped              the capture process ended by itself
+    └── FailpointReached            a test asked for it
 """
 
 from __future__ import annotations
@@ -344,3 +345,9 @@ class CaptureStopped(PenstockError):
 
 def _rebuild(kind: type[PenstockError], message: str, hint: str, facts: dict[str, Any]) -> PenstockError:
     return kind(message, hint=hint, **facts)
+
+
+class FailpointReached(PenstockError):
+    """A test asked for an error at this point; see `penstock.failpoints`."""
+
+    retry = Retry.TIMED

@@ -19,10 +19,10 @@ from typing import Any
 
 import psycopg
 
+from penstock import failpoints
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
 from penstock.copy import CopySettings
-from penstock.copy.progress import CopyProgress
 from penstock.destinations.base import Destination, DestinationContext, Tasks
 from penstock.errors import IllegalTransition, LeaseLost, PenstockError, SlotLost, SlotMissing
 from penstock.lsn import Lsn
@@ -55,7 +55,16 @@ from penstock.state import (
 from penstock.state.positions import start_position
 from penstock.state.transitions import discover, resync
 from penstock.values import TypeSettings
-from penstock.workers import ApplyStatus, ApplyWorker, BatchSettings, Board, ErrorHold, SyncPool, TableSync
+from penstock.workers import (
+    ApplyStatus,
+    ApplyWorker,
+    BatchSettings,
+    Board,
+    CopyStatus,
+    ErrorHold,
+    SyncPool,
+    TableSync,
+)
 from penstock.workers.failures import errored
 
 logger = logging.getLogger(__name__)
@@ -146,13 +155,12 @@ class Pipeline:
         return {self._names.get(table_id, str(table_id)): phase for table_id, phase in self._shown_phases().items()}
 
     @property
-    def copies(self) -> dict[str, CopyProgress]:
-        """What the copies that run now have before them, by the table's name; from when they are planned."""
-        copying = {table_id for table_id, phase in self._shown_phases().items() if isinstance(phase, DataSync)}
+    def copies(self) -> dict[str, CopyStatus]:
+        """Each table's last copy by this process, by the table's name; from when it is planned."""
         return {
-            self._names.get(table_id, str(table_id)): worker.progress
+            self._names.get(table_id, str(table_id)): worker.copy_status
             for table_id, worker in list(self._workers.items())
-            if table_id in copying and worker.progress is not None
+            if worker.copy_status is not None
         }
 
     @property
@@ -165,6 +173,7 @@ class Pipeline:
         if self._started:
             raise RuntimeError("a pipeline is started once")
         self._started = True
+        failpoints.reach("before_lease")
         self._epoch = self._store.acquire_lease(on_lost=self._lose_lease).epoch
         try:
             self._start()
@@ -202,6 +211,7 @@ class Pipeline:
 
     def _start(self) -> None:
         settings = self._settings
+        failpoints.reach("after_lease")
         with connect(settings.source, Role.CATALOG) as connection:
             ensure_publication(
                 connection,
@@ -308,7 +318,10 @@ class Pipeline:
                 drop_slot(connection, settings.slot)
         # Before the new slot is there: positions of the old one mean nothing in it.
         self._store.reset_replication()
-        return create_slot(connection, settings.slot)
+        failpoints.reach("before_slot")
+        slot = create_slot(connection, settings.slot)
+        failpoints.reach("after_slot")
+        return slot
 
     def _refresh_tables(self, connection: psycopg.Connection[Any]) -> None:
         """Follow the publication: new tables start, removed ones stop, re-added ones start over."""
@@ -324,6 +337,7 @@ class Pipeline:
         for table_id in states.keys() - published.keys():
             logger.info("table left the publication table=%s", self._names.get(table_id, table_id))
             self._remove(table_id)
+            failpoints.reach("after_removed")
         for table_id in published.keys() - states.keys():
             self._set_phase(table_id, discover(None))
         for table_id in change.readded if change else ():
@@ -417,6 +431,7 @@ class Pipeline:
                     if self._pool.is_running(table_id):
                         raise IllegalTransition(f"{self._names[table_id]} is being copied now")
                     self._board.set_phase(table_id, resync(None))
+                    failpoints.reach("after_resync")
             case CommandKind.ROLLBACK:
                 for table_id in self._named(command.tables):
                     phase = self._store.rollback_table_replication_state(table_id)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from penstock import failpoints
 from penstock.destinations.base import Destination
 from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn, reaches
@@ -126,9 +127,11 @@ class ApplyWorker:
             late = self._write(entries, begin, until, behind)
             durable |= {table: position for table, position in late.items() if reaches(position, behind[table])}
             more = more or not reaches(until, applied)
+        failpoints.reach("after_write")
         self._lose_overdue(end)
         acknowledged = self._board.settle(end, durable)
         self._writer.reader.readers.advance(self._name, acknowledged)
+        failpoints.reach("after_acknowledge")
         self._writer.reader.forget(acknowledged)
         return more
 
@@ -153,7 +156,9 @@ class ApplyWorker:
         failed = errored(phase, error, position=position, after=self._failed.get(table_id))
         logger.error("table stopped table_id=%d position=%s reason=%s", table_id, position, failed.reason)
         self._failed[table_id] = failed
+        failpoints.reach("before_errored")
         self._board.set_phase(table_id, failed)
+        failpoints.reach("after_errored")
 
     def _retry_tables(self) -> None:
         """Let errored tables whose time has come go on from where they were."""
@@ -162,7 +167,9 @@ class ApplyWorker:
             if isinstance(phase, Errored) and retry_is_due(phase, now):
                 self._failed[table_id] = phase
                 resumed = roll_back(phase)
+                failpoints.reach("before_rollback")
                 self._store.rollback_table_replication_state(table_id)
+                failpoints.reach("after_rollback")
                 position = resumed.lsn if isinstance(resumed, SyncDone) else None
                 self._board.show(table_id, resumed, position=position)
 
@@ -174,4 +181,6 @@ class ApplyWorker:
                 late = now - phase.since > self._error_hold.time or end - phase.position > self._error_hold.bytes
                 if late:
                     logger.error("table has held back progress for too long, its changes go table_id=%d", table_id)
+                    failpoints.reach("before_lose_position")
                     self._board.set_phase(table_id, lose_position(phase))
+                    failpoints.reach("after_lose_position")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from penstock import failpoints
 from penstock.lsn import Lsn, reaches
 from penstock.state import (
     Catchup,
@@ -127,9 +128,11 @@ class Board:
                 if table_id in self._phases and not reaches(reached, position)
             }
             if not reaches(self._acknowledged, reached) or ahead:
+                failpoints.reach("before_progress")
                 self._acknowledged = self._store.upsert_replication_progress(
                     WorkerType.apply(), furthest(self._acknowledged, reached), table_positions=ahead
                 )
+                failpoints.reach("after_progress")
             self._hand_over_waiting()
             self._promote()
             return self._acknowledged
@@ -141,6 +144,7 @@ class Board:
                 target = hand_over(phase, snapshot=snapshot, applied=self._applied, acknowledged=self._acknowledged)
                 logger.info("table is handed over table_id=%d position=%s", table_id, target.lsn)
                 self._phases[table_id] = target
+                failpoints.reach("after_hand_over")
         self._changed.notify_all()
 
     def _promote(self) -> None:
@@ -153,6 +157,7 @@ class Board:
         }
         if ready:
             self._store.update_table_replication_states(ready)
+            failpoints.reach("after_ready")
             for table_id, phase in ready.items():
                 self._show(table_id, phase, None)
 

@@ -14,8 +14,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from penstock import failpoints
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.progress import CopyProgress
 from penstock.destinations.base import Destination, Tasks
@@ -38,6 +40,17 @@ logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 60.0
 """Capture answers within a tenth of a second, unless it is being started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStatus:
+    """A copy, for people who watch."""
+
+    attempt: str
+    plan: CopyProgress
+    """What there is to copy."""
+    seconds: float | None = None
+    """How long it took; None while it runs, and when it failed."""
 
 
 class TableSync:
@@ -70,8 +83,8 @@ class TableSync:
         self._copy = copy
         self._types = types
         self._attempt = uuid.uuid4().hex
-        self.progress: CopyProgress | None = None
-        """What there is to copy; None until that is known."""
+        self.copy_status: CopyStatus | None = None
+        """None until it is known what there is to copy."""
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches)
 
@@ -88,12 +101,16 @@ class TableSync:
         phase = self._board.phase(self._table_id)
         assert phase is not None
         self._destination.drop_table_for_copy(self._describe(), self._attempt)
+        failpoints.reach("after_drop")
         self._store.clear_table_copy_state(self._table_id)
         self._board.set_phase(self._table_id, start_copy(phase))
+        failpoints.reach("after_data_sync")
         # Kept from before the snapshot is taken: what commits after it must still be there when the copy is done.
         self._holds.request(self._table_id)
         self._holds.wait_confirmed(self._table_id, HOLD_SECONDS)
+        failpoints.reach("before_snapshot")
         with take_snapshot(self._source) as snapshot:
+            failpoints.reach("after_snapshot")
             rows = prepare_copy(
                 snapshot,
                 self._source,
@@ -103,14 +120,20 @@ class TableSync:
                 settings=self._copy,
                 attempt=self._attempt,
             )
-            self.progress = CopyProgress.of(rows)
+            plan = CopyProgress.of(rows)
+            self.copy_status = CopyStatus(self._attempt, plan)
             self._check_stop()
             with self._tasks.copying():
+                failpoints.reach("during_copy")
                 self._destination.write_table_rows(rows.schema, rows)
+        failpoints.reach("after_copy")
         self._remember_schema(rows)
+        failpoints.reach("before_finished_copy")
         copying = self._board.phase(self._table_id)
         assert copying is not None
         self._board.set_phase(self._table_id, finish_copy(copying))
+        self.copy_status = CopyStatus(self._attempt, plan, seconds=plan.seconds)
+        failpoints.reach("after_finished_copy")
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position
 
@@ -119,14 +142,18 @@ class TableSync:
         position = snapshot
         while not self._is_close(position):
             position = self._write_until(position, self._board.applied)
+        failpoints.reach("in_sync_wait")
         while (target := self._board.wait_to_hand_over(self._table_id, snapshot, position, timeout=0.5)) is None:
             self._check_stop()
+        failpoints.reach("in_catchup")
         while not reaches(position, target.lsn):
             position = self._write_until(position, target.lsn)
             self._board.move(self._table_id, position)
         phase = finish_catchup(target, position)
         self._store.upsert_table_positions({self._table_id: phase.lsn})
+        failpoints.reach("before_sync_done")
         self._board.set_phase(self._table_id, phase, position=phase.lsn)
+        failpoints.reach("after_sync_done")
 
     def _is_close(self, position: Lsn) -> bool:
         """Whether one batch brings the table to where apply is."""
