@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from penstock.capture import CaptureProcess, Reading
-from penstock.lsn import is_in, reaches
+from penstock.lsn import Lsn, is_in, reaches
 from tests.e2e.support import (
     HANG_SECONDS,
     following,
@@ -53,6 +53,38 @@ def test_full_spool_stops_reading_and_not_answering(own_stream, streaming):
         assert sum(seen) == 3_000
         assert capture.restarts == 0
         wait_for(lambda: reaches(stream.confirmed(), end), "the slot to follow")
+
+
+@pytest.mark.trap(6)
+def test_connection_that_breaks_while_the_spool_is_full_is_made_again(stream):
+    """The decoder waits for room when the connection goes: room still comes, and so does a new connection."""
+    stream.slot()
+    readers = stream.reader().readers
+    readers.register("stopped", stream.confirmed())
+    with CaptureProcess(stream.settings(spool={"max_bytes": 100_000})) as capture:
+        write_rows(stream, 100, 5_000, per_transaction=100)
+        wait_for(lambda: capture.status.reading is Reading.SPOOL_FULL, "a full spool")
+        before = wait_for(stream.walsender, "a connection")
+        # Less than the queue holds: reading goes on, and notices the end.
+        write_rows(stream, 10, 10)
+        sent = stream.position()
+        wait_for(lambda: reaches(_sent(stream, before), sent), "the changes to be sent")
+        stream.database.execute("select pg_terminate_backend(%s)", [before])
+        wait_for(lambda: stream.walsender() not in (None, before), "another connection")
+        wait_for(lambda: capture.status.reading is Reading.SPOOL_FULL, "the spool, which is still full")
+        end = stream.flushed_position()
+
+        def advance() -> bool:
+            readers.advance("stopped", stream.reader().captured or sent)
+            return reaches(capture.status.captured or 0, end)
+
+        wait_for(advance, "the rest of the changes")
+        assert capture.restarts == 0
+
+
+def _sent(stream, walsender):
+    rows = stream.database.execute("select sent_lsn::text from pg_stat_replication where pid = %s", [walsender])
+    return Lsn.parse(rows[0][0])
 
 
 def _segments(entry):

@@ -183,6 +183,7 @@ class Capture:
     ) -> None:
         """Read in this thread, decode and keep house in others; the first error ends all three."""
         ended = threading.Event()
+        decoded = threading.Event()
         errors: list[BaseException] = []
         queue = ParcelQueue(self._settings.queue_bytes)
 
@@ -197,9 +198,16 @@ class Capture:
 
             return run
 
+        def decode() -> None:
+            try:
+                self._decode(queue, writer, assembler, ended)
+            finally:
+                decoded.set()
+
+        # House is kept until decoding has ended, not the connection: decoding may be waiting for room.
         threads = [
-            threading.Thread(target=guarded(lambda: self._decode(queue, writer, assembler, ended)), name="decode"),
-            threading.Thread(target=guarded(lambda: self._keep_house(session, writer, ended)), name="keep-house"),
+            threading.Thread(target=guarded(decode), name="decode"),
+            threading.Thread(target=guarded(lambda: self._keep_house(session, writer, decoded)), name="keep-house"),
         ]
         for thread in threads:
             thread.start()
@@ -236,7 +244,7 @@ class Capture:
         while not ended.is_set():
             item = queue.get(settings.cut_seconds / 2)
             if isinstance(item, Parcel):
-                writer.wait_for_room()
+                writer.wait_for_room(ended)
                 assembler.feed(item)
             elif item is not None:
                 assembler.keepalive(item)
@@ -258,9 +266,9 @@ class Capture:
         if self._stop.is_set():
             assembler.cut()
 
-    def _keep_house(self, session: ReplicationSession, writer: SpoolWriter, ended: threading.Event) -> None:
+    def _keep_house(self, session: ReplicationSession, writer: SpoolWriter, decoded: threading.Event) -> None:
         reported = 0.0
-        while not ended.wait(0.05):
+        while not decoded.wait(0.05):
             floor = writer.tick()
             if self._settings.acknowledge and floor is not None and writer.end is not None:
                 self._acknowledged = max(self._acknowledged, min(floor, writer.end))

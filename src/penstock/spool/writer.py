@@ -180,11 +180,14 @@ class SpoolWriter:
         if due and not self._steps and self._seen is not None and self._end is not None and self._seen > self._end:
             self._flush(self._seen, 0, (0, 0))
 
-    def wait_for_room(self) -> None:
-        """Block while published entries fill the spool; capture's queue then fills, and reading stops."""
+    def wait_for_room(self, ended: threading.Event | None = None) -> None:
+        """Block while published entries fill the spool; capture's queue then fills, and reading stops.
+
+        `ended` ends the wait as `stop` does: the connection is gone, and with it what waits to be written.
+        """
         with self._room:
             while self.is_full:
-                if self._stop.is_set():
+                if self._stop.is_set() or (ended is not None and ended.is_set()):
                     raise Stopping
                 self._room.wait(0.1)
 
