@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.capture.scan import PADDING, Parcel
 from penstock.errors import DecodeError
-from penstock.spool.disk import DiskGuard
+from penstock.spool.disk import DiskGuard, append
 
 MEMORY_BYTES = 1 << 20
 """Per transaction; more is written to its file."""
@@ -50,11 +50,8 @@ class OpenStream:
 
         def write() -> None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._messages, "ab", buffering=0) as file:
-                for raw in self._raw:
-                    file.write(raw)
-            with open(self._numbers, "ab", buffering=0) as file:
-                file.write(numbers)
+            append(self._messages, *self._raw)
+            append(self._numbers, numbers)
 
         def undo() -> None:
             for path, size in sizes.items():

@@ -16,6 +16,23 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _Result = TypeVar("_Result")
 
 
+def append(path: Path, *parts: bytes) -> None:
+    """Append bytes to a file, all of them or none without an exception.
+
+    A disk that fills up takes the first part of a write and says only how much that was.
+    """
+    with open(path, "ab", buffering=0) as file:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[file.write(rest) :]
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether a write failed for want of room."""
+    return error.errno in _FULL
+
+
 class Stopping(Exception):
     """Somebody asked to stop while we waited; not an error."""
 
@@ -40,7 +57,7 @@ class DiskGuard:
                 result = write()
             except OSError as error:
                 undo()
-                if error.errno not in _FULL:
+                if not is_disk_full(error):
                     raise
                 self._wait()
                 continue

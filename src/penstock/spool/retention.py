@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock.changes.steps import Segment
 from penstock.lsn import Lsn, is_in, reaches
+from penstock.spool.disk import is_disk_full
 from penstock.spool.entries import Entry
 from penstock.spool.folder import SpoolFolder
 from penstock.spool.log import parse
@@ -64,7 +65,8 @@ class Retention:
             if begin is None:
                 with self._lock:
                     begin = self._waiting[0].begin if self._waiting else end
-                self._holds.answer(Hold(hold.table_id, begin))
+                if not self._say(Hold(hold.table_id, begin)):
+                    continue
             begins[hold.table_id] = begin
         return begins
 
@@ -106,10 +108,22 @@ class Retention:
                 used[table_id] = used.get(table_id, 0) + sum(segment.bytes for segment in segments)
         while sum(used.values()) > self._copy_max_bytes:
             largest = max(used, key=lambda table_id: used[table_id])
+            if not self._say(Hold(largest, holds.get(largest), broken=True)):
+                return
             logger.error("changes kept for a copying table outgrew their budget table_id=%d", largest)
-            self._holds.answer(Hold(largest, holds.pop(largest, None), broken=True))
+            holds.pop(largest, None)
             del used[largest]
             self._let_go(holds)
+
+    def _say(self, hold: Hold) -> bool:
+        """Answer a hold; False if the disk is full, which must not keep us from making room. It is tried again."""
+        try:
+            self._holds.answer(hold)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            return False
+        return True
 
     def _drop_log_parts(self, floor: Lsn | None, holds: dict[int, Lsn]) -> None:
         """Delete parts of the log that all readers and copies have passed; the last part always stays."""

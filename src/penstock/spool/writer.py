@@ -28,7 +28,7 @@ from penstock.errors import SpoolCorrupt, SpoolInUse
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.source.lineage import Lineage
-from penstock.spool.disk import DiskGuard, Stopping
+from penstock.spool.disk import DiskGuard, Stopping, append
 from penstock.spool.entries import Entry, to_line
 from penstock.spool.folder import SpoolFolder, read_file, replace_file
 from penstock.spool.log import read_parts
@@ -121,7 +121,9 @@ class SpoolWriter:
         """Capture starts here, with what comes from this lineage; in a spool with content only where it ends."""
         if self._end is not None and position != self._end:
             raise SpoolCorrupt(f"capture would start at {position}, but the spool ends at {self._end}")
-        replace_file(self._folder.lineage, {"lineage": asdict(lineage), "boot": self._boot}, durable=True)
+        record = {"lineage": asdict(lineage), "boot": self._boot}
+        if read_file(self._folder.lineage) != record:
+            self.disk.run(lambda: replace_file(self._folder.lineage, record, durable=True), lambda: None)
         if self._end is None:
             self._append(Entry(self._number, position, position))
 
@@ -192,9 +194,13 @@ class SpoolWriter:
                 self._room.wait(0.1)
 
     def discard_unpublished(self) -> None:
-        """Forget what was written for the next entry; the connection it came from is gone."""
+        """Forget what was written for the next entry; the connection it came from is gone.
+
+        Also a position that was put off: the next server may be a standby that never got there.
+        """
         self._steps = []
         self._segment_count = 0
+        self._seen = self._end
         shutil.rmtree(self._folder.entry(self._number), ignore_errors=True)
 
     # The housekeeping thread
@@ -224,12 +230,7 @@ class SpoolWriter:
         line = to_line(entry)
         path = self._part()
         size = path.stat().st_size if path.exists() else 0
-
-        def write() -> None:
-            with open(path, "ab", buffering=0) as part:
-                part.write(line)
-
-        self.disk.run(write, lambda: path.exists() and os.truncate(path, size))
+        self.disk.run(lambda: append(path, line), lambda: path.exists() and os.truncate(path, size))
         self._number = entry.number + 1
         self._end = entry.end
         self._seen_at = time.monotonic()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -17,10 +21,12 @@ from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Lineage
 from penstock.spool import Holds, SpoolReader, SpoolSettings, SpoolWriter, Stopping
 from penstock.spool import writer as writer_module
+from penstock.spool.disk import append
 from penstock.spool.folder import SpoolFolder
 
 LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
 TEXT = PostgresType(25, "text")
+ONE_TRANSACTION = {"transactions": 1, "commit_times": (100, 100)}
 
 
 def schema(table_id: int = 1, *names: str) -> TableSchema:
@@ -195,6 +201,80 @@ def test_positions_of_readers_only_grow(reader):
     assert reader.readers.positions() == {}
     with pytest.raises(SpoolError, match="no reader"):
         reader.readers.advance("lake", Lsn(300))
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A disk of 1 MB, of which a filler takes what it is told."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, *, but: int) -> Path:
+    """Take all room on a disk but some bytes."""
+    filler = disk / "filler"
+    status = os.statvfs(disk)
+    filler.write_bytes(bytes(status.f_bavail * status.f_frsize - but))
+    return filler
+
+
+def test_a_disk_that_fills_up_takes_all_or_nothing(tiny_disk):
+    fill(tiny_disk, but=16 << 10)
+    with pytest.raises(OSError, match="No space left"):
+        append(tiny_disk / "file", bytes(64 << 10))
+
+
+def test_a_disk_that_fills_up_inside_a_line_tears_nothing(tiny_disk):
+    writer = SpoolWriter(settings(tiny_disk))
+    writer.begin_at(Lsn(100), LINEAGE)
+    writer.write_step(Message(OrderKey(Lsn(100), 0), 5, 6, "penstock", bytes(60_000)))
+    filler = fill(tiny_disk, but=16 << 10)
+    thread = threading.Thread(target=writer.publish, args=(Lsn(108),), kwargs=ONE_TRANSACTION)
+    thread.start()
+    while not writer.disk.full and thread.is_alive():
+        time.sleep(0.01)
+    filler.unlink()
+    thread.join()
+    publish(writer, 108)
+    assert [entry.end for entry in SpoolReader(tiny_disk / "spool").entries(Lsn(100))] == [108, 116]
+    writer.close()
+
+
+def test_a_full_disk_does_not_keep_room_from_being_made(tiny_disk):
+    writer = SpoolWriter(settings(tiny_disk))
+    writer.begin_at(Lsn(100), LINEAGE)
+    publish(writer, 100)
+    writer.readers.register("apply", Lsn(108))
+    holds = Holds(SpoolFolder(tiny_disk / "spool"))
+    holds.request(2)
+    fill(tiny_disk, but=0)
+    assert writer.tick() == 108
+    assert writer.unreleased_bytes == 0
+    assert holds.confirmed(2) is None
+    writer.tick()
+    assert holds.confirmed(2) is not None
+    writer.close()
+
+
+def test_a_position_that_was_put_off_goes_with_its_connection(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=lambda: now))
+    writer = SpoolWriter(settings(tmp_path, position_interval=1.0))
+    now = 10.0
+    writer.begin_at(Lsn(100), LINEAGE)
+    writer.publish(Lsn(200), transactions=0, commit_times=(0, 0))
+    writer.discard_unpublished()
+    now = 20.0
+    writer.flush_position()
+    assert writer.end == 100
+    publish(writer, 108)
+    assert writer.end == 116
+    writer.close()
 
 
 def test_a_full_spool_waits_for_its_readers(tmp_path):
