@@ -1,0 +1,315 @@
+"""A whole pipeline on Spark: tables of all shapes, copied while they change, followed, and equal at the end."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from penstock.changes.segment import UNREPRESENTABLE, segment_layout
+from penstock.destinations.parquet import ParquetDestination, ParquetReader
+from penstock.lsn import Lsn
+from penstock.pipeline import Pipeline, PipelineSettings
+from penstock.source.connections import PINNED_PARAMETERS, SourceSettings
+from penstock.spark.tasks import SparkTasks
+from penstock.spool import SpoolSettings
+from penstock.state import MemoryStore
+from penstock.testing.oracle import normalised
+from penstock.testing.replay import element_delimiter, from_arrow, from_text
+from penstock.testing.workload import read_rows
+from penstock.workers import BatchSettings
+from tests.e2e.support import wait_for
+
+ROWS = 400
+"""Of each table at the start."""
+MANY = 30_000
+"""Of the one that is copied in several ranges."""
+WAY = ["init", "data_sync", "finished_copy", "sync_done", "ready"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A table, its first rows, and what writers do to it: statements with the parameters k (a key) and r (a number)."""
+
+    name: str
+    columns: str
+    rows: str
+    """The cells of row i, after `select`."""
+    changes: tuple[str, ...] = ()
+    after: str = ""
+    count: int = ROWS
+
+
+def keyed(name: str, columns: str, cells: str, update: str, **options: Any) -> Shape:
+    """A table with the key `id`, of which rows come, change, change their key and go."""
+    escaped = cells.replace("%", "%%")
+    changes = (
+        f"insert into {name} select {escaped} from (select %(k)s::int as i) s on conflict do nothing",
+        f"update {name} set {update} where id = %(k)s",
+        f"update {name} set {update} where id between %(k)s and %(k)s + 5",
+        f"delete from {name} where id = %(k)s",
+        f"update {name} set id = id + 5000 where id = %(k)s",
+    )
+    return Shape(name, f"id int primary key, {columns}", cells, changes, **options)
+
+
+SHAPES = (
+    keyed("integers", "small int2, large int8, flag bool", "i, i % 100, i * 1e12::int8, i % 3 = 0", "large = -large"),
+    keyed("floats", "a float4, b float8", "i, i / 7.0, case i % 9 when 0 then 'NaN' else i / 3.0 end::float8",
+          "a = a * 1.1, b = case when b > 100 then 'Infinity' else b * 3 end"),
+    keyed("numerics", "price numeric(12,2), wide numeric(45,5), free numeric",
+          "i, i / 100.0, i * 1e35, case i % 10 when 0 then 'NaN' else i * 1.50 end::numeric",
+          "price = price + 0.01, wide = -wide, free = free / 3"),
+    keyed("texts", "a text, b varchar(40), c char(6)", "i, repeat('ä', i % 50), md5(i::text), 'x' || i % 100",
+          "a = a || E'\\n\\\\', c = null"),
+    keyed("moments", "d date, t time, z timestamptz, p timestamp, v interval, o timetz",
+          "i, case i % 20 when 0 then 'infinity' else date '2024-01-01' + i end, time '00:00' + i * interval '1 s', "
+          "timestamptz '2024-01-01 00:00+00' + i * interval '1 ms', "
+          "timestamp '0044-03-15 BC' + i * interval '9 years', "
+          "i * interval '1 day 1 s', '12:00+02'",
+          "d = d + 1, t = case when random() < 0.1 then '24:00' else t end, z = now(), p = 'infinity'"),
+    keyed("blobs", "b bytea, u uuid, s bit(5), n varbit", "i, decode(md5(i::text), 'hex'), md5(i::text)::uuid, "
+          "(i % 32)::bit(5), b'101'", "b = b || '\\x00ff', u = gen_random_uuid()"),
+    keyed("lists", "a int[], b text[], c date[], d int[]",
+          "i, array[i, null], array['a,b', '\"', null, i::text], array[date '2024-01-01' + i, 'infinity'], "
+          "array[[i, 1], [2, 3]]", "a = a || a[1] + 1, b = b || array['{}'], c = c[1:1]"),
+    keyed("documents", "version int, body jsonb",
+          "i, 0, jsonb_build_object('n', i, 'text', (select string_agg(md5(i * 1000 + j || ''), '') "
+          "from generate_series(1, 150) j))", "version = version + 1",
+          after="alter table documents alter body set storage external"),
+    keyed("enums", "mood mood, amount positive, place place", "i, 'sad', i + 1, row(i, 'x, \"y\"')::place",
+          "mood = 'happy', amount = amount + 1"),
+    keyed("networks", "a inet, c cidr, m macaddr, r int4range, w tsvector",
+          "i, '10.0.0.1', '10.0.0.0/8', '08:00:2b:01:02:03', int4range(i, i + 10), to_tsvector('simple', 'a b ' || i)",
+          "a = a + 1, r = 'empty'"),
+    Shape("composite_keys", "a int, b text, c date, note text, primary key (b, a)",
+          "i % 20, 'k' || i, date '2024-01-01', 'n'",
+          ("update composite_keys set note = note || 'x' where a = %(k)s %% 20",
+           "update composite_keys set b = b || 'y' where b = 'k' || %(k)s",
+           "delete from composite_keys where b = 'k' || %(k)s",
+           "insert into composite_keys values (%(k)s %% 20, 'k' || %(k)s, null, null) on conflict do nothing")),
+    Shape("without_key", "a int, b text", "i % 10, 'same'",
+          ("insert into without_key values (%(k)s %% 10, 'same'), (%(k)s %% 10, 'same')",
+           "update without_key set b = 'other' where ctid = (select min(ctid) from without_key where a = %(k)s %% 10)",
+           "delete from without_key where ctid = (select min(ctid) from without_key where a = %(k)s %% 10)"),
+          after="alter table without_key replica identity full"),
+    keyed("full_identity", "version int, body text", "i, 0, repeat(md5(i::text), 100)", "version = version + 1",
+          after="alter table full_identity replica identity full, alter body set storage external"),
+    Shape("by_index", "code text not null, id int, body text", "'c' || i, i, 'b'",
+          ("update by_index set body = body || 'z' where code = 'c' || %(k)s",
+           "update by_index set code = code || '!' where id = %(k)s",
+           "delete from by_index where code = 'c' || %(k)s"),
+          after="create unique index by_index_code on by_index (code); "
+                "alter table by_index replica identity using index by_index_code"),
+    Shape("only_inserts", "at timestamptz, what text", "now(), 'i' || i",
+          ("insert into only_inserts values (now(), 'n' || %(k)s), (null, null)",)),
+    Shape("parted", "id int, day date, note text, primary key (id, day)", "i, date '2024-01-01' + i % 50, 'n' || i",
+          ("update parted set note = note || '.' where id = %(k)s",
+           "update parted set day = date '2024-01-01' + %(r)s %% 50 where id = %(k)s",
+           "delete from parted where id = %(k)s",
+           "insert into parted values (%(k)s, '2024-01-31', 'new') on conflict do nothing")),
+    keyed('"Odd ""name"""', '"_op" text, "Select" int, "_OP" int, "with space" text', "i, 'o', i, -i, 's'",
+          '"_op" = "_op" || \'p\', "with space" = null'),
+    keyed("derived", "a int, gone int, twice int generated always as (a * 2) stored", "i, i", "a = a + 1",
+          after="alter table derived drop column gone"),
+    keyed("wide", ", ".join(f"c{n} int" for n in range(80)), "i, i, 2, null, i", "c0 = c0 + 1, c79 = c0"),
+    keyed("many", "version int, note text", "i, 0, md5(i::text)", "version = version + 1", count=MANY),
+    Shape("empty", "id int primary key, note text", "i, 'x'", count=0),
+    Shape("quiet", "id int primary key, note text", "i, 'x'"),
+)  # fmt: skip
+
+
+def create_tables(database: Any) -> None:
+    database.execute(
+        "create type mood as enum ('sad', 'happy'); create domain positive as int check (value > 0);"
+        "create type place as (a int, b text)"
+    )
+    with database.connect() as connection:
+        for shape in SHAPES:
+            parted = " partition by range (day)" if shape.name == "parted" else ""
+            connection.execute(f"create table {shape.name} ({shape.columns}){parted}")
+            if parted:
+                connection.execute(
+                    "create table parted_1 partition of parted for values from (minvalue) to ('2024-01-20')"
+                )
+                connection.execute("create table parted_2 partition of parted default")
+            connection.execute(f"insert into {shape.name} select {shape.rows} from generate_series(1, {shape.count}) i")
+            if shape.after:
+                connection.execute(shape.after)
+
+
+@contextmanager
+def writers(database: Any, count: int, *, pause: float = 0.01, truncating: bool = False) -> Iterator[None]:
+    """Threads that change all tables at random; every tenth transaction is rolled back, and some parts of others."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    changing = [shape for shape in SHAPES if shape.changes]
+
+    def change(connection: psycopg.Connection, chance: random.Random) -> None:
+        shape = chance.choice(changing)
+        parameters = {"k": chance.randrange(1, ROWS + 100), "r": chance.randrange(1000)}
+        connection.execute(chance.choice(shape.changes), parameters)
+
+    def write(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            with database.connect() as connection:
+                while not stop.wait(pause):
+                    try:
+                        with connection.transaction():
+                            for _ in range(chance.choice([1, 1, 3, 30])):
+                                change(connection, chance)
+                            with connection.transaction():
+                                change(connection, chance)
+                                if chance.random() < 0.5:
+                                    raise psycopg.Rollback
+                            if truncating and chance.random() < 0.02:
+                                connection.execute("truncate composite_keys, enums")
+                            if chance.random() < 0.1:
+                                raise psycopg.Rollback
+                    except (psycopg.errors.DeadlockDetected, psycopg.errors.UniqueViolation):
+                        continue
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(seed,), daemon=True) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert not errors, errors[0]
+
+
+def current_position(database: Any) -> Lsn:
+    return Lsn.parse(database.execute("select pg_current_wal_insert_lsn()")[0][0])
+
+
+def check_equal(database: Any, lake: Path) -> None:
+    """Every table at the destination has the source's rows, cell by cell, by the server's own text."""
+    reader = ParquetReader(lake)
+    assert len(reader.tables()) == len(SHAPES)
+    with database.connect(
+        options=" ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
+    ) as server:
+        for shape in SHAPES:
+            name = shape.name[1:-1].replace('""', '"') if shape.name.startswith('"') else shape.name
+            table = next(each for each in reader.tables() if reader.schema(each).name == name)
+            schema = reader.schema(table)
+            columns = [column.name for column in schema.columns]
+            expected = Counter(normalised(read_rows(server, sql.Identifier("public", name), columns), schema))
+            found = Counter(destination_rows(reader, table))
+            assert found == expected, (
+                f"{name}: {(found - expected).total()} rows too many, {(expected - found).total()} missing; "
+                f"{next(iter(found - expected), ())!r:.500} instead of {next(iter(expected - found), ())!r:.500}"
+            )
+
+
+def destination_rows(reader: ParquetReader, table: str) -> Iterator[tuple[Any, ...]]:
+    rows = reader.read_table(table)
+    layout = segment_layout(reader.schema(table))
+    kept: list[Any] = [None] * rows.num_rows
+    if UNREPRESENTABLE in rows.column_names:
+        kept = rows.column(UNREPRESENTABLE).to_pylist()
+    texts = [dict(cell or ()) for cell in kept]
+    cells = []
+    for column in layout.columns:
+        values = rows.column(column.field_name).to_pylist()
+        type_, delimiter = column.codec.arrow_type, element_delimiter(column.column)
+        cells.append(
+            [
+                from_text(texts[at][column.field_name], type_, delimiter)
+                if column.field_name in texts[at]
+                else from_arrow(value, type_)
+                for at, value in enumerate(values)
+            ]
+        )
+    yield from zip(*cells, strict=True)
+
+
+@dataclass
+class CountingTasks:
+    """Spark's tasks, with a list of the batches that were handed over."""
+
+    tasks: SparkTasks
+    described: list[str]
+
+    def run(self, items: Any, function: Callable[[Any], Any], *, description: str) -> list[Any]:
+        self.described.append(description)
+        return self.tasks.run(items, function, description=description)
+
+    def copying(self) -> Any:
+        return self.tasks.copying()
+
+
+def job_ids(spark: Any) -> set[int]:
+    return set(spark.sparkContext.statusTracker().getJobIdsForGroup(None))
+
+
+def job_description(spark: Any, job: int) -> str:
+    return spark.sparkContext._jsc.sc().statusStore().job(job).description().get()
+
+
+def pipeline_settings(database: Any, folder: Path) -> PipelineSettings:
+    return PipelineSettings(
+        id="spark",
+        source=SourceSettings(database.dsn),
+        publication="spark",
+        slot=f"spark_{database.name[-12:]}",
+        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
+        tables=("public.*",),
+        batches=BatchSettings(interval=0.2),
+    )
+
+
+@pytest.mark.trap(22, 23, 25, 27, 50)
+def test_tables_of_all_shapes_are_copied_and_followed_on_spark(spark: Any, database: Any, tmp_path: Path) -> None:
+    create_tables(database)
+    tasks = CountingTasks(SparkTasks(spark), [])
+    store = MemoryStore("spark")
+    destination = ParquetDestination(tmp_path / "lake")
+    settings = pipeline_settings(database, tmp_path)
+    with Pipeline(settings, store, destination, tasks, spark) as pipeline:
+
+        def all_ready() -> bool:
+            phases = pipeline.phases
+            assert not (stopped := {name: phase for name, phase in phases.items() if phase.name == "errored"}), stopped
+            return len(phases) == len(SHAPES) and {phase.name for phase in phases.values()} == {"ready"}
+
+        def reached(position: Lsn) -> Callable[[], bool]:
+            return lambda: pipeline.wait(0) or (pipeline.status is not None and pipeline.status.applied >= position)
+
+        with writers(database, 4):
+            wait_for(all_ready, "all tables to be ready")
+        with writers(database, 2, truncating=True):
+            before = pipeline.status.changes
+            wait_for(lambda: pipeline.status.changes > before + 2_000, "changes to flow")
+        wait_for(reached(current_position(database)), "apply to reach the writers")
+
+        # Only apply works now: each batch is one job of Spark, whatever the number of tables.
+        jobs, batches = job_ids(spark), pipeline.status.batches
+        tasks.described.clear()
+        with writers(database, 2):
+            wait_for(lambda: pipeline.status.batches >= batches + 5, "five batches")
+        wait_for(reached(current_position(database)), "apply to reach the end")
+        wait_for(all_ready, "all tables to be ready")
+        assert pipeline.status.batches == batches + len(tasks.described)
+        new_jobs = sorted(job_ids(spark) - jobs)
+        assert [job_description(spark, job) for job in new_jobs] == tasks.described
+        assert any(" more up to " in description for description in tasks.described), tasks.described
+    check_equal(database, tmp_path / "lake")
+    for table_id in store.get_table_replication_states():
+        history = [record.phase.name for record in store.get_table_replication_history(table_id)]
+        assert history == WAY
