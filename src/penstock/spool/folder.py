@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,15 @@ def read_file(path: Path) -> Any | None:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return None
+
+
+def remove_damaged(paths: Iterable[Path]) -> None:
+    """Remove files of JSON that a power cut has left empty or half written."""
+    for path in paths:
+        try:
+            read_file(path)
+        except ValueError:
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -30,7 +30,7 @@ from penstock.schema import TableSchema
 from penstock.source.lineage import Lineage
 from penstock.spool.disk import DiskGuard, Stopping, append
 from penstock.spool.entries import Entry, to_line
-from penstock.spool.folder import SpoolFolder, read_file, replace_file
+from penstock.spool.folder import SpoolFolder, read_file, remove_damaged, replace_file
 from penstock.spool.log import read_parts
 from penstock.spool.registry import Readers
 from penstock.spool.retention import Retention
@@ -260,6 +260,7 @@ class SpoolWriter:
         """Empty a spool that was written before the machine's last restart; this start's number.
 
         Segments are not synced, so after a power cut a line can be there without its file. The slot has it all.
+        Versions of schemas and answers to holds are not synced either; those that are whole are kept.
         """
         boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         stored = read_file(self._folder.lineage)
@@ -268,6 +269,7 @@ class SpoolWriter:
             for folder in (self._folder.log, self._folder.segments):
                 shutil.rmtree(folder, ignore_errors=True)
             self._folder.create()
+            remove_damaged(itertools.chain(self._folder.schemas.glob("*/*.json"), self._folder.holds.glob("*.json")))
         return boot
 
     def _recover(self) -> deque[Entry]:

@@ -174,6 +174,26 @@ def test_a_spool_from_before_a_restart_is_filled_again(tmp_path, writer, monkeyp
     again.close()
 
 
+def test_files_that_a_power_cut_has_emptied_are_made_again(tmp_path, writer, monkeypatch):
+    publish(writer, 100, schema(1), schema(2))
+    folder = SpoolFolder(tmp_path / "spool")
+    Holds(folder).request(1)
+    writer.close()
+    for damaged in (*(folder.schemas / "1").iterdir(), *folder.holds.iterdir()):
+        damaged.write_bytes(b"")
+    boot = tmp_path / "boot_id"
+    boot.write_text("another")
+    monkeypatch.setattr(writer_module, "BOOT_ID", boot)
+    again = SpoolWriter(settings(tmp_path))
+    again.begin_at(Lsn(100), LINEAGE)
+    again.tick()
+    assert again.schemas.latest(1) is None
+    assert again.schemas.latest(2) == schema(2)
+    publish(again, 100, schema(1), schema(2))
+    assert again.schemas.latest(1) == schema(1)
+    again.close()
+
+
 def test_readers_hold_back_what_they_have_not_passed(tmp_path, writer, reader):
     assert reader.readers.register("lake", Lsn(100)) == Lsn(100)
     assert reader.readers.register("search", Lsn(100)) == Lsn(100)
