@@ -26,7 +26,8 @@ from penstock.capture.streams import OpenStreams
 from penstock.errors import PenstockError, PositionAhead, Retry, SlotUnusable
 from penstock.lsn import Lsn, reaches
 from penstock.retry import Backoff
-from penstock.source.connections import Role, SourceSettings, connect, run_command
+from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, run_command
+from penstock.source.faults import translated
 from penstock.source.lineage import check_lineage, identify_system, read_timeline_history
 from penstock.source.publications import require_publication
 from penstock.source.slots import inspect_slot, require_usable
@@ -123,7 +124,7 @@ class Capture:
         """One connection, from start to break or stop."""
         settings = self._settings
         writer.discard_unpublished()
-        with connect(settings.source, Role.CATALOG) as catalog:
+        with connect(settings.source, Role.CATALOG, parameters=NO_TIMEOUTS) as catalog:
             require_publication(catalog, settings.publication)
             options = StartOptions(
                 slot=settings.slot,
@@ -287,9 +288,10 @@ def _reading(session: ReplicationSession, writer: SpoolWriter) -> Reading:
 
 def _sender_timeout(catalog: psycopg.Connection[Any]) -> float:
     """After how many seconds the server gives a silent reader up; where it never does, five minutes."""
-    row = catalog.execute(
-        "select setting::int8 from pg_catalog.pg_settings where name = 'wal_sender_timeout'"
-    ).fetchone()
+    with translated(catalog, "read wal_sender_timeout"):
+        row = catalog.execute(
+            "select setting::int8 from pg_catalog.pg_settings where name = 'wal_sender_timeout'"
+        ).fetchone()
     return (int(row[0]) if row else 60_000) / 1000 or 300.0
 
 

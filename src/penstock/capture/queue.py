@@ -27,8 +27,12 @@ class ParcelQueue:
         return self._bytes < self._max_bytes
 
     def put(self, item: Parcel | Lsn) -> None:
-        """Add messages, or the position of a keepalive."""
+        """Add messages, or the position of a keepalive; of several in a row the highest says it all."""
         with self._changed:
+            last = self._items[-1] if self._items else None
+            if isinstance(item, Lsn) and isinstance(last, Lsn):
+                item = max(item, last)
+                self._items.pop()
             self._items.append(item)
             self._bytes += _size(item)
             self._changed.notify_all()

@@ -87,9 +87,9 @@ class ReplicationSession:
         silence_seconds: float,
     ) -> None:
         """Read until `stop`. Raises when the connection ends, or when the server says nothing though it was asked."""
-        last_message = time.monotonic()
+        last_message = last_bytes = time.monotonic()
         while not stop.is_set():
-            silence = time.monotonic() - last_message
+            silence = time.monotonic() - max(last_message, last_bytes)
             if silence >= silence_seconds:
                 raise ServerUnavailable(
                     f"the server has been silent for {silence:.0f} s ({self._place.where})", where=self._place.where
@@ -107,7 +107,10 @@ class ReplicationSession:
             if drained and now - last_message < IDLE_SECONDS:
                 time.sleep(NAP_SECONDS)
             elif drained:
-                select.select([self.connection.socket], [], [], min(0.1, answer_seconds / 4))
+                readable, _, _ = select.select([self.connection.socket], [], [], min(0.1, answer_seconds / 4))
+                if readable:
+                    # Perhaps a part of a message that is long in coming.
+                    last_bytes = time.monotonic()
 
     def finish(self, acknowledged: Lsn) -> None:
         """Send a last answer and hang up."""
