@@ -190,6 +190,12 @@ def require_usable(slot: Slot | None, name: str, *, database: str | None = None)
         raise SlotUnusable(f"slot {name!r} decodes with {slot.plugin!r}, not with {PLUGIN!r}", slot=name)
     if database is not None and slot.database != database:
         raise SlotUnusable(f"slot {name!r} belongs to database {slot.database!r}, not {database!r}", slot=name)
+    if slot.two_phase:
+        raise SlotUnusable(
+            f"slot {name!r} was created for two-phase commits, which Penstock does not decode",
+            hint="Create it without two_phase: prepared transactions then arrive when they commit.",
+            slot=name,
+        )
     if slot.lost:
         reason = slot.invalidation_reason or ("a conflict with recovery" if slot.conflicting else "WAL was removed")
         raise SlotLost(f"slot {name!r} is lost: {reason.replace('_', ' ')}", slot=name, reason=reason)

@@ -23,7 +23,7 @@ from penstock.errors import (
 )
 from penstock.source import Role, SourceSettings, connect, connect_replication
 from penstock.source.faults import Place, from_notice, from_result
-from penstock.source.slots import create_slot, drop_slot, find_blockers, inspect_slot, require_usable
+from penstock.source.slots import Slot, create_slot, drop_slot, find_blockers, inspect_slot, require_usable
 from penstock.testing.postgres import PostgresServer
 
 Connection = psycopg.Connection[Any]
@@ -225,3 +225,10 @@ def test_no_free_slots_is_named(make_server: MakeServer) -> None:
         with pytest.raises(SlotUnusable) as caught:
             create_slot(connection, "second")
     assert "max_replication_slots" in caught.value.hint
+
+
+def test_slot_for_two_phase_commits_is_refused():
+    """The server would send prepared transactions in messages of a later protocol."""
+    slot = Slot("two", "pgoutput", "postgres", False, None, None, None, "reserved", two_phase=True)
+    with pytest.raises(SlotUnusable, match="two-phase"):
+        require_usable(slot, "two")
