@@ -15,8 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli.check import check
+from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
+from penstock.cli.run import run
+from penstock.cli.tables import tables
 from penstock.cli.tail import tail
+from penstock.cli.teardown import teardown
 from penstock.errors import PenstockError
 from penstock.observe import LogFormat, configure_logging, redact
 
@@ -29,6 +33,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command("run")(run)
+app.command("tables")(tables)
+app.command("resync")(resync)
+app.command("rollback")(rollback)
+app.command("pause")(pause)
+app.command("resume")(resume)
+app.command("teardown")(teardown)
 app.command("check")(check)
 app.command("tail")(tail)
 app.command("demo")(demo)

@@ -1,0 +1,124 @@
+"""How far a pipeline is behind its server, in bytes of WAL and in seconds.
+
+The server's position is looked at every second. What apply has not reached yet was written at the latest when the first
+of these looks showed more than it has, so seconds need no clock of the server's. A backlog from before the first look
+goes by the commit time of what was applied last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from psycopg.rows import tuple_row
+
+from penstock.errors import SourceError
+from penstock.lsn import Lsn, reaches
+from penstock.source import Role, SourceSettings, connect
+from penstock.source.faults import translated
+
+_LOOK_SECONDS = 1.0
+_LOOKS = 10_000
+_FLUSHED = (
+    "select case when pg_catalog.pg_is_in_recovery() then pg_catalog.pg_last_wal_replay_lsn()"
+    " else pg_catalog.pg_current_wal_flush_lsn() end::text"
+)
+_WRITTEN = (
+    "select case when pg_catalog.pg_is_in_recovery() then pg_catalog.pg_last_wal_replay_lsn()"
+    " else pg_catalog.pg_current_wal_insert_lsn() end::text"
+)
+_FLUSH_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The distance to the server."""
+
+    bytes: int
+    seconds: float
+
+
+class Lag:
+    """Looks at the server, in order."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, Lsn]] = deque(maxlen=_LOOKS)
+        self._first: Lsn | None = None
+
+    def add(self, now: float, server: Lsn) -> None:
+        """A look; `now` is Unix time."""
+        self._first = server if self._first is None else self._first
+        if not self._looks or self._looks[-1][1] != server:
+            self._looks.append((now, server))
+
+    def behind(self, now: float, applied: Lsn, last_commit_time: int) -> Behind | None:
+        """How far `applied` is behind; None before the first look. The commit time is in Unix microseconds."""
+        if self._first is None:
+            return None
+        while len(self._looks) > 1 and reaches(applied, self._looks[0][1]):
+            self._looks.popleft()
+        since, server = self._looks[0][0], self._looks[-1][1]
+        if reaches(applied, server):
+            return Behind(0, 0.0)
+        seconds = now - since
+        if not reaches(applied, self._first) and last_commit_time:
+            seconds = max(seconds, now - last_commit_time / 1e6)
+        return Behind(server - applied, max(0.0, seconds))
+
+
+class LagWatch:
+    """Looks at the server from a thread of its own, so that a server that does not answer holds up nobody."""
+
+    def __init__(self, source: SourceSettings) -> None:
+        self._source = source
+        self._lag = Lag()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lag", daemon=True)
+
+    def __enter__(self) -> LagWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(2)
+
+    def behind(self, applied: Lsn, last_commit_time: int) -> Behind | None:
+        """See `Lag.behind`."""
+        with self._lock:
+            return self._lag.behind(time.time(), applied, last_commit_time)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with connect(self._source, Role.CATALOG) as connection:
+                    while not self._stop.wait(_LOOK_SECONDS):
+                        position = _ask(connection, _FLUSHED)
+                        with self._lock:
+                            self._lag.add(time.time(), position)
+            except SourceError:
+                self._stop.wait(5)  # the pipeline's own connections tell what is wrong
+
+
+def current_position(source: SourceSettings) -> Lsn:
+    """A boundary behind everything that is committed now, and that the server will send.
+
+    What is written and not flushed by then belongs to no commit, or to one that did not wait for its own.
+    """
+    with connect(source, Role.CATALOG) as connection:
+        written = _ask(connection, _WRITTEN)
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while not reaches(flushed := _ask(connection, _FLUSHED), written):
+            if time.monotonic() > deadline:
+                return flushed
+            time.sleep(0.05)
+        return written
+
+
+def _ask(connection: Any, query: str) -> Lsn:
+    with translated(connection, "ask for the server's position"), connection.cursor(row_factory=tuple_row) as cursor:
+        return Lsn.parse(cursor.execute(query.encode()).fetchone()[0])

@@ -1,0 +1,103 @@
+"""`penstock run --plan`: what a start would create, and which tables it would copy. Looks, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psycopg
+
+from penstock.cli.configured import existing_store, running
+from penstock.config import Config
+from penstock.pipeline import OnLostSlot
+from penstock.source import Role, connect
+from penstock.source.publications import find_tables, inspect_publication, published_tables
+from penstock.source.slots import inspect_slot
+from penstock.state import Errored, Ready, Store, StoredPhase, SyncDone
+
+
+def plan_lines(config: Config) -> Iterator[str]:
+    """The plan, for people."""
+    config.create_destination()
+    settings = config.pipeline
+    with existing_store(config) as store, connect(settings.source, Role.CATALOG) as connection:
+        phases = {} if store is None else store.get_table_replication_states()
+        yield f"pipeline     {settings.id}{_driver(store)}"
+        yield f"source       {settings.source.location}"
+        yield f"publication  {settings.publication}: {_publication(connection, config)}"
+        slot, anew = _slot(connection, config, phases)
+        yield f"slot         {settings.slot}: {slot}"
+        yield f"state        {config.state_location}: {'would be created' if store is None else 'is there'}"
+        spool = "is there" if settings.spool.path.is_dir() else "would be created"
+        yield f"spool        {settings.spool.path}: {spool}"
+        yield f"destination  {config.destination_type}"
+        tables = _tables(connection, config)
+        yield f"tables       {len(tables) or 'none'}"
+        width = max((len(name) for name in tables), default=0)
+        for name, table_id in tables.items():
+            phase = None if table_id is None else phases.get(table_id)
+            yield f"  {name:<{width}}  {_fate(phase, anew)}"
+        yield "nothing was changed"
+
+
+def _driver(store: Store | None) -> str:
+    driver = None if store is None else running(store)
+    return "" if driver is None else f", which runs already: {driver}"
+
+
+def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
+    settings = config.pipeline
+    publication = inspect_publication(connection, settings.publication)
+    if not settings.manage_publication:
+        return "is there, and left as it is" if publication else "is MISSING, and manage_publication is false"
+    wanted = {str(table) for table in find_tables(connection, settings.tables, settings.exclude)}
+    if publication is None:
+        return f"would be created, for {len(wanted)} tables"
+    if publication.all_tables:
+        return "is for all tables, so its tables CANNOT BE CHOSEN; set manage_publication = false"
+    members = {str(table) for table in published_tables(connection, settings.publication)}
+    changes = [
+        f"{', '.join(sorted(tables))} would be {what}"
+        for tables, what in ((wanted - members, "added"), (members - wanted, "removed"))
+        if tables
+    ]
+    return f"is there; {'; '.join(changes) or 'has the right tables'}"
+
+
+def _slot(connection: psycopg.Connection[Any], config: Config, phases: Mapping[int, StoredPhase]) -> tuple[str, bool]:
+    """What would happen to the slot, and whether every table would be copied again for it."""
+    slot = inspect_slot(connection, config.pipeline.slot)
+    if slot is not None and not slot.lost:
+        return f"is there, at {slot.confirmed_flush_lsn}", False
+    what = "is lost" if slot is not None else "is gone"
+    if slot is None and not any(isinstance(phase, SyncDone | Ready) for phase in phases.values()):
+        return "would be created", False
+    if config.pipeline.on_lost_slot is OnLostSlot.ERROR:
+        return f'{what}: the start WOULD BE REFUSED (on_lost_slot = "error")', False
+    return f"{what}, and would be created anew", True
+
+
+def _tables(connection: psycopg.Connection[Any], config: Config) -> dict[str, int | None]:
+    """The tables that the pipeline would have, and the ids of those that are published already."""
+    settings = config.pipeline
+    published = (
+        {str(table): table.oid for table in published_tables(connection, settings.publication)}
+        if inspect_publication(connection, settings.publication)
+        else {}
+    )
+    if not settings.manage_publication:
+        return dict(published)
+    wanted = [str(table) for table in find_tables(connection, settings.tables, settings.exclude)]
+    return {name: published.get(name) for name in wanted}
+
+
+def _fate(phase: StoredPhase | None, anew: bool) -> str:
+    if anew:
+        return "would be copied again"
+    match phase:
+        case SyncDone() | Ready():
+            return "is copied already, and would be followed"
+        case Errored():
+            return f"is errored: {phase.reason}"
+        case _:
+            return "would be copied"

@@ -1,0 +1,199 @@
+"""`penstock run`: copy the tables of a source, then follow every change, until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, running
+from penstock.cli.lag import LagWatch, current_position
+from penstock.cli.plan import plan_lines
+from penstock.cli.progress import Progress, StatusLine
+from penstock.cli.tail import Ending, say
+from penstock.config import Config
+from penstock.errors import LeaseHeld, PenstockError, Retry
+from penstock.lsn import Lsn, reaches
+from penstock.observe import LogFormat
+from penstock.pipeline import Pipeline
+from penstock.state import Errored, Ready, Store, WorkerType
+from penstock.workers.process_tasks import ProcessTasks
+
+_POLL_SECONDS = 0.5
+_STATUS_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def run(
+    context: typer.Context,
+    config_path: ConfigPath = DEFAULT_PATH,
+    once: Annotated[
+        bool, typer.Option("--once", help="Copy, catch up with what is committed by then, and end.")
+    ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show what would be created and copied, and change nothing.")
+    ] = False,
+    status_seconds: Annotated[
+        float,
+        typer.Option(
+            "--status-every",
+            min=0,
+            help="Where standard error is no terminal: a line of status so often; 0 for none.",
+            metavar="SECONDS",
+        ),
+    ] = _STATUS_SECONDS,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on standard error but errors.")] = False,
+) -> None:
+    """Copy the tables of a source to a destination, then follow every change.
+
+    Goes on where it was when it is started again. SIGINT and SIGTERM end it in good order, with status 0: the batch at
+    hand is finished, and a copy that is not whole begins anew next time. A second run of the same pipeline is refused.
+    """
+    with configured(config_path) as config:
+        if plan:
+            for line in plan_lines(config):
+                typer.echo(line)
+            return
+        with Ending() as ending:
+            _run(config, ending, _Talk(context, quiet=quiet, seconds=status_seconds), once=once)
+
+
+class _Talk:
+    """Who hears what: people on standard error, or the log when that is JSON."""
+
+    def __init__(self, context: typer.Context, *, quiet: bool, seconds: float) -> None:
+        as_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
+        self.seconds = 0.0 if quiet else seconds
+        self._line: StatusLine | None = None
+        if quiet:
+            self.say: Callable[[str], None] = lambda text: None
+        elif as_json:
+            self.say = lambda text: logger.info("%s", text)
+        elif sys.stderr.isatty():
+            self._line = StatusLine(say, lambda: shutil.get_terminal_size().columns)
+            self.say = self._line.say
+        else:
+            self.say = say
+
+    @property
+    def overwrite(self) -> Callable[[str], None] | None:
+        return None if self._line is None else self._line.show
+
+
+def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
+    destination = config.create_destination()
+    with config.open_store() as store:
+        _refuse_second(config, store)
+        with _started_tasks(config, ending, talk) as (tasks, session):
+            pipeline = Pipeline(config.pipeline, store, destination, tasks, session)
+            try:
+                with ending.interruptible():
+                    pipeline.start()
+                tables = len(pipeline.phases)
+                talk.say(
+                    f"following publication {config.pipeline.publication} on {config.pipeline.source.location} "
+                    f"by slot {config.pipeline.slot}, {tables} table{'s' * (tables != 1)}, into {destination.name}; "
+                    "Ctrl-C ends it"
+                )
+                with LagWatch(config.pipeline.source) as lag:
+                    caught_up = _watch(config, store, pipeline, ending, talk, lag, once=once)
+                talk.say("caught up, stopping" if caught_up else "stopping: the batch at hand is finished first")
+                failed = [name for name, phase in pipeline.phases.items() if isinstance(phase, Errored)]
+            finally:
+                pipeline.stop()
+                tasks.close()
+                pipeline.shutdown()
+        position = store.get_replication_progress(WorkerType.apply())
+        talk.say(f"stopped at {position or 'the beginning'}")
+    if once and failed:
+        raise PenstockError(
+            f"{len(failed)} table{'s' * (len(failed) > 1)} stopped: {', '.join(failed)}",
+            hint="`penstock tables` shows why, and what can be done.",
+        )
+
+
+def _watch(
+    config: Config, store: Store, pipeline: Pipeline, ending: Ending, talk: _Talk, lag: LagWatch, *, once: bool
+) -> bool:
+    """Look until the pipeline ends, or should; whether it has caught up with where `once` ends."""
+    progress = Progress(
+        pipeline,
+        lambda status: lag.behind(status.applied, status.last_commit_time),
+        talk.say,
+        seconds=talk.seconds,
+        overwrite=talk.overwrite,
+    )
+    target: Lsn | None = None
+    while not ending.stop.is_set():
+        if pipeline.wait(0):
+            return False
+        progress.update()
+        if once and _is_settled(store, pipeline):
+            target = target or current_position(config.pipeline.source)
+            if _has_reached(pipeline, target):
+                progress.update()
+                return True
+        ending.stop.wait(_POLL_SECONDS)
+    return False
+
+
+def _is_settled(store: Store, pipeline: Pipeline) -> bool:
+    """Nothing is copied any more, nothing is tried again by itself, and no command waits that could change that."""
+    return all(command.answered for command in store.get_commands()) and all(
+        isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)
+        for phase in pipeline.phases.values()
+    )
+
+
+def _has_reached(pipeline: Pipeline, target: Lsn) -> bool:
+    status = pipeline.status
+    if status is None:
+        return False
+    # A table that failed holds back what is acknowledged.
+    held = any(isinstance(phase, Errored) for phase in pipeline.phases.values())
+    return reaches(status.applied if held else status.acknowledged, target)
+
+
+def _refuse_second(config: Config, store: Store) -> None:
+    """Before Spark starts: a person should not wait for a refusal."""
+    driver = running(store)
+    if driver is not None:
+        raise LeaseHeld(
+            f"pipeline {config.pipeline.id} runs already: it is driven by {driver}",
+            host=driver.host,
+            pid=driver.pid,
+            since=driver.since,
+            expires=driver.expires,
+        )
+
+
+@contextmanager
+def _started_tasks(config: Config, ending: Ending, talk: _Talk) -> Iterator[tuple[Any, Any]]:
+    """Where the data work is done, and the Spark session if there is one."""
+    choice = config.spark
+    if choice.master is None:
+        yield ProcessTasks(copy_tasks=config.copy_tasks), None
+        return
+    # Imported here: commands without Spark start without it.
+    from penstock.spark.session import SparkSettings, build_session
+    from penstock.spark.tasks import SparkTasks
+
+    settings = SparkSettings(
+        master=choice.master,
+        app_name=f"penstock {config.pipeline.id}",
+        memory=choice.memory,
+        options=choice.options,
+    )
+    talk.say(f"starting Spark on {choice.master}")
+    with ending.interruptible():
+        session = build_session(settings)
+    try:
+        yield SparkTasks(session, copy_tasks=config.copy_tasks), session
+    finally:
+        session.stop()

@@ -1,0 +1,312 @@
+"""`penstock run` and its sister commands as people run them: processes, on a real server, into Parquet files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.destinations.parquet.reader import ParquetReader
+
+PATIENCE = 120.0
+
+
+@dataclass
+class Site:
+    """A folder with a config for a database."""
+
+    database: Any
+    folder: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def slot(self) -> str:
+        return f"run_{self.database.name[-12:]}"
+
+    def configure(self, *, master: str = "none", more: str = "") -> None:
+        (self.folder / "penstock.toml").write_text(
+            f"""
+            [pipeline]
+            id = "shop"
+            spool = {{path = "work/spool", min_free_bytes = 0}}
+            batch = {{interval = "100ms"}}
+            [source]
+            url = "${{SOURCE_URL}}"
+            tables = ["public.*"]
+            publication = "shop"
+            slot = "{self.slot}"
+            [spark]
+            master = "{master}"
+            [destination]
+            type = "parquet"
+            path = "lake"
+            {more}
+            """
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        log = open(self.folder / f"stderr-{len(self.processes)}", "w+")  # noqa: SIM115 (closed below)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        log.close()
+        self.processes.append(process)
+        return process
+
+    def run(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "penstock", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "SOURCE_URL": self.database.dsn, "COLUMNS": "160"}
+
+    def output(self, process: subprocess.Popen[str]) -> str:
+        return (self.folder / f"stderr-{self.processes.index(process)}").read_text()
+
+    def wait_output(self, process: subprocess.Popen[str], text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.output(process):
+            assert process.poll() is None, self.output(process)
+            assert time.monotonic() < deadline, self.output(process)
+            time.sleep(0.05)
+
+    def phases(self) -> dict[str, str]:
+        result = self.run("tables", "--json")
+        assert result.returncode == 0, result.stderr
+        return {each["table"]: each["phase"] for each in json.loads(result.stdout)["tables"]}
+
+    def wait_ready(self, count: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while list((phases := self.phases()).values()) != ["ready"] * count:
+            assert time.monotonic() < deadline, phases
+            time.sleep(0.2)
+
+    def rows(self, table: str) -> list[tuple[Any, ...]]:
+        found = ParquetReader(self.folder / "lake").read_table(f"public.{table}").select(["id", "note"])
+        return sorted(tuple(row.values()) for row in found.to_pylist())
+
+    def wait_rows(self, table: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.rows(table) != (wanted := self.source_rows(table)):
+            assert time.monotonic() < deadline, (len(self.rows(table)), len(wanted))
+            time.sleep(0.1)
+
+    def source_rows(self, table: str) -> list[tuple[Any, ...]]:
+        return sorted(self.database.execute(f"select id, note from {table}"))
+
+
+@pytest.fixture
+def site(database: Any, tmp_path: Path) -> Iterator[Site]:
+    for name, rows in (("orders", 500), ("items", 2000), ("nothing", 0)):
+        database.execute(f"create table {name} (id int primary key, note text)")
+        database.execute(f"insert into {name} select i, repeat('x', i % 50) from generate_series(1, {rows}) i")
+    site = Site(database, tmp_path)
+    site.configure()
+    yield site
+    for process in site.processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait(PATIENCE)
+
+
+def check_discreet(site: Site, text: str) -> None:
+    assert "Traceback" not in text, text
+    assert site.database.dsn not in text
+
+
+@pytest.mark.parametrize("master", ["none", "local[2]"])
+def test_once_copies_catches_up_and_ends(site: Site, master: str):
+    site.configure(master=master)
+    first = site.run("run", "--once")
+    assert first.returncode == 0, first.stderr
+    check_discreet(site, first.stdout + first.stderr)
+    assert "copied public.items: " in first.stderr
+    assert "caught up" in first.stderr
+    assert first.stdout == ""
+    for table in ("orders", "items", "nothing"):
+        assert site.rows(table) == site.source_rows(table)
+    site.database.execute("update orders set note = 'changed' where id % 7 = 0; delete from items where id % 3 = 0")
+    site.database.execute("insert into nothing values (1, 'something')")
+    second = site.run("run", "--once", "--quiet")
+    # Java says this by itself.
+    errors = [line for line in second.stderr.splitlines() if "incubator" not in line]
+    assert (second.returncode, second.stdout, errors) == (0, "", [])
+    for table in ("orders", "items", "nothing"):
+        assert site.rows(table) == site.source_rows(table)
+
+
+def test_the_plan_changes_nothing(site: Site):
+    def look() -> tuple[Any, ...]:
+        publications = site.database.execute("select pubname, xmin::text from pg_publication")
+        slots = site.database.execute(
+            "select confirmed_flush_lsn from pg_replication_slots where slot_name = %s", [site.slot]
+        )
+        files = sorted(str(path.relative_to(site.folder)) for path in site.folder.rglob("*"))
+        return publications, slots, files
+
+    before = look()
+    result = site.run("run", "--plan")
+    assert result.returncode == 0, result.stderr
+    assert "publication  shop: would be created, for 3 tables" in result.stdout
+    assert f"slot         {site.slot}: would be created" in result.stdout
+    assert "  public.orders   would be copied" in result.stdout
+    assert look() == before
+    assert "has not run yet" in site.run("tables").stdout
+    assert look() == before
+    assert site.run("run", "--once", "-q").returncode == 0
+    site.database.execute("create table late (id int primary key, note text)")
+    before = look()
+    result = site.run("run", "--plan")
+    assert "is there; public.late would be added" in result.stdout
+    assert "public.orders   is copied already" in result.stdout
+    assert "public.late     would be copied" in result.stdout
+    assert look() == before
+    check_discreet(site, result.stdout + result.stderr)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_ends_a_run_well(site: Site, number: signal.Signals):
+    process = site.start("run", "--status-every", "0.5")
+    site.wait_output(process, "3 of 3 tables ready; ")
+    site.database.execute("insert into nothing select i, 'n' from generate_series(1, 100) i")
+    site.wait_rows("nothing")
+    process.send_signal(number)
+    assert process.wait(PATIENCE) == 0, site.output(process)
+    text = site.output(process)
+    check_discreet(site, text)
+    assert "changes/s; lag" in text
+    assert "stopped at " in text
+    assert "pipeline shop does not run; 3 of 3 tables ready" in site.run("tables").stdout
+    assert site.database.execute(
+        "select active from pg_replication_slots where slot_name = %s", [site.slot]
+    ) == [(False,)]  # fmt: skip
+
+
+def test_commands_reach_a_pipeline_that_runs(site: Site):
+    process = site.start("run")
+    site.wait_output(process, "following publication shop")
+    site.wait_ready(3)
+
+    second = site.run("run")
+    assert second.returncode == 1
+    assert f"runs already: it is driven by process {process.pid} on " in second.stderr
+    assert "Stop the other process" in second.stderr
+    check_discreet(site, second.stderr)
+    assert site.run("teardown", "--yes").returncode == 1
+
+    assert site.run("pause").stdout == "paused; `penstock resume` lets it go on\n"
+    site.database.execute("insert into nothing values (1, 'while paused')")
+    time.sleep(1.0)
+    assert site.rows("nothing") == []
+    assert site.run("resume").stdout == "resumed\n"
+    site.wait_rows("nothing")
+
+    result = site.run("resync", "orders", "public.it*")
+    assert result.stdout == "public.orders, public.items will be copied again\n", result.stderr
+    site.wait_ready(3)
+    site.wait_rows("orders")
+    assert site.output(process).count("copied public.items") == 2
+
+    refused = site.run("rollback", "orders")
+    assert refused.returncode == 1
+    assert "rollback was refused: " in refused.stderr
+    assert "only an errored table is rolled back" in refused.stderr
+    unknown = site.run("resync", "public.order")
+    assert unknown.returncode == 1
+    assert "did you mean 'public.orders'?" in unknown.stderr
+
+    listing = site.run("tables")
+    assert f"is driven by process {process.pid}" in listing.stdout
+    check_discreet(site, listing.stdout + unknown.stderr + refused.stderr)
+
+
+def test_a_command_for_a_pipeline_that_does_not_run_waits_for_it(site: Site):
+    never = site.run("pause")
+    assert never.returncode == 1
+    assert "has not run yet" in never.stderr
+    assert site.run("run", "--once", "-q").returncode == 0
+    noted = site.run("resync", "orders")
+    assert noted.returncode == 0
+    assert "does not run: resync is noted (command 1), and taken at its next start" in noted.stdout
+    result = site.run("run", "--once")
+    assert result.returncode == 0, result.stderr
+    assert "copied public.orders" in result.stderr
+    assert "copied public.items" not in result.stderr
+    assert site.rows("orders") == site.source_rows("orders")
+
+
+def test_a_table_that_stops_is_explained(site: Site):
+    site.database.execute("create table strange (id int primary key, note text, at date)")
+    site.database.execute("insert into strange values (1, 'x', 'infinity')")
+    site.configure(more='[types]\nout_of_range = "error"')
+    result = site.run("run", "--once")
+    assert result.returncode == 1, result.stderr
+    assert "1 table stopped: public.strange" in result.stderr
+    check_discreet(site, result.stderr)
+    assert site.rows("orders") == site.source_rows("orders")
+    listing = site.run("tables").stdout
+    assert "public.strange stopped at " in listing
+    assert "then: penstock rollback public.strange" in listing
+    (error,) = [each["error"] for each in json.loads(site.run("tables", "--json").stdout)["tables"] if each["error"]]
+    assert error["command"] == "rollback"
+    site.database.execute("update strange set at = '2026-01-01'")
+    assert site.run("rollback", "strange").returncode == 0
+    again = site.run("run", "--once")
+    assert again.returncode == 0, again.stderr
+    assert site.rows("strange") == [(1, "x")]
+
+
+def test_teardown_shows_asks_and_removes(site: Site):
+    assert site.run("run", "--once", "-q").returncode == 0
+    no = site.run("teardown", answer="n\n")
+    assert no.returncode == 1
+    assert f"slot {site.slot} on " in no.stdout
+    assert "publication shop on " in no.stdout
+    slots = "select count(*) from pg_replication_slots where slot_name = %s"
+    assert site.database.execute(slots, [site.slot]) == [(1,)]
+    yes = site.run("teardown", "--yes")
+    assert yes.returncode == 0, yes.stderr
+    check_discreet(site, yes.stdout + no.stdout)
+    assert site.database.execute(slots, [site.slot]) == [(0,)]
+    assert site.database.execute("select count(*) from pg_publication") == [(0,)]
+    assert not (site.folder / "work/spool").exists()
+    assert site.phases() == {}
+    assert "has left nothing to remove" in site.run("teardown").stdout
+    # What is at the destination stays, and the pipeline can begin anew.
+    assert site.rows("orders") == site.source_rows("orders")
+    again = site.run("run", "--once")
+    assert again.returncode == 0, again.stderr
+    assert site.rows("orders") == site.source_rows("orders")
+
+
+def test_errors_of_the_config_end_with_1_and_without_values(site: Site):
+    site.configure(more="compresion = 'hunter2'")
+    result = site.run("run")
+    assert result.returncode == 1
+    assert "did you mean 'compression'?" in result.stderr
+    assert "hunter2" not in result.stderr
+    missing = site.run("tables", "-c", "none.toml")
+    assert missing.returncode == 1
+    assert "there is no config file 'none.toml'" in missing.stderr
