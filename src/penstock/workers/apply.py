@@ -2,8 +2,8 @@
 
 Each round takes the entries after P up to a limit, hands one batch to the destination, and settles: what is durable
 moves the tables' positions, then stored progress, then the reader of the spool, which the slot follows. A table that
-fails is Errored with its position kept; the others are not concerned. A table that is behind P, because it was tried
-again, gets rounds of its own until it has caught up, so that nobody waits for it.
+fails is Errored with its position kept; the others are not concerned. A table that is far behind P, because it was
+tried again, gets batches of its own until it has caught up, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -109,23 +109,26 @@ class ApplyWorker:
                 self._stop.wait(self._settings.interval)
 
     def _round(self) -> bool:
-        """One batch for the tables at P, and one for those behind; whether there is more to do at once."""
+        """One batch for all tables that it can bring beyond P, and one for those far behind; whether there is more."""
         self._retry_tables()
         positions = self._board.positions()
         applied = self._board.applied
-        behind = {table: position for table, position in positions.items() if not reaches(position, applied)}
-        abreast = {table: position for table, position in positions.items() if table not in behind}
+        far = self._far_behind(positions, applied)
+        others = {table: position for table, position in positions.items() if table not in far}
         captured = self._writer.reader.captured
-        entries = self._writer.take(applied, captured) if captured is not None else []
+        # A table that was just handed over is a little behind. It joins the batch of the others: with one of its own,
+        # up to P, it would stay behind for as long as changes keep coming, at the price of a second job each time.
+        begin = earliest(applied, *others.values())
+        entries = self._writer.take(begin, captured) if captured is not None else []
         end = entries[-1].end if entries else applied
-        durable = self._write(entries, applied, end, abreast)
+        durable = self._write(entries, begin, end, others)
         more = captured is not None and not reaches(end, captured)
-        if behind:
-            begin = earliest(*behind.values())
+        if far:
+            begin = earliest(*far.values())
             entries = self._writer.take(begin, applied)
             until = earliest(applied, entries[-1].end) if entries else applied
-            late = self._write(entries, begin, until, behind)
-            durable |= {table: position for table, position in late.items() if reaches(position, behind[table])}
+            late = self._write(entries, begin, until, far)
+            durable |= {table: position for table, position in late.items() if reaches(position, far[table])}
             more = more or not reaches(until, applied)
         failpoints.reach("after_write")
         self._lose_overdue(end)
@@ -134,6 +137,13 @@ class ApplyWorker:
         failpoints.reach("after_acknowledge")
         self._writer.reader.forget(acknowledged)
         return more
+
+    def _far_behind(self, positions: Mapping[int, Lsn], applied: Lsn) -> dict[int, Lsn]:
+        """The tables that one batch does not bring to P."""
+        behind = {position for position in positions.values() if not reaches(position, applied)}
+        reached = {position: self._writer.take(position, applied) for position in behind}
+        far = {position for position, taken in reached.items() if not taken or not reaches(taken[-1].end, applied)}
+        return {table: position for table, position in positions.items() if position in far}
 
     def _write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
         """Hand a batch over; up to where each of these tables is durable afterwards."""
