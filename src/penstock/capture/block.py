@@ -148,7 +148,8 @@ class Block:
     def decode(self, lanes: list[Lane], policy: OutOfRange, cut: Cut) -> Iterator[DecodedPart]:
         """Decode the rows before the cut, lane by lane; each part in the order of the stream.
 
-        A lane is split where its table was truncated, so that a part lies wholly before or after it.
+        A lane is split where its table was truncated, or had rows of another shape, so that a part lies wholly before
+        or after these.
         """
         if not cut.rows:
             return
@@ -158,9 +159,16 @@ class Block:
         commit_lsn = np.concatenate(self.commit_lsn)
         commit_time = np.concatenate(self.commit_time)
         xid = np.concatenate(self.xid)
-        for lane, members in _by_lane(index.lane):
-            cuts = [mark.row for mark in self.marks[: cut.marks] if mark.table_id == lanes[lane].schema.table_id]
-            for piece in np.split(members, np.searchsorted(members, cuts)) if cuts else (members,):
+        by_lane = list(_by_lane(index.lane))
+        shapes: dict[int, list[NDArray[np.int64]]] = {}
+        for lane, members in by_lane:
+            shapes.setdefault(lanes[lane].schema.table_id, []).append(members)
+        for lane, members in by_lane:
+            table_id = lanes[lane].schema.table_id
+            cuts: list[Any] = [[mark.row for mark in self.marks[: cut.marks] if mark.table_id == table_id]]
+            cuts += [others for others in shapes[table_id] if others is not members]
+            places = np.unique(np.searchsorted(members, np.concatenate(cuts)))
+            for piece in np.split(members, places) if len(places) else (members,):
                 if not len(piece):
                     continue
                 chosen = index.select(piece)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+import struct
+import threading
 
 import pytest
 
-from penstock.capture.assembler import AssemblerSettings
+from penstock.capture.assembler import Assembler, AssemblerSettings
 from penstock.capture.messages import Relation
 from penstock.capture.relations import RelationMap
 from penstock.capture.scan import HEADER
+from penstock.capture.streams import OpenStreams
 from penstock.errors import DecodeError
 from penstock.lsn import Lsn
+from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.columns import RelationColumn
+from penstock.spool.disk import DiskGuard
 from penstock.values import TypeSettings
 from tests.unit.capture import corpus as recorded
 from tests.unit.capture.gathering import MemorySink, assemble, make_assembler
@@ -205,3 +210,47 @@ def test_the_last_description_of_a_table_counts_after_a_streamed_commit(corpus, 
     relations.describe(old if again else new, transaction=500)
     relations.commit(500)
     assert [column.name for column in relations.lane(7).schema.columns] == ["a", "b"]
+
+
+class _LateCatalog:
+    """A catalog in which the table has a primary key from the second look on."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def resolve(self, relation: Relation) -> TableSchema:
+        self._looks += 1
+        key = 1 if self._looks == 2 else None
+        column = Column("id", 1, PostgresType(23, "int4"), identity=True, primary_key_position=key)
+        return TableSchema(relation.table_id, relation.namespace, relation.name, (column,))
+
+
+def test_steps_of_a_table_are_in_order_though_its_shape_goes_to_and_fro(tmp_path):
+    """A streamed transaction is described when it commits, by a catalog that may have changed since."""
+    number = struct.Struct(">I").pack
+    columns = struct.pack(">HB3sIi", 1, 1, b"id\0", 23, -1)
+
+    def relation(xid: bytes = b"") -> bytes:
+        return b"R" + xid + number(7) + b"public\0t\0d" + columns
+
+    def insert(value: bytes, xid: bytes = b"") -> bytes:
+        return b"I" + xid + number(7) + b"N" + struct.pack(">HcI", 1, b"t", len(value)) + value
+
+    def ordinary(commit: int, *inner: bytes) -> list[bytes]:
+        begin = struct.pack(">cQqI", b"B", commit, 0, commit)
+        return [begin, *inner, struct.pack(">cBQQq", b"C", 0, commit, commit + 8, 0)]
+
+    xid = number(50)
+    messages = [
+        *(b"S" + xid + b"\1", relation(xid), insert(b"2", xid), b"E"),
+        *ordinary(100, relation(), insert(b"1")),
+        struct.pack(">cIBQQq", b"c", 50, 0, 200, 208, 0),
+        *ordinary(300, insert(b"3")),
+    ]
+    sink = MemorySink()
+    streams = OpenStreams(tmp_path / "open", DiskGuard(tmp_path, min_free_bytes=0, stop=threading.Event()))
+    assembler = Assembler(sink, _LateCatalog(), streams, AssemblerSettings())
+    assembler.feed(recorded.parcel([bytes([ord("w"), *bytes(HEADER - 1)]) + message for message in messages]))
+    assembler.cut()
+    (entry,) = sink.entries
+    assert [rows["_commit_lsn"].to_pylist() for _, rows in entry] == [[100], [200], [300]]
