@@ -21,6 +21,8 @@ from penstock.spool.disk import DiskGuard, append
 
 MEMORY_BYTES = 1 << 20
 """Per transaction; more is written to its file."""
+ALL_MEMORY_BYTES = 64 << 20
+"""For all of them together; beyond it the largest goes to its file."""
 
 
 @dataclass(slots=True)
@@ -33,14 +35,16 @@ class OpenStream:
     """Sub-transactions that were rolled back."""
     _raw: list[bytes] = field(default_factory=list)
     _lengths: list[NDArray[np.int64]] = field(default_factory=list)
-    _pending: int = 0
+    pending: int = 0
+    """Bytes in memory."""
     _on_disk: bool = False
 
     def append(self, raw: memoryview, lengths: NDArray[np.int64]) -> None:
         self._raw.append(bytes(raw))
-        self._lengths.append(lengths)
-        self._pending += len(raw)
-        if self._pending >= MEMORY_BYTES:
+        # A copy, which does not keep the numbers of a whole parcel.
+        self._lengths.append(lengths.copy())
+        self.pending += len(raw)
+        if self.pending >= MEMORY_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -59,7 +63,7 @@ class OpenStream:
                     os.truncate(path, size)
 
         self.disk.run(write, undo)
-        self._raw, self._lengths, self._pending, self._on_disk = [], [], 0, True
+        self._raw, self._lengths, self.pending, self._on_disk = [], [], 0, True
 
     def parcels(self, most_bytes: int) -> Iterator[Parcel]:
         """Read all messages again, in parcels of about this size; can be done once."""
@@ -113,6 +117,8 @@ class OpenStreams:
     def append(self, xid: int, raw: memoryview, lengths: NDArray[np.int64]) -> None:
         """Set messages of a transaction aside."""
         self._streams[xid].append(raw, lengths)
+        if sum(stream.pending for stream in self._streams.values()) > ALL_MEMORY_BYTES:
+            max(self._streams.values(), key=lambda stream: stream.pending).flush()
 
     def abort(self, xid: int, subtransaction_xid: int) -> None:
         """Forget a transaction, or remember that a part of it was rolled back."""
