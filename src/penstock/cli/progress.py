@@ -130,6 +130,21 @@ class StatusLine:
             self._shown = False
 
 
+class AboveLine:
+    """Standard error for log lines: they stand above the status line, not behind it."""
+
+    def __init__(self, line: StatusLine) -> None:
+        self._line = line
+
+    def write(self, text: str) -> int:
+        """Take the status line away first; it comes back by itself."""
+        self._line.clear()
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def format_bytes(size: float) -> str:
     """`1.5 GB`; 1 kB is 1024 bytes, as in Postgres."""
     for unit in _UNITS:

@@ -14,12 +14,13 @@ import typer
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, running
 from penstock.cli.lag import LagWatch, current_position
 from penstock.cli.plan import plan_lines
-from penstock.cli.progress import Progress, StatusLine
+from penstock.cli.progress import AboveLine, Progress, StatusLine
 from penstock.cli.tail import Ending, say
 from penstock.config import Config
 from penstock.errors import LeaseHeld, PenstockError, Retry
 from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
+from penstock.observe.logs import ROOT_LOGGER
 from penstock.pipeline import Pipeline
 from penstock.state import Errored, Ready, Store, WorkerType
 from penstock.workers.process_tasks import ProcessTasks
@@ -78,6 +79,9 @@ class _Talk:
         elif sys.stderr.isatty():
             self._line = StatusLine(say, lambda: shutil.get_terminal_size().columns)
             self.say = self._line.say
+            for handler in logging.getLogger(ROOT_LOGGER).handlers:
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(AboveLine(self._line))
         else:
             self.say = say
 

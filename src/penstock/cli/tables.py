@@ -46,7 +46,7 @@ def tables(
             if as_json:
                 typer.echo(json.dumps(_to_json(config, driver, found), indent=2, ensure_ascii=False))
             else:
-                _print(config, driver, found, has_run=store is not None)
+                _print(config, driver, found)
 
 
 def _describe(config: Config, store: Store) -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def _to_json(config: Config, driver: LeaseInfo | None, found: list[dict[str, Any
     return {"pipeline": config.pipeline.id, "running": runs, "tables": found}
 
 
-def _print(config: Config, driver: LeaseInfo | None, found: list[dict[str, Any]], *, has_run: bool) -> None:
+def _print(config: Config, driver: LeaseInfo | None, found: list[dict[str, Any]]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal and console.width < _PIPE_WIDTH:
         console = Console(width=_PIPE_WIDTH, highlight=False)
@@ -130,7 +130,7 @@ def _print(config: Config, driver: LeaseInfo | None, found: list[dict[str, Any]]
     for each in found:
         for line in _error_lines(each):
             console.print(line, soft_wrap=True)
-    console.print(_summary(config, driver, found, has_run=has_run), soft_wrap=True)
+    console.print(_summary(config, driver, found), soft_wrap=True)
 
 
 def _error_lines(each: dict[str, Any]) -> list[Text]:
@@ -147,9 +147,9 @@ def _error_lines(each: dict[str, Any]) -> list[Text]:
     return [*lines, Text()]
 
 
-def _summary(config: Config, driver: LeaseInfo | None, found: list[dict[str, Any]], *, has_run: bool) -> Text:
+def _summary(config: Config, driver: LeaseInfo | None, found: list[dict[str, Any]]) -> Text:
     name = f"pipeline {config.pipeline.id}"
-    if not has_run:
+    if not found and driver is None:
         return Text(f"{name} has not run yet")
     ready = sum(each["phase"] == "ready" for each in found)
     count = f"{ready} of {len(found)} tables ready"
