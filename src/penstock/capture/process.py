@@ -10,6 +10,7 @@ The supervisor starts the child again when it dies of something that passes, and
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import os
@@ -147,11 +148,9 @@ class CaptureProcess:
             assert child.stdin is not None
             assert child.stdout is not None
             error: PenstockError | None = None
-            try:
-                child.stdin.write(base64.b64encode(pickle.dumps(self._settings)) + b"\n")
-                child.stdin.flush()
-            except BrokenPipeError:
-                pass
+            # Past the buffer: what is left in it when the child is gone already would fail again when it is closed.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(child.stdin.fileno(), base64.b64encode(pickle.dumps(self._settings)) + b"\n")
             for line in child.stdout:
                 report = _read_report(line)
                 if isinstance(report, CaptureStatus):
