@@ -11,7 +11,7 @@ import typer
 from psycopg.rows import tuple_row
 
 from penstock.config import Config, load_config
-from penstock.errors import ConfigError, SourceError
+from penstock.errors import ConfigError, ServerUnavailable, SourceError
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.state import LeaseInfo, Store
@@ -30,7 +30,12 @@ def configured(path: Path) -> Iterator[Config]:
     """The config; errors inside do not show what it took from the environment."""
     config = load_config(path)
     with config.discreet():
-        yield config
+        try:
+            yield config
+        except ServerUnavailable as error:
+            # What a worker would try again has ended the command, so its hint must not say otherwise.
+            error.hint = "Check that the server runs and that host and port are right."
+            raise
 
 
 @contextmanager

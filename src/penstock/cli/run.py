@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
 from penstock.observe.logs import ROOT_LOGGER
 from penstock.pipeline import Pipeline
+from penstock.source import Role, connect
 from penstock.state import Errored, Ready, Store, WorkerType
 from penstock.workers.process_tasks import ProcessTasks
 
@@ -93,7 +95,10 @@ class _Talk:
 def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
     destination = config.create_destination()
     with config.open_store() as store:
+        # Before Spark starts: a person should not wait for a refusal.
         _refuse_second(config, store)
+        with ending.interruptible():
+            connect(config.pipeline.source, Role.CATALOG).close()
         with _started_tasks(config, ending, talk) as (tasks, session):
             pipeline = Pipeline(config.pipeline, store, destination, tasks, session)
             try:
@@ -165,7 +170,6 @@ def _has_reached(pipeline: Pipeline, target: Lsn) -> bool:
 
 
 def _refuse_second(config: Config, store: Store) -> None:
-    """Before Spark starts: a person should not wait for a refusal."""
     driver = running(store)
     if driver is not None:
         raise LeaseHeld(
@@ -195,9 +199,13 @@ def _started_tasks(config: Config, ending: Ending, talk: _Talk) -> Iterator[tupl
         options=choice.options,
     )
     talk.say(f"starting Spark on {choice.master}")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with ending.interruptible():
         session = build_session(settings)
     try:
+        # PySpark has put its own in the place of ours: it cancels all jobs on Ctrl-C, also the batch at hand.
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         yield SparkTasks(session, copy_tasks=config.copy_tasks), session
     finally:
         session.stop()

@@ -67,11 +67,13 @@ class Site:
         self.processes.append(process)
         return process
 
-    def run(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, answer: str = "", environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "penstock", *arguments],
             cwd=self.folder,
-            env=self.environment,
+            env={**self.environment, **(environment or {})},
             input=answer,
             capture_output=True,
             text=True,
@@ -202,6 +204,32 @@ def test_a_signal_ends_a_run_well(site: Site, number: signal.Signals):
     assert site.database.execute(
         "select active from pg_replication_slots where slot_name = %s", [site.slot]
     ) == [(False,)]  # fmt: skip
+
+
+def test_ctrl_c_while_spark_copies_ends_well_and_the_next_run_is_whole(site: Site):
+    site.database.execute(
+        "create table big as select i as id, repeat('y', 200) as note from generate_series(1, 40000) i"
+    )
+    site.database.execute("alter table big add primary key (id)")
+    site.configure(master="local[2]", more='[copy]\nmax_bytes_per_second = "500kB"')
+    process = site.start("run")
+    site.wait_output(process, "copying public.big")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 0, site.output(process)
+    check_discreet(site, site.output(process))
+    assert site.phases()["public.big"] != "errored"
+    site.configure(more="")
+    assert site.run("run", "--once", "-q").returncode == 0
+    assert site.rows("big") == site.source_rows("big")
+
+
+def test_a_server_that_is_not_there_is_told_at_once(site: Site):
+    url = "postgresql://postgres:hunter2secret@127.0.0.1:1/shop"
+    result = site.run("run", environment={"SOURCE_URL": url})
+    assert result.returncode == 1
+    assert "cannot connect (127.0.0.1:1/shop)" in result.stderr
+    assert "keeps trying" not in result.stderr
+    assert "hunter2" not in result.stderr
 
 
 def test_commands_reach_a_pipeline_that_runs(site: Site):
