@@ -9,6 +9,7 @@ one starts a table sync worker for each table that has to be copied, a few at a 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -280,6 +281,8 @@ class Pipeline:
 
     def _lose_lease(self, error: LeaseLost) -> None:
         self._error = error
+        if self._apply is not None:
+            self._apply.lost.set()
         self._stop.set()
 
     # The source
@@ -302,7 +305,8 @@ class Pipeline:
         settings = self._settings
         slot = inspect_slot(connection, settings.slot)
         known = any(
-            isinstance(phase, SyncDone | Ready) for phase in self._store.get_table_replication_states().values()
+            isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)
+            for phase in self._store.get_table_replication_states().values()
         )
         if slot is not None and not slot.lost:
             return require_usable(slot, settings.slot, database=connection.info.dbname)
@@ -397,14 +401,19 @@ class Pipeline:
 
     def _sync_failed(self, table_id: int, error: Exception) -> None:
         assert self._board is not None
-        phase = self._board.phase(table_id)
-        if phase is None or self._stop.is_set():
+        if self._stop.is_set():
             return
         history = [record.phase for record in self._store.get_table_replication_history(table_id)]
-        after = next((past for past in reversed(history) if isinstance(past, Errored)), None)
-        failed = errored(phase, error, position=None, after=after)
-        logger.error("copy stopped table=%s reason=%s", self._names.get(table_id, table_id), failed.reason)
-        self._board.set_phase(table_id, failed)
+        # A copy that got through since then is a new beginning for the back-off.
+        recent = itertools.takewhile(lambda past: not isinstance(past, SyncDone | Ready), reversed(history))
+        after = next((past for past in recent if isinstance(past, Errored)), None)
+
+        def fail(phase: TableReplicationPhase) -> Errored:
+            failed = errored(phase, error, position=None, after=after)
+            logger.error("copy stopped table=%s reason=%s", self._names.get(table_id, table_id), failed.reason)
+            return failed
+
+        self._board.advance(table_id, self._workers[table_id].attempt, fail)
 
     # Commands
 
@@ -441,7 +450,7 @@ class Pipeline:
                 raise PenstockError(f"this pipeline does not know the command {command.kind.value!r}")
 
     def _named(self, tables: tuple[str, ...]) -> list[int]:
-        by_name = {name: table_id for table_id, name in self._names.items()}
+        by_name = {self._names.get(table_id, str(table_id)): table_id for table_id in self._shown_phases()}
         unknown = [name for name in tables if name not in by_name]
         if unknown:
             raise PenstockError(f"not in this pipeline: {', '.join(unknown)}")

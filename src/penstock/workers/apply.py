@@ -81,6 +81,8 @@ class ApplyWorker:
         self._batches = 0
         self._last_commit_time = 0
         self.paused = threading.Event()
+        self.lost = threading.Event()
+        """The lease is gone: another process may write already, so this one must not, not even to finish."""
 
     @property
     def status(self) -> ApplyStatus:
@@ -92,6 +94,8 @@ class ApplyWorker:
         backoff = Backoff(first=0.5, longest=30.0)
         while True:
             stopping = self._stop.is_set()
+            if self.lost.is_set():
+                return
             try:
                 self._each_round()
                 busy = False if self.paused.is_set() else self._round()

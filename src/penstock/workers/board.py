@@ -3,6 +3,10 @@
 Phases and positions of all tables, and apply's own position, under one lock. A phase that is persisted is stored
 first; what the rules in `penstock.state.transitions` do not allow never gets here. Whoever waits for a change of phase
 waits on the board.
+
+A worker that copies a table claims it by the name of its attempt. When somebody else sets the table's phase meanwhile
+(it left the publication, it is to be copied anew) the claim is over, and whatever the worker tries next raises
+`Superseded`: it works on something that is not wanted any more.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 from penstock import failpoints
 from penstock.lsn import Lsn, reaches
+from penstock.spool import Stopping
 from penstock.state import (
     Catchup,
     Errored,
@@ -25,11 +30,15 @@ from penstock.state import (
     TableReplicationPhase,
     WorkerType,
 )
-from penstock.state.phases import is_persisted
+from penstock.state.phases import is_persisted, stored_form
 from penstock.state.positions import furthest, progress, table_start
-from penstock.state.transitions import hand_over, may_be_ready
+from penstock.state.transitions import hand_over, may_be_ready, wait_for_apply
 
 logger = logging.getLogger(__name__)
+
+
+class Superseded(Stopping):
+    """The table was taken away from the worker that asks."""
 
 
 class Board:
@@ -42,11 +51,14 @@ class Board:
         self._phases: dict[int, TableReplicationPhase] = dict(store.get_table_replication_states())
         self._positions: dict[int, Lsn] = {}
         self._snapshots: dict[int, Lsn] = {}
+        self._attempts: dict[int, str] = {}
         self._applied = start
         self._acknowledged = start
         for table_id, phase in self._phases.items():
             if isinstance(phase, Ready | SyncDone):
-                self._positions[table_id] = table_start(start, recorded(table_id))
+                position = table_start(start, recorded(table_id))
+                # What lies below the hand-over is there, also where nobody has recorded it.
+                self._positions[table_id] = furthest(position, phase.lsn) if isinstance(phase, SyncDone) else position
 
     @property
     def applied(self) -> Lsn:
@@ -75,39 +87,86 @@ class Board:
     def set_phase(self, table_id: int, phase: TableReplicationPhase, *, position: Lsn | None = None) -> None:
         """Store a phase if it is one that is stored, then show it. `position`: how far the table is durable."""
         with self._changed:
-            if is_persisted(phase):
-                self._store.update_table_replication_state(table_id, phase)
-            self._show(table_id, phase, position)
+            self._set_phase(table_id, phase, position)
+            self._attempts.pop(table_id, None)
 
     def show(self, table_id: int, phase: StoredPhase, *, position: Lsn | None = None) -> None:
         """Show what the store has already changed itself (a rollback, a removal undone)."""
         with self._changed:
             self._show(table_id, phase, position)
+            self._attempts.pop(table_id, None)
 
     def remove(self, table_id: int) -> None:
         """The table has left the publication."""
         with self._changed:
             self._store.delete_table_pipeline_state(table_id)
-            for known in (self._phases, self._positions, self._snapshots):
+            for known in (self._phases, self._positions, self._snapshots, self._attempts):
                 known.pop(table_id, None)
             self._changed.notify_all()
 
-    def move(self, table_id: int, position: Lsn) -> None:
-        """A table sync worker has brought its table further."""
+    # The worker's side
+
+    def claim(self, table_id: int, attempt: str) -> None:
+        """A worker begins to copy the table; all that follows it does under this name."""
         with self._changed:
+            if table_id not in self._phases:
+                raise Superseded
+            self._attempts[table_id] = attempt
+
+    def advance(
+        self,
+        table_id: int,
+        attempt: str,
+        transition: Callable[[TableReplicationPhase], TableReplicationPhase],
+        *,
+        position: Lsn | None = None,
+    ) -> None:
+        """Take the table from its phase to what `transition` makes of it; it is the worker's until SyncDone."""
+        with self._changed:
+            phase = transition(self._claimed(table_id, attempt))
+            self._set_phase(table_id, phase, position)
+            if isinstance(phase, SyncDone | Errored):
+                del self._attempts[table_id]
+
+    def check_claim(self, table_id: int, attempt: str) -> None:
+        """Raise `Superseded` unless the table is still the worker's."""
+        with self._changed:
+            self._claimed(table_id, attempt)
+
+    def move(self, table_id: int, attempt: str, position: Lsn) -> None:
+        """The worker has brought its table further."""
+        with self._changed:
+            self._claimed(table_id, attempt)
             self._positions[table_id] = position
 
-    def wait_to_hand_over(self, table_id: int, snapshot: Lsn, position: Lsn, timeout: float) -> Catchup | None:
+    def wait_to_hand_over(
+        self, table_id: int, attempt: str, snapshot: Lsn, position: Lsn, timeout: float
+    ) -> Catchup | None:
         """Show that the worker is close, and wait until apply names the boundary; None when it has not in time."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            if not isinstance(self._phases.get(table_id), SyncWait | Catchup):
+            phase = self._claimed(table_id, attempt)
+            if not isinstance(phase, SyncWait | Catchup):
                 self._snapshots[table_id] = snapshot
-                self._show(table_id, SyncWait(), position)
-            while isinstance(phase := self._phases.get(table_id), SyncWait):
+                self._show(table_id, wait_for_apply(phase), position)
+            while isinstance(phase := self._claimed(table_id, attempt), SyncWait):
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
             return phase if isinstance(phase, Catchup) else None
+
+    def leave(self, table_id: int, attempt: str) -> None:
+        """The worker has ended, however: nobody continues a conversation with it, what is stored is true."""
+        with self._changed:
+            if self._attempts.get(table_id) != attempt:
+                return
+            del self._attempts[table_id]
+            phase = self._phases[table_id]
+            if not is_persisted(phase):
+                # Not necessarily what the worker knew: an answer of the store may have been lost.
+                stored = self._store.get_table_replication_state(table_id) or stored_form(phase)
+                self._show(table_id, stored, stored.lsn if isinstance(stored, SyncDone) else None)
+
+    # Apply's side
 
     def settle(self, applied: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
         """Apply is at a boundary: take positions, store progress, hand tables over. Gives what may be acknowledged.
@@ -160,6 +219,16 @@ class Board:
             failpoints.reach("after_ready")
             for table_id, phase in ready.items():
                 self._show(table_id, phase, None)
+
+    def _claimed(self, table_id: int, attempt: str) -> TableReplicationPhase:
+        if self._attempts.get(table_id) != attempt:
+            raise Superseded
+        return self._phases[table_id]
+
+    def _set_phase(self, table_id: int, phase: TableReplicationPhase, position: Lsn | None) -> None:
+        if is_persisted(phase):
+            self._store.update_table_replication_state(table_id, phase)
+        self._show(table_id, phase, position)
 
     def _show(self, table_id: int, phase: TableReplicationPhase, position: Lsn | None) -> None:
         self._phases[table_id] = phase

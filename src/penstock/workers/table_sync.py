@@ -21,7 +21,7 @@ from penstock import failpoints
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.progress import CopyProgress
 from penstock.destinations.base import Destination, Tasks
-from penstock.errors import PublicationChanged
+from penstock.errors import PenstockError, PublicationChanged
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
@@ -82,28 +82,31 @@ class TableSync:
         self._stop = stop
         self._copy = copy
         self._types = types
-        self._attempt = uuid.uuid4().hex
+        self.attempt = uuid.uuid4().hex
         self.copy_status: CopyStatus | None = None
         """None until it is known what there is to copy."""
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches)
 
     def run(self) -> None:
-        """Bring the table to SyncDone. Raises `Stopping` when asked to stop, and what went wrong."""
+        """Bring the table to SyncDone. Raises `Stopping` when it is not wanted any more, and what went wrong."""
+        self._board.claim(self._table_id, self.attempt)
         try:
             rows_position = self._copy_table()
             self._catch_up(rows_position)
         finally:
             self._holds.release(self._table_id)
 
+    def leave(self) -> None:
+        """After `run`, and after what it raised was dealt with."""
+        self._board.leave(self._table_id, self.attempt)
+
     def _copy_table(self) -> Lsn:
         """Fence, copy, and give the boundary of the snapshot."""
-        phase = self._board.phase(self._table_id)
-        assert phase is not None
-        self._destination.drop_table_for_copy(self._describe(), self._attempt)
+        self._destination.drop_table_for_copy(self._describe(), self.attempt)
         failpoints.reach("after_drop")
         self._store.clear_table_copy_state(self._table_id)
-        self._board.set_phase(self._table_id, start_copy(phase))
+        self._board.advance(self._table_id, self.attempt, start_copy)
         failpoints.reach("after_data_sync")
         # Kept from before the snapshot is taken: what commits after it must still be there when the copy is done.
         self._holds.request(self._table_id)
@@ -118,21 +121,20 @@ class TableSync:
                 self._table_id,
                 types=self._types,
                 settings=self._copy,
-                attempt=self._attempt,
+                attempt=self.attempt,
             )
             plan = CopyProgress.of(rows)
-            self.copy_status = CopyStatus(self._attempt, plan)
+            self.copy_status = CopyStatus(self.attempt, plan)
             self._check_stop()
             with self._tasks.copying():
                 failpoints.reach("during_copy")
                 self._destination.write_table_rows(rows.schema, rows)
         failpoints.reach("after_copy")
+        self._check_stop()
         self._remember_schema(rows)
         failpoints.reach("before_finished_copy")
-        copying = self._board.phase(self._table_id)
-        assert copying is not None
-        self._board.set_phase(self._table_id, finish_copy(copying))
-        self.copy_status = CopyStatus(self._attempt, plan, seconds=plan.seconds)
+        self._board.advance(self._table_id, self.attempt, finish_copy)
+        self.copy_status = CopyStatus(self.attempt, plan, seconds=plan.seconds)
         failpoints.reach("after_finished_copy")
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position
@@ -143,16 +145,19 @@ class TableSync:
         while not self._is_close(position):
             position = self._write_until(position, self._board.applied)
         failpoints.reach("in_sync_wait")
-        while (target := self._board.wait_to_hand_over(self._table_id, snapshot, position, timeout=0.5)) is None:
+        while (
+            target := self._board.wait_to_hand_over(self._table_id, self.attempt, snapshot, position, timeout=0.5)
+        ) is None:
             self._check_stop()
         failpoints.reach("in_catchup")
         while not reaches(position, target.lsn):
             position = self._write_until(position, target.lsn)
-            self._board.move(self._table_id, position)
-        phase = finish_catchup(target, position)
-        self._store.upsert_table_positions({self._table_id: phase.lsn})
+            self._board.move(self._table_id, self.attempt, position)
+        self._store.upsert_table_positions({self._table_id: target.lsn})
         failpoints.reach("before_sync_done")
-        self._board.set_phase(self._table_id, phase, position=phase.lsn)
+        self._board.advance(
+            self._table_id, self.attempt, lambda phase: finish_catchup(phase, position), position=target.lsn
+        )
         failpoints.reach("after_sync_done")
 
     def _is_close(self, position: Lsn) -> bool:
@@ -193,6 +198,7 @@ class TableSync:
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise Stopping
+        self._board.check_claim(self._table_id, self.attempt)
 
 
 class SyncPool:
@@ -224,7 +230,9 @@ class SyncPool:
             except Stopping:
                 pass
             except Exception as error:
-                failed(table_id, error)
+                self._tell(table_id, error, failed)
+            finally:
+                work.leave()
 
         with self._lock:
             self._forget_ended()
@@ -234,6 +242,16 @@ class SyncPool:
             self._running[table_id] = thread
             thread.start()
             return True
+
+    @staticmethod
+    def _tell(table_id: int, error: Exception, failed: Callable[[int, Exception], None]) -> None:
+        try:
+            failed(table_id, error)
+        except Stopping:
+            logger.info("the copy was not wanted any more table_id=%d", table_id)
+        except PenstockError as another:
+            # The store, most likely. The table is what it is there, and is tried again.
+            logger.error("the end of a copy could not be stored table_id=%d error=%s", table_id, another)
 
     def join(self, timeout: float) -> None:
         """Wait for all of them."""
