@@ -1,22 +1,15 @@
-"""Changes as text: a line for people, or a JSON object that loses nothing.
+"""Changes as lines for people: long values are cut, and in a terminal so is the line.
 
-The line is for looking: long values are cut, and in a terminal so is the line. The object is for programs: decimals
-are strings, bytes are `\\x…`, times are ISO, a value that JSON has no number for (NaN, infinities) is a string, and
-cells that were not sent are named in `unchanged` and absent from the row.
+For programs there is `penstock.destinations.json_lines`, which loses nothing.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 from collections.abc import Callable, Iterator
-from datetime import date, datetime, time
-from decimal import Decimal
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 from rich.cells import cell_len, set_cell_size
 
 from penstock.changes.events import (
@@ -33,7 +26,8 @@ from penstock.changes.events import (
     Unrepresentable,
     Update,
 )
-from penstock.schema import PostgresType, TableSchema, resolve_domain
+from penstock.destinations.json_lines import lossless, short_floats
+from penstock.schema import TableSchema
 
 VALUE_CELLS = 48
 """Longer values are cut in lines."""
@@ -112,87 +106,9 @@ class Lines:
         return "".join(f"\x1b[{style}m{text}\x1b[0m" if style else text for text, style in parts)
 
 
-def to_json(event: Event) -> str | None:
-    """The object of an event, on one line; None for relations, which say nothing that the rows do not."""
-    match event:
-        case Begin() | Commit():
-            record: dict[str, Any] = {
-                "op": type(event).__name__.lower(),
-                "commit_lsn": str(event.commit_lsn),
-                "xid": event.xid,
-                "commit_time": event.commit_time.isoformat(),
-            }
-        case Insert() | Update() | Delete():
-            record = _head(type(event).__name__.lower(), event) | {"schema": event.table.namespace}
-            record |= {"table": event.table.name, "key": [column.name for column in event.table.key]}
-            if not isinstance(event, Delete):
-                record |= _cells("", "row", event.table, event.row)
-            old = event.old if not isinstance(event, Insert) else None
-            if old is not None:
-                record |= _cells("old_", "old", event.table, old)
-        case Truncate():
-            record = _head("truncate", event) | {
-                "tables": list(event.tables),
-                "cascade": event.cascade,
-                "restart_identity": event.restart_identity,
-            }
-        case Message():
-            record = _head("message", event) | {"prefix": event.prefix, "content": _lossless(event.content)}
-        case Relation():
-            return None
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def _head(operation: str, event: Insert | Update | Delete | Truncate | Message) -> dict[str, Any]:
-    return {
-        "op": operation,
-        "commit_lsn": str(event.key.commit_lsn),
-        "ordinal": event.key.ordinal,
-        "xid": event.xid,
-        "commit_time": event.commit_time.isoformat(),
-    }
-
-
-def _cells(prefix: str, name: str, table: TableSchema, row: Row) -> dict[str, Any]:
-    """A row's values, with lists of the columns that were not sent and of those whose text does not fit their type."""
-    row = _short_floats(table, row)
-    unchanged = [column for column, value in row.items() if value is Unchanged]
-    unfit = [column for column, value in row.items() if isinstance(value, Unrepresentable)]
-    record: dict[str, Any] = {
-        name: {column: _lossless(value) for column, value in row.items() if value is not Unchanged}
-    }
-    if unchanged:
-        record[f"{prefix}unchanged"] = unchanged
-    if unfit:
-        record[f"{prefix}unrepresentable"] = unfit
-    return record
-
-
-def _lossless(value: Any) -> Any:
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            if math.isfinite(value):
-                return value
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        case Decimal():
-            return format(value, "f")
-        case bytes():
-            return f"\\x{value.hex()}"
-        case datetime() | date() | time():
-            return value.isoformat()
-        case Unrepresentable():
-            return value.text
-        case list():
-            return [_lossless(item) for item in value]
-        case _:
-            return str(value)
-
-
 def _row_parts(table: TableSchema, row: Row) -> Iterator[tuple[str, str, Style]]:
     """Key first, then the other columns: name, value, and how it looks."""
-    row = _short_floats(table, row)
+    row = short_floats(table, row)
     key = [column.name for column in table.key if column.name in row]
     for name in (*key, *(name for name in row if name not in key)):
         style = Style.KEY if name in key else Style.DIM if row[name] is Unchanged else Style.PLAIN
@@ -201,8 +117,8 @@ def _row_parts(table: TableSchema, row: Row) -> Iterator[tuple[str, str, Style]]
 
 def _update_parts(event: Update) -> Iterator[tuple[str, str, Style]]:
     """The key and what changed, as far as the server said: without the whole old row all that was sent is shown."""
-    row = _short_floats(event.table, event.row)
-    old = _short_floats(event.table, event.old or {})
+    row = short_floats(event.table, event.row)
+    old = short_floats(event.table, event.old or {})
     # Without a key all columns are needed to tell which row it was.
     knows_all = len(old) == len(row) and bool(event.table.key)
     shown = False
@@ -256,7 +172,7 @@ def _show(value: Any) -> str:
         case _ if value is Unchanged:
             return "<unchanged>"
         case _:
-            return _shorten(str(_lossless(value)))
+            return _shorten(str(lossless(value)))
 
 
 def _quote(text: str) -> str:
@@ -276,28 +192,3 @@ def _shorten(text: str) -> str:
     if cell_len(text) <= VALUE_CELLS:
         return text
     return set_cell_size(text, VALUE_CELLS - 1).rstrip() + "…"
-
-
-def _short_floats(table: TableSchema, row: Row) -> Row:
-    """`real` values as the shortest number that is the same `real`: 0.1, not 0.10000000149011612."""
-    names = _real_columns(table)
-    if not names.intersection(row):
-        return row
-    return {name: _short_float(value) if name in names else value for name, value in row.items()}
-
-
-def _short_float(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_short_float(item) for item in value]
-    return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-@functools.lru_cache(maxsize=1024)
-def _real_columns(table: TableSchema) -> frozenset[str]:
-    def is_real(type_: PostgresType | None) -> bool:
-        if type_ is None:
-            return False
-        base, _ = resolve_domain(type_, -1)
-        return base.name == "float4" or is_real(base.element)
-
-    return frozenset(column.name for column in table.columns if is_real(column.type))

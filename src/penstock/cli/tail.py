@@ -19,9 +19,10 @@ import typer
 from psycopg.rows import tuple_row
 
 from penstock.changes.events import Begin, Commit, Event
-from penstock.cli.event_lines import Lines, to_json
+from penstock.cli.event_lines import Lines
 from penstock.cli.following import Follow, Followed, follow, prepare
 from penstock.cli.options import Publication, Url
+from penstock.destinations.json_lines import event_to_json
 from penstock.errors import ConfigError, ServerUnavailable
 from penstock.lsn import Lsn
 from penstock.source import Role, SourceSettings, connect
@@ -90,7 +91,7 @@ def tail(
     source = SourceSettings(url)
     position = _parse_start(start, slot)
     _check_acknowledge(acknowledge, slot)
-    formatted = to_json if as_json or form is Format.NDJSON else make_lines().format
+    formatted = event_to_json if as_json or form is Format.NDJSON else make_lines().format
     with Ending() as ending, _no_promises():
         with ending.interruptible():
             name = _choose_publication(source, publication, create, tables or [], notice)

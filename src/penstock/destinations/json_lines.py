@@ -111,7 +111,7 @@ def _table(table: TableSchema) -> dict[str, Any]:
 
 
 def _cells(prefix: str, name: str, table: TableSchema, row: Row) -> dict[str, Any]:
-    row = _short_floats(table, row)
+    row = short_floats(table, row)
     unchanged = [column for column, value in row.items() if value is Unchanged]
     unfit = [column for column, value in row.items() if isinstance(value, Unrepresentable)]
     record: dict[str, Any] = {
@@ -124,7 +124,7 @@ def _cells(prefix: str, name: str, table: TableSchema, row: Row) -> dict[str, An
     return record
 
 
-def _short_floats(table: TableSchema, row: Row) -> Row:
+def short_floats(table: TableSchema, row: Row) -> Row:
     """`real` values as the shortest number that is the same `real`: 0.1, not 0.10000000149011612."""
     names = _real_columns(table)
     if not names.intersection(row):

@@ -22,7 +22,8 @@ from penstock.changes.events import (
     Unrepresentable,
     Update,
 )
-from penstock.cli.event_lines import VALUE_CELLS, Lines, to_json
+from penstock.cli.event_lines import VALUE_CELLS, Lines
+from penstock.destinations.json_lines import event_to_json as to_json
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind
 

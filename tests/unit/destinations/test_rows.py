@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, date, datetime
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ from penstock.changes.events import (
     Delete,
     Event,
     Insert,
-    Message,
     Relation,
     Truncate,
     Unchanged,
     Unrepresentable,
     Update,
 )
-from penstock.cli.event_lines import to_json
-from penstock.destinations.json_lines import event_to_json
 from penstock.destinations.mirror import MirrorTable
 from penstock.destinations.rows import RowDestination
 from penstock.destinations.stdout import StdoutDestination
@@ -35,7 +31,7 @@ from penstock.errors import PenstockError
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.testing.destinations import ScriptedSource, make_context
-from penstock.testing.destinations.contract import INT8, ITEMS, LINES, ORDERS, TEXT
+from penstock.testing.destinations.contract import ITEMS, LINES, ORDERS
 
 
 class Recorder(RowDestination):
@@ -140,29 +136,6 @@ def test_stdout_gets_copied_rows_and_then_changes(source: ScriptedSource) -> Non
     assert lines[2]["row"] == {"id": 1, "due": "infinity"}
     assert lines[2]["unchanged"] == ["note"]
     assert lines[2]["unrepresentable"] == ["due"]
-
-
-def test_lines_are_those_of_tail() -> None:
-    key, moment = OrderKey(Lsn(0x16B374D848), 3), datetime(2026, 1, 2, 3, 4, 5, 678, UTC)
-    schema = TableSchema(
-        1,
-        "app",
-        "t",
-        (
-            Column("id", 1, INT8, identity=True, primary_key_position=1),
-            Column("real", 2, PostgresType(700, "float4")),
-            Column("cell", 3, TEXT),
-        ),
-    )
-    cells = [None, True, 1, 1.5, float("nan"), float("-inf"), Decimal("1.50"), b"\x00\xff", "ü\n", [1, None, "x"]]
-    cells += [moment, moment.date(), moment.time(), Unchanged, Unrepresentable("24:00:00"), [0.5, [float("inf")]]]
-    events: list[Event] = [Begin(key.commit_lsn, moment, 7), Commit(key.commit_lsn, moment, 7), Relation(key, schema)]
-    for cell in cells:
-        row = {"id": 1, "real": 0.10000000149011612, "cell": cell}
-        events += [Insert(key, moment, 7, schema, row), Update(key, moment, 7, schema, row, {"id": 2})]
-        events += [Update(key, moment, 7, schema, row, None), Delete(key, moment, 7, schema, {"id": 1})]
-    events += [Truncate(key, moment, 7, (1, 2), ("app.t", "app.u"), True, False), Message(key, moment, 7, "p", b"\x01")]
-    assert [event_to_json(event) for event in events] == [to_json(event) for event in events]
 
 
 @pytest.mark.trap(25)
