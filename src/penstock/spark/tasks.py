@@ -29,8 +29,10 @@ from penstock.spark.session import APPLY_POOL, COPY_POOL
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-TASKS_PER_CORE = 4
-"""More items than that share tasks: starting one costs some milliseconds, and 300 small tables need not pay it each."""
+TASKS_PER_CORE = 1
+"""More items than that share tasks. A Python task costs 0.1 s before it does anything, more on a busy machine: a batch
+of 20 small tables took three times as long with four tasks per core. Items are dealt out in turn and none is very
+large, so more tasks would hardly balance better."""
 COPY_TASK_ITEMS = 4
 """Items of a copy in one task: some seconds of work."""
 _DESCRIPTION, _POOL = "spark.job.description", "spark.scheduler.pool"
