@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.changes.segment import COMMIT_LSN
+from penstock.changes.frames import frame_of_files, spark_columns
+from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE
 from penstock.changes.steps import Message, Segment, Step, Truncation
 from penstock.lsn import Lsn, OrderKey, are_in, is_in, reaches
 from penstock.schema import TableSchema
@@ -68,6 +70,27 @@ class Rows:
         """Read the segments, one at a time."""
         for segment in self.segments:
             yield segment.read()
+
+    def frame(self, session: Any) -> Any:
+        """All rows as a typed data frame of the Spark session that is passed in, read by its JVM when it is computed.
+
+        Columns as in `arrow`, with `_unrepresentable` if some segment has it. The order of a frame means nothing: sort
+        by `_commit_lsn` and `_ordinal`. It can be computed until the result of the batch is known; executors elsewhere
+        must see the spool under the same path.
+        """
+        # Segments with the same boundaries are one scan: in most batches there is one, or two.
+        parts: dict[tuple[Lsn | None, Lsn | None], list[str]] = {}
+        for segment in self.segments:
+            parts.setdefault((segment.after, segment.until), []).append(Path(segment.path).absolute().as_uri())
+        columns = spark_columns(self._arrow_schema())
+        frames = [frame_of_files(session, columns, paths, *boundaries) for boundaries, paths in parts.items()]
+        return reduce(lambda one, other: one.unionAll(other), frames)
+
+    def _arrow_schema(self) -> pa.Schema:
+        """Of all segments: those of the first, and `_unrepresentable` if one has it."""
+        schemas = [pq.read_schema(segment.path) for segment in self.segments]
+        with_texts = [schema for schema in schemas if UNREPRESENTABLE in schema.names]
+        return (with_texts or schemas)[0]
 
 
 @dataclass(frozen=True, slots=True)

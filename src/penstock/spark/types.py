@@ -1,11 +1,12 @@
-"""Arrow types of segments as Spark's, and back. By name, without Spark: `penstock.copy.frames`."""
+"""Arrow types of segments as Spark's, and back. By name, without Spark: `penstock.changes.frames`."""
 
 from __future__ import annotations
 
 import pyarrow as pa
 from pyspark.sql import types as spark
 
-from penstock.copy.frames import exchange_batch, exchange_type, spark_columns, spark_type_name
+from penstock.changes.frames import spark_columns, spark_type_name
+from penstock.copy.frames import exchange_batch, exchange_type
 
 __all__ = [
     "exchange_batch",

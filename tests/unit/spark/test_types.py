@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as spark
 
-from penstock.copy.frames import spark_type_name
+from penstock.changes.frames import spark_type_name
 from penstock.spark.types import from_spark_schema, from_spark_type, to_spark_schema, to_spark_type
 
 TYPES = [

@@ -1,0 +1,72 @@
+"""Segments as Spark's: the names of types, and a data frame over files.
+
+No import of Spark: a session that is passed in does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.changes.segment import COMMIT_LSN
+from penstock.lsn import Lsn, are_in
+
+_NAMES: dict[pa.DataType, str] = {
+    pa.bool_(): "boolean",
+    pa.int8(): "tinyint",
+    pa.int16(): "smallint",
+    pa.int32(): "int",
+    pa.int64(): "bigint",
+    pa.float32(): "float",
+    pa.float64(): "double",
+    pa.string(): "string",
+    pa.large_string(): "string",
+    pa.binary(): "binary",
+    pa.large_binary(): "binary",
+    pa.date32(): "date",
+    pa.timestamp("us"): "timestamp_ntz",
+    pa.timestamp("us", "UTC"): "timestamp",
+    pa.time64("us"): "time(6)",
+    pa.time64("ns"): "time(6)",
+}
+
+
+def spark_type_name(arrow_type: pa.DataType) -> str:
+    """The type in Spark SQL that holds the same values; `TypeError` for types that no codec gives."""
+    if arrow_type in _NAMES:
+        return _NAMES[arrow_type]
+    if pa.types.is_decimal128(arrow_type):
+        return f"decimal({arrow_type.precision},{arrow_type.scale})"
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        return f"array<{spark_type_name(arrow_type.value_type)}>"
+    if pa.types.is_map(arrow_type):
+        return f"map<{spark_type_name(arrow_type.key_type)},{spark_type_name(arrow_type.item_type)}>"
+    if pa.types.is_struct(arrow_type):
+        return f"struct<{','.join(_field(field, ':') for field in arrow_type)}>"
+    raise TypeError(f"Spark has no type for {arrow_type}")
+
+
+def spark_columns(schema: pa.Schema) -> str:
+    """A schema as Spark SQL writes it: columns with their types."""
+    return ", ".join(_field(field, " ") for field in schema)
+
+
+def frame_of_files(session: Any, columns: str, paths: Sequence[str], after: Lsn | None, until: Lsn | None) -> Any:
+    """The rows of Parquet files with a commit position, between two boundaries, as a data frame that Spark's JVM reads.
+
+    A column that a file does not have is NULL there.
+    """
+    frame = session.read.schema(columns).parquet(*paths)
+    commits = frame[COMMIT_LSN]
+    if after is not None:
+        frame = frame.where(~are_in(commits, after))
+    if until is not None:
+        frame = frame.where(are_in(commits, until))
+    return frame
+
+
+def _field(field: pa.Field, separator: str) -> str:
+    quoted = field.name.replace("`", "``")
+    return f"`{quoted}`{separator}{spark_type_name(field.type)}"
