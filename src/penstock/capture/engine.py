@@ -254,7 +254,6 @@ class Capture:
                 waiting_since = None
                 writer.flush_position()
                 continue
-            self._backoff.reset()
             waiting_since = waiting_since or now
             patience = settings.cut_seconds
             if not queue.is_empty:

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Reading
-from penstock.errors import CaptureStopped, PenstockError, Retry
+from penstock.errors import CaptureStopped, PenstockError, Retry, SpoolDiskFull
 from penstock.lsn import Lsn, reaches
 from penstock.retry import Backoff
+from penstock.spool.disk import is_disk_full
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class CaptureProcess:
         self._stopping = threading.Event()
         self._changed = threading.Condition()
         self._status = CaptureStatus(Reading.CONNECTING)
+        self._captured: Lsn | None = None
+        """The last that was reported: a child that starts knows nothing yet."""
         self._error: PenstockError | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -96,7 +99,7 @@ class CaptureProcess:
         """Wait until everything before a boundary is in the spool; False when it is not in time."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            while self._status.captured is None or not reaches(self._status.captured, position):
+            while self._captured is None or not reaches(self._captured, position):
                 self.check()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return False
@@ -119,11 +122,12 @@ class CaptureProcess:
     def _supervise(self) -> None:
         fruitless = 0
         while not self._stopping.is_set():
-            captured = self._status.captured
+            captured = self._captured
             error = self._run_child()
             if self._stopping.is_set():
                 break
-            fruitless = fruitless + 1 if self._status.captured == captured else 0
+            if not isinstance(error, SpoolDiskFull):
+                fruitless = fruitless + 1 if self._captured == captured else 0
             if error.retry is not Retry.TIMED or self._settings.temporary or fruitless >= FRUITLESS_RESTARTS:
                 self._fail(error)
                 return
@@ -165,6 +169,7 @@ class CaptureProcess:
     def _update(self, status: CaptureStatus) -> None:
         with self._changed:
             self._status = status
+            self._captured = status.captured or self._captured
             self._changed.notify_all()
 
     def _fail(self, error: PenstockError) -> None:
@@ -201,6 +206,9 @@ def run_child() -> int:
         _write_line({"error": _dump(error)})
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and is_disk_full(error):
+            _write_line({"error": _dump(SpoolDiskFull(f"no room on the disk of {settings.spool.path}"))})
+            return 1
         # Not its text nor a traceback: libraries quote the values that they stumble over.
         frames = traceback.extract_tb(error.__traceback__)
         where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-8:]))
@@ -237,6 +245,8 @@ def _read_report(line: bytes) -> CaptureStatus | PenstockError | None:
     try:
         record = json.loads(line)
     except ValueError:
+        return None
+    if not isinstance(record, dict):
         return None
     if "error" in record:
         return _load(record["error"])
