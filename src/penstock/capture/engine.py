@@ -249,6 +249,9 @@ class Capture:
                 assembler.feed(item)
             elif item is not None:
                 assembler.keepalive(item)
+            if item is not None:
+                # Progress, so that errors far apart do not add up; a message that cannot be decoded is none.
+                self._backoff.reset()
             now = time.monotonic()
             if not assembler.has_committed:
                 waiting_since = None
