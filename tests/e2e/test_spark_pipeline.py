@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psycopg
+import pyspark
 import pytest
 from psycopg import sql
 
 from penstock.changes.segment import UNREPRESENTABLE, segment_layout
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
+from penstock.errors import ConfigError
 from penstock.lsn import Lsn
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import PINNED_PARAMETERS, SourceSettings
+from penstock.spark.java import find_java
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.testing.oracle import normalised
+from penstock.testing.processes import children_of, wait_until_gone
 from penstock.testing.replay import element_delimiter, from_arrow, from_text
 from penstock.testing.workload import read_rows
 from penstock.workers import BatchSettings
@@ -34,6 +44,8 @@ ROWS = 400
 """Of each table at the start."""
 MANY = 30_000
 """Of the one that is copied in several ranges."""
+CLUSTER_SECONDS = 240.0
+"""A guard, not a measure."""
 WAY = ["init", "data_sync", "finished_copy", "sync_done", "ready"]
 
 
@@ -319,3 +331,164 @@ def test_tables_of_all_shapes_are_copied_and_followed_on_spark(spark: Any, datab
     for table_id in store.get_table_replication_states():
         history = [record.phase.name for record in store.get_table_replication_history(table_id)]
         assert history == WAY
+
+
+class Cluster:
+    """A standalone cluster on this machine: a master, and workers of one core each."""
+
+    def __init__(self, folder: Path, java_home: Path) -> None:
+        self._folder = folder
+        self._java_home = java_home
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.url = f"spark://127.0.0.1:{free_port()}"
+
+    def start(self, workers: int) -> None:
+        port = self.url.rpartition(":")[2]
+        self._run("master", "master.Master", "--host", "127.0.0.1", "--port", port, "--webui-port", "0")
+        wait_for(lambda: is_listening(int(port)), "the master")
+        for number in range(workers):
+            self._run(
+                f"worker-{number}",
+                "worker.Worker",
+                *("--host", "127.0.0.1", "--webui-port", "0", "--cores", "1", "--memory", "1g"),
+                *("--work-dir", str(self._folder / f"work-{number}"), self.url),
+            )
+
+    def kill_worker(self, number: int) -> None:
+        """With its executor, as when its machine is lost."""
+        process = self._processes.pop(f"worker-{number}")
+        pids = [process.pid, *descendants_of(process.pid)]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(30)
+        assert wait_until_gone(pids, timeout=30)
+
+    def close(self) -> None:
+        for name in reversed(list(self._processes)):
+            process = self._processes.pop(name)
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(20)
+
+    def _run(self, name: str, kind: str, *arguments: str) -> None:
+        home = Path(pyspark.__file__).parent
+        environment = {
+            **os.environ,
+            "SPARK_HOME": str(home),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "JAVA_HOME": str(self._java_home),
+            "SPARK_DAEMON_MEMORY": "256m",
+            "PYSPARK_PYTHON": sys.executable,
+        }
+        with open(self._folder / f"{name}.log", "wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [home / "bin" / "spark-class", f"org.apache.spark.deploy.{kind}", *arguments],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    try:
+        java = find_java()
+    except ConfigError as error:
+        pytest.skip(f"needs Java ({error.hint})")
+    made = Cluster(tmp_path, java.home)
+    try:
+        made.start(workers=2)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.trap(33, 50)
+def test_on_a_cluster_a_worker_is_killed_and_nothing_is_lost(database: Any, cluster: Cluster, tmp_path: Path) -> None:
+    create_tables(database)
+    settings = tmp_path / "settings.json"
+    spark_options = {
+        "spark.executor.memory": "600m",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+    }
+    slot = f"spark_{database.name[-12:]}"
+    settings.write_text(
+        json.dumps(
+            {
+                "dsn": database.dsn,
+                "folder": str(tmp_path),
+                "slot": slot,
+                "master": cluster.url,
+                "spark": spark_options,
+            }
+        )
+    )
+    driver = Driver(settings)
+    try:
+        with writers(database, 2, pause=0.05):
+            # One is lost while tables are copied, with both at work.
+            wait_for(lambda: driver.seen.get("executors") == 2, "both workers", CLUSTER_SECONDS)
+            wait_for(lambda: "finished_copy" in driver.phases or "ready" in driver.phases, "a copy", CLUSTER_SECONDS)
+            assert driver.phases.count("ready") < len(SHAPES)
+            cluster.kill_worker(0)
+            wait_for(lambda: driver.phases == ["ready"] * len(SHAPES), "all tables to be ready", CLUSTER_SECONDS)
+            assert driver.seen["executors"] == 1
+            before = driver.seen["batches"]
+            wait_for(lambda: driver.seen["batches"] >= before + 2, "batches", CLUSTER_SECONDS)
+        end = current_position(database)
+        wait_for(lambda: Lsn.parse(driver.seen["applied"]) >= end, "apply to reach the end", CLUSTER_SECONDS)
+    finally:
+        driver.close()
+    assert driver.process.returncode == 0
+    check_equal(database, tmp_path / "lake")
+
+
+class Driver:
+    """The pipeline's process."""
+
+    def __init__(self, settings: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.drive_spark_pipeline", str(settings)], stdout=subprocess.PIPE, text=True
+        )
+        self.seen: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def phases(self) -> list[str]:
+        assert self.process.poll() is None, "the driver has ended"
+        return sorted(self.seen.get("phases", {}).values())
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.seen = json.loads(line)
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+            self._thread.join(10)
+            self.process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def descendants_of(pid: int) -> list[int]:
+    children = children_of(pid)
+    return [*children, *(each for child in children for each in descendants_of(child))]
