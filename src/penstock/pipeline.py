@@ -335,8 +335,8 @@ class Pipeline:
         membership = load_membership(connection, settings.publication)
         published = {table.oid: str(table) for table in published_tables(connection, settings.publication)}
         self._names |= published
-        change = changes_between(self._membership, membership) if self._membership is not None else None
-        self._membership = membership
+        seen = self._membership or self._store.get_publication_membership(settings.publication)
+        change = changes_between(seen, membership) if seen is not None else None
         states = self._store.get_table_replication_states()
         for table_id in states.keys() - published.keys():
             logger.info("table left the publication table=%s", self._names.get(table_id, table_id))
@@ -348,6 +348,10 @@ class Pipeline:
             if table_id in published:
                 logger.info("table was removed and added again, it is copied anew table=%s", published[table_id])
                 self._set_phase(table_id, resync(states.get(table_id)))
+        # Last: what was not acted upon is noticed again, also by the next process.
+        if membership != seen:
+            self._store.store_publication_membership(settings.publication, membership)
+        self._membership = membership
 
     def _recorded(self, table_id: int) -> Lsn | None:
         """Up to where a table is durable, by the destination's own record or by the store's."""

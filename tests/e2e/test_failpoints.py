@@ -225,3 +225,14 @@ def test_killed_while_a_table_is_reset_or_removed(killed):
     driver = killed.run_until_ready()
     killed.writer.__exit__()
     killed.finish(driver)
+
+
+@pytest.mark.trap(18)
+def test_a_table_that_was_away_while_nothing_ran_is_copied_anew(killed):
+    killed.run_until_ready().close(kill=False)
+    killed.database.execute("alter publication e2e drop table counts")
+    killed.database.execute("update counts set version = version + 1")
+    killed.database.execute("alter publication e2e add table counts")
+    driver = killed.run_until_ready()
+    killed.writer.__exit__()
+    killed.finish(driver)

@@ -150,6 +150,16 @@ class CommandRecord(Record):
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class PublicationRecord(Record):
+    """What a publication looked like when it was last acted upon."""
+
+    table: ClassVar[str] = "publications"
+    key: ClassVar[tuple[str, ...]] = ("name",)
+    name: str
+    membership: dict[str, Any]
+
+
 RECORDS: tuple[type[Record], ...] = (
     PipelineRecord,
     TableStateRecord,
@@ -159,6 +169,7 @@ RECORDS: tuple[type[Record], ...] = (
     ProgressRecord,
     TablePositionRecord,
     CommandRecord,
+    PublicationRecord,
 )
 
 _KINDS: dict[Any, ColumnKind] = {

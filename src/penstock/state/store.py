@@ -8,6 +8,7 @@ from penstock.errors import ConfigError
 from penstock.state.commands import Commands
 from penstock.state.destination_tables import DestinationTables
 from penstock.state.lifecycle import Lifecycle
+from penstock.state.memberships import Memberships
 from penstock.state.progress import Progress
 from penstock.state.records import Database
 from penstock.state.schemas import TableSchemas
@@ -16,7 +17,7 @@ from penstock.state.tables import TableStates
 _LONGEST_ID = 100
 
 
-class Store(TableSchemas, TableStates, Progress, DestinationTables, Lifecycle, Commands):
+class Store(TableSchemas, TableStates, Progress, DestinationTables, Memberships, Lifecycle, Commands):
     """All of `stores.PipelineStore`; a subclass only says where the records are."""
 
     def __init__(self, database: Database) -> None:

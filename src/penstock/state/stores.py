@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 from penstock.errors import LeaseLost
 from penstock.lsn import Lsn, OrderKey
 from penstock.source.lineage import Lineage
+from penstock.source.publications import Membership
 from penstock.state.commands import Command, CommandKind, CommandStatus
 from penstock.state.lease import DEFAULT_TTL, Lease, LeaseInfo
 from penstock.state.metadata import (
@@ -259,6 +260,19 @@ class CommandStore(Protocol):
 
 
 @runtime_checkable
+class MembershipStore(Protocol):
+    """What was seen of publications; outlives a restart, or a table that was away meanwhile would have a gap."""
+
+    def get_publication_membership(self, publication: str) -> Membership | None:
+        """As it was last stored; None if it never was. Read from the database."""
+        ...
+
+    def store_publication_membership(self, publication: str, membership: Membership) -> None:
+        """Called when all that follows from it is stored: what was not acted upon must be noticed again."""
+        ...
+
+
+@runtime_checkable
 class SharedStateStore(StateStore, Protocol):
     """For those who need state alone."""
 
@@ -269,7 +283,7 @@ class DestinationStore(SchemaStore, StateStore, Protocol):
 
 
 @runtime_checkable
-class PipelineStore(SchemaStore, StateStore, TableLifecycleStore, LeaseStore, CommandStore, Protocol):
+class PipelineStore(SchemaStore, StateStore, TableLifecycleStore, LeaseStore, CommandStore, MembershipStore, Protocol):
     """All that a pipeline needs."""
 
     @property

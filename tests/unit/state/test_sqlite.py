@@ -13,7 +13,8 @@ from penstock.state import Init, MemoryStore, SqliteStore, open_store
 from penstock.state.migrate import Migration, load_migrations
 from penstock.state.sqlite import SqliteDatabase
 
-NEXT = Migration(2, "more", "create table more (x integer);\n")
+NEWEST = load_migrations("sqlite")[-1].number
+NEXT = Migration(NEWEST + 1, "more", "create table more (x integer);\n")
 
 
 def test_a_url_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +58,7 @@ def test_newer_state_is_refused(tmp_path: Path) -> None:
         connection.execute("pragma user_version = 99")
     with pytest.raises(StateNewer, match="version 99") as refused:
         SqliteStore(path)
-    assert (refused.value.found, refused.value.known) == (99, 1)
+    assert (refused.value.found, refused.value.known) == (99, NEWEST)
 
 
 def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_state_in_use_is_not_migrated(tmp_path: Path) -> None:
 def test_a_migration_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
     SqliteStore(path).close()
-    broken = Migration(2, "broken", "create table half (x integer);\ncreate table table;\n")
+    broken = Migration(NEWEST + 1, "broken", "create table half (x integer);\ncreate table table;\n")
     with pytest.raises(StateUnusable, match="cannot migrate"):
         SqliteDatabase(path, "default").migrate([*load_migrations("sqlite"), broken])
     with SqliteStore(path) as store:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, StateError
 from penstock.lsn import Lsn, OrderKey
 from penstock.source.lineage import Lineage
+from penstock.source.publications import Membership, RowVersion
 from penstock.state import (
     Catchup,
     CommandKind,
@@ -364,6 +365,18 @@ class StoreContract:
             assert each.get_stored_progress() is None
             assert each.get_table_positions() == {}
             assert each.get_destination_table_metadata(1) is not None
+
+    def test_what_was_seen_of_a_publication_survives_a_restart(self) -> None:
+        store = self.driver()
+        assert store.get_publication_membership("p") is None
+        rows = frozenset({RowVersion(7, "700"), RowVersion(8, "42")})
+        for version in ("1", "2"):
+            seen = Membership(RowVersion(5, version), {1: rows, 2: frozenset()}, {1: "public.a", 2: "public.b"})
+            store.store_publication_membership("p", seen)
+            assert store.get_publication_membership("p") == self.reader().get_publication_membership("p") == seen
+        assert store.get_publication_membership("another") is None
+        store.delete_pipeline_state()
+        assert store.get_publication_membership("p") is None
 
     def test_teardown_forgets_everything_but_the_epoch(self) -> None:
         store = self.driver()
