@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,7 +22,7 @@ from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
-from penstock.state import Errored, PipelineStore, Ready, SyncDone
+from penstock.state import Errored, PipelineStore, Ready, SyncDone, TableSchemaRetention
 from penstock.state.positions import earliest
 from penstock.state.transitions import lose_position, retry_is_due, roll_back
 from penstock.workers.batches import BatchSettings, BatchWriter
@@ -29,6 +30,9 @@ from penstock.workers.board import Board
 from penstock.workers.failures import errored
 
 logger = logging.getLogger(__name__)
+
+PRUNE_SECONDS = 60.0
+"""How often versions of schemas that nobody needs are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class ApplyWorker:
         self._changes = 0
         self._batches = 0
         self._last_commit_time = 0
+        self._pruned: float | None = None
         self.paused = threading.Event()
         self.lost = threading.Event()
         """The lease is gone: another process may write already, so this one must not, not even to finish."""
@@ -140,7 +145,21 @@ class ApplyWorker:
         self._writer.reader.readers.advance(self._name, acknowledged)
         failpoints.reach("after_acknowledge")
         self._writer.reader.forget(acknowledged)
+        self._prune_schemas(acknowledged)
         return more
+
+    def _prune_schemas(self, acknowledged: Lsn) -> None:
+        """Forget versions of schemas that no position needs any more; now and then, and after progress was stored."""
+        now = time.monotonic()
+        if self._pruned is not None and now - self._pruned < PRUNE_SECONDS:
+            return
+        self._pruned = now
+        metadata = {table_id: self._store.get_destination_table_metadata(table_id) for table_id in self._board.phases()}
+        count = self._store.prune_table_schemas(
+            {table_id: TableSchemaRetention.at(acknowledged, known) for table_id, known in metadata.items()}
+        )
+        if count:
+            logger.info("versions of schemas were forgotten count=%d", count)
 
     def _far_behind(self, positions: Mapping[int, Lsn], applied: Lsn) -> dict[int, Lsn]:
         """The tables that one batch does not bring to P."""

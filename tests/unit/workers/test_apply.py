@@ -1,0 +1,136 @@
+"""The apply worker, round by round, over a spool that is written by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from penstock.changes.batch import EventBatch
+from penstock.changes.segment import segment_layout
+from penstock.destinations.base import WriteHandle, completed
+from penstock.lsn import Lsn, OrderKey
+from penstock.schema import Column, PostgresType, TableSchema
+from penstock.source.lineage import Lineage
+from penstock.spool import Readers, SpoolSettings, SpoolWriter
+from penstock.spool.folder import SpoolFolder
+from penstock.state import DataSync, FinishedCopy, Init, MemoryStore, Ready, SyncDone, TableSchemaVersion, WorkerType
+from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold
+
+LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
+START = Lsn(100)
+TABLE, LATE = 1, 2
+
+
+class Recording:
+    """A destination that remembers batches: their boundaries, and tables."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int, list[int]]] = []
+        self.rows: dict[int, list[int]] = {}
+
+    def write_events(self, batch: EventBatch) -> WriteHandle:
+        self.batches.append((batch.begin, batch.end, sorted(table.table_id for table in batch.tables)))
+        for table in batch.tables:
+            for step in table.steps:
+                for content in step.arrow() if hasattr(step, "arrow") else ():
+                    self.rows.setdefault(table.table_id, []).extend(content["_commit_lsn"].to_pylist())
+        return completed()
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[SpoolWriter]:
+    """Transactions that commit at 100, 108, 116 … and change both tables."""
+    writer = SpoolWriter(SpoolSettings(tmp_path / "spool", min_free_bytes=0, position_interval=0.0))
+    writer.begin_at(START, LINEAGE)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    made = MemoryStore("test")
+    made.acquire_lease()
+    made.use_lineage(LINEAGE)
+    for table in (TABLE, LATE):
+        for phase in (Init(), DataSync(), FinishedCopy(), SyncDone(START), Ready()):
+            made.update_table_replication_state(table, phase)
+    yield made
+    made.close()
+
+
+def schema(table_id: int, *names: str) -> TableSchema:
+    text = PostgresType(25, "text")
+    columns = tuple(Column(name, number, text) for number, name in enumerate(names or ("a",), start=1))
+    return TableSchema(table_id, "public", f"t{table_id}", columns)
+
+
+def publish(spool: SpoolWriter, *commits: int) -> None:
+    for commit in commits:
+        for table in (schema(TABLE), schema(LATE)):
+            layout = segment_layout(table)
+            values = {"_op": 1, "_commit_lsn": commit, "_ordinal": 0, "_commit_time": 0, "_xid": 1, "a": "x"}
+            content = pa.Table.from_pylist([values], schema=layout.arrow_schema)
+            spool.write_rows(table, content, OrderKey(Lsn(commit), 0), OrderKey(Lsn(commit), 0))
+        spool.publish(Lsn(commit + 8), transactions=1, commit_times=(1, 1))
+
+
+def make_worker(tmp_path: Path, store: MemoryStore, board: Board, destination: Recording, **limits: int) -> ApplyWorker:
+    folder = tmp_path / "spool"
+    Readers(SpoolFolder(folder)).register("tables", START)
+    stop = threading.Event()
+    stop.set()
+    # Already told to stop, it does one round each time that it is run.
+    return ApplyWorker(
+        name="tables",
+        spool=folder,
+        board=board,
+        store=store,
+        destination=destination,
+        stop=stop,
+        settings=BatchSettings(**limits),
+        error_hold=ErrorHold(),
+    )
+
+
+def test_a_table_that_is_a_little_behind_joins_the_batch_of_the_others(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    board.settle(Lsn(116), {TABLE: Lsn(116)})
+    publish(spool, 100, 108, 116, 124)
+    destination = Recording()
+    worker = make_worker(tmp_path, store, board, destination)
+    worker.run()
+    assert destination.batches == [(100, 132, [TABLE, LATE])]
+    # Each gets what it does not have.
+    assert destination.rows == {TABLE: [116, 124], LATE: [100, 108, 116, 124]}
+    assert board.positions() == {TABLE: 132, LATE: 132}
+    publish(spool, 132)
+    worker.run()
+    assert destination.batches[1:] == [(132, 140, [TABLE, LATE])]
+    assert store.get_replication_progress(WorkerType.apply()) == 140
+
+
+def test_nobody_waits_for_a_table_that_is_far_behind(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    board.settle(Lsn(132), {TABLE: Lsn(132)})
+    publish(spool, 100, 108, 116, 124, 132, 140)
+    destination = Recording()
+    worker = make_worker(tmp_path, store, board, destination, max_rows=4)
+    worker.run()
+    assert destination.batches == [(132, 148, [TABLE]), (100, 116, [LATE])]
+    assert board.positions() == {TABLE: 148, LATE: 116}
+    for _ in range(4):
+        worker.run()
+    assert destination.rows == {TABLE: [132, 140], LATE: [100, 108, 116, 124, 132, 140]}
+    assert board.positions() == {TABLE: 148, LATE: 148}
+
+
+def test_versions_of_schemas_that_no_position_needs_are_forgotten(tmp_path, spool, store):
+    for key, names in ((50, "a"), (60, "ab"), (90, "abc"), (120, "abcd")):
+        store.store_table_schema(TableSchemaVersion(OrderKey(Lsn(key), 0), schema(TABLE, *names)))
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    make_worker(tmp_path, store, board, Recording()).run()
+    assert [version.snapshot_id.commit_lsn for version in store.get_table_schemas()] == [90, 120]
