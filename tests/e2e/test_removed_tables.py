@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from penstock import failpoints
 from penstock.destinations.memory import MemoryDestination
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
@@ -20,7 +21,7 @@ from tests.e2e.test_pipeline import current_position
 
 @pytest.fixture
 def pipeline(database, tmp_path):
-    """Two tables of a publication that we do not manage; the first waits in the middle of its copy."""
+    """Two tables of a publication that we do not manage; not started."""
     database.execute("create table a (id int primary key); create table b (id int primary key)")
     database.execute("insert into a values (1); insert into b values (1)")
     database.execute("create publication e2e for table a, b")
@@ -35,6 +36,7 @@ def pipeline(database, tmp_path):
     )
     made = Pipeline(settings, MemoryStore("e2e"), FaultyDestination(MemoryDestination()), LocalTasks())
     yield made
+    failpoints.arm("")
     made.shutdown()
 
 
@@ -52,13 +54,14 @@ def rows(pipeline: Pipeline, table: str) -> list[int]:
 
 
 @pytest.mark.trap(18, 23)
-def test_a_table_that_leaves_during_its_copy_holds_back_nothing(database, pipeline):
-    with pipeline._destination.hold("write_table_rows") as hold:
-        pipeline.start()
-        hold.wait_until_reached()
-        database.execute("alter publication e2e drop table a")
-        refresh(pipeline)
-        wait_for(lambda: phase(pipeline, "public.a") is None, "the table to leave")
+@pytest.mark.parametrize("moment", ["data_sync", "finished_copy"])
+def test_a_table_that_leaves_during_its_copy_holds_back_nothing(database, pipeline, moment):
+    failpoints.arm("after_copy=sleep:2" if moment == "data_sync" else "in_sync_wait=sleep:2")
+    pipeline.start()
+    wait_for(lambda: phase(pipeline, "public.a") == moment, "the table to be copied")
+    database.execute("alter publication e2e drop table a")
+    refresh(pipeline)
+    wait_for(lambda: phase(pipeline, "public.a") is None, "the table to leave")
     wait_for(lambda: phase(pipeline, "public.b") == "ready", "the other table")
     wait_for(lambda: not any("sync" in thread.name for thread in threading.enumerate()), "the workers to end")
     database.execute("insert into b values (2)")
