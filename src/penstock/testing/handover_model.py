@@ -490,7 +490,7 @@ def _way(came_from: dict[World, tuple[World, str] | None], world: World) -> list
 
 
 SCENARIOS = {
-    "hand-over": Scenario(("a", "ab"), crashes=1),
+    "hand-over": Scenario(("a", "", "ab"), crashes=1),
     "one table": Scenario(("a", "", "a", "a"), crashes=2),
     "errors": Scenario(("a", "", "a"), crashes=1, errors=2, resyncs=1),
     "resync": Scenario(("a", "", "a"), crashes=2, resyncs=2),
