@@ -40,8 +40,10 @@ def create_tables(database) -> None:
 class Writers:
     """Threads that change all tables but the quiet one and the empty one, at random, until told to stop."""
 
-    def __init__(self, database, count: int = 2) -> None:
+    def __init__(self, database, count: int = 2, *, truncates: bool = True) -> None:
+        """A truncate makes a copy that runs start over; without them every table goes straight to Ready."""
         self._database = database
+        self._truncates = truncates
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(seed,), daemon=True) for seed in range(count)]
 
@@ -87,7 +89,7 @@ class Writers:
             case 10:
                 connection.execute(f"update {table} set id = id + 1000 where id = %s", [key])
             case _:
-                if chance.random() < 0.03:
+                if self._truncates and chance.random() < 0.03:
                     connection.execute(f"truncate {table}")
 
 
@@ -114,13 +116,9 @@ def test_tables_are_copied_while_they_change_and_then_followed(database, tmp_pat
     )
     store = MemoryStore("e2e")
     with Pipeline(settings, store, destination, LocalTasks()) as pipeline:
+        with Writers(database, truncates=False):
+            wait_for(lambda: [phase.name for phase in pipeline.phases.values()] == ["ready"] * TABLES, "ready tables")
         with Writers(database):
-            wait_for(
-                lambda: (
-                    len(pipeline.phases) == TABLES and {phase.name for phase in pipeline.phases.values()} == {"ready"}
-                ),
-                "all tables to be ready",
-            )
             before = pipeline.status.changes
             wait_for(lambda: pipeline.status.changes > before + 500, "changes to flow")
             database.execute("create table late (id int primary key, version int, note text)")
@@ -135,8 +133,10 @@ def test_tables_are_copied_while_they_change_and_then_followed(database, tmp_pat
         assert destination.rows("public.late") == [{"id": 1, "version": 1, "note": "x"}]
         names = {number: [record.phase.name for record in store.get_table_replication_history(number)] for number in
                  store.get_table_replication_states()}  # fmt: skip
+        # A truncate in the middle of a copy is an error of that attempt: the next one goes all the way.
+        last_attempts = [history[-history[::-1].index("init") - 1 :] for history in names.values()]
         assert all(
-            history == ["init", "data_sync", "finished_copy", "sync_done", "ready"] for history in names.values()
+            history == ["init", "data_sync", "finished_copy", "sync_done", "ready"] for history in last_attempts
         ), names
     # All of it was acknowledged.
     (confirmed,) = database.execute(
