@@ -97,7 +97,6 @@ class Capture:
         self._report = report
         self._backoff = Backoff(first=0.2, longest=15.0)
         self._acknowledged = Lsn(0)
-        self._session: ReplicationSession | None = None
 
     def run(self) -> None:
         """Capture until stopped; raises what only a person can mend."""
@@ -208,7 +207,7 @@ class Capture:
         # House is kept until decoding has ended, not the connection: decoding may be waiting for room.
         threads = [
             threading.Thread(target=guarded(decode), name="decode"),
-            threading.Thread(target=guarded(lambda: self._keep_house(session, writer, decoded)), name="keep-house"),
+            threading.Thread(target=guarded(lambda: self._keep_house(writer, decoded)), name="keep-house"),
         ]
         for thread in threads:
             thread.start()
@@ -269,7 +268,7 @@ class Capture:
         if self._stop.is_set():
             assembler.cut()
 
-    def _keep_house(self, session: ReplicationSession, writer: SpoolWriter, decoded: threading.Event) -> None:
+    def _keep_house(self, writer: SpoolWriter, decoded: threading.Event) -> None:
         reported = 0.0
         while not decoded.wait(0.05):
             floor = writer.tick()
@@ -277,12 +276,10 @@ class Capture:
                 self._acknowledged = max(self._acknowledged, min(floor, writer.end))
             if time.monotonic() - reported >= 0.2:
                 reported = time.monotonic()
-                self._report(
-                    CaptureStatus(_reading(session, writer), writer.end, self._acknowledged, writer.unreleased_bytes)
-                )
+                self._report(CaptureStatus(_reading(writer), writer.end, self._acknowledged, writer.unreleased_bytes))
 
 
-def _reading(session: ReplicationSession, writer: SpoolWriter) -> Reading:
+def _reading(writer: SpoolWriter) -> Reading:
     if writer.disk.full:
         return Reading.DISK_FULL
     return Reading.SPOOL_FULL if writer.is_full else Reading.STREAMING

@@ -64,8 +64,6 @@ class ReplicationSession:
         self._asked = False
         self._notice: Exception | None = None
         self.connection.notice_handler = self._take_notice
-        self.paused = False
-        """Whether reading waits for room in the queue."""
 
     def start(self, position: Lsn) -> None:
         """Begin with the first commit that starts at or after `position`."""
@@ -95,8 +93,7 @@ class ReplicationSession:
                     f"the server has been silent for {silence:.0f} s ({self._place.where})", where=self._place.where
                 )
             self._answer(acknowledged(), answer_seconds, ask=silence >= answer_seconds)
-            self.paused = not queue.has_room
-            if self.paused and not queue.wait_for_room(min(0.1, answer_seconds / 4)):
+            if not queue.has_room and not queue.wait_for_room(min(0.1, answer_seconds / 4)):
                 # Not the server's silence: we do not listen.
                 last_message = time.monotonic()
                 continue

@@ -48,14 +48,14 @@ class Retention:
 
     def apply(self, floor: Lsn | None, end: Lsn | None) -> None:
         """Delete what is not needed, given the boundary that all readers have passed."""
-        holds = self._answer(floor, end)
+        holds = self._answer(end)
         if floor is not None:
             self._release(floor, holds)
         self._let_go(holds)
         self._stay_within_budget(holds)
         self._drop_log_parts(floor, holds)
 
-    def _answer(self, floor: Lsn | None, end: Lsn | None) -> dict[int, Lsn]:
+    def _answer(self, end: Lsn | None) -> dict[int, Lsn]:
         """Confirm new requests: all that is not released yet is still here, and will be kept from now on."""
         begins: dict[int, Lsn] = {}
         for hold in self._holds.all():
