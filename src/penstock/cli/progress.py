@@ -77,9 +77,9 @@ class Progress:
         phases = dict(self._pipeline.phases)
         for table, copy in self._pipeline.copies.items():
             if copy.seconds is not None and self._told_copies.get(table) != copy:
-                self._notice(f"copied {table}: {_describe(copy.plan)}, in {copy.seconds:.1f} s")
+                self._notice(f"copied {table}: {_describe(copy.progress)}, in {copy.seconds:.1f} s")
             elif table not in self._told_copies or self._told_copies[table].attempt != copy.attempt:
-                self._notice(f"copying {table}: {_describe(copy.plan)}")
+                self._notice(f"copying {table}: {_describe(copy.progress)}")
             self._told_copies[table] = copy
         for table, phase in phases.items():
             if isinstance(phase, Errored) and self._phases.get(table) != phase:

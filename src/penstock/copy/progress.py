@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from penstock.copy.listening import RangeRead
 from penstock.copy.rows import CopyRows
 
 
@@ -64,3 +66,24 @@ class CopyProgress:
         """If it goes on as it went so far; None before the first range is done."""
         done = self.fraction
         return self.seconds * (1 - done) / done if done else None
+
+
+class CopyCounter:
+    """Counts the ranges of one copy as they are read; `take` may be called from any thread, and twice for a range."""
+
+    def __init__(self, rows: CopyRows, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes = {part.index: part.estimated_bytes for part in rows.ranges}
+        self._lock = threading.Lock()
+        self._progress = CopyProgress.of(rows, clock)
+
+    @property
+    def progress(self) -> CopyProgress:
+        """How far it is."""
+        return self._progress
+
+    def take(self, read: RangeRead) -> None:
+        """A range was read."""
+        with self._lock:
+            size = self._bytes.pop(read.index, None)
+            if size is not None:
+                self._progress = self._progress.advance(rows=read.rows, bytes=size)

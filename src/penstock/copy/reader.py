@@ -23,6 +23,7 @@ import pyarrow as pa
 from psycopg import pq
 from psycopg.rows import tuple_row
 
+from penstock.copy.listening import RangeRead, tell
 from penstock.copy.plan import CopyRange, CopySettings
 from penstock.copy.tuples import TRAILER, TupleLayout, decode_tuples, strip_header, tuple_layout
 from penstock.copy.wire import PADDING, select_expression
@@ -86,9 +87,13 @@ class RangeReader:
         `TableRewritten` and `SnapshotLost`, after which all ranges have to be read anew, in another snapshot.
         """
         layout = tuple_layout(self.schema, self.types)
+        row_count = 0
         with closing(connect(self.source, Role.COPY, parameters=self.settings.session_parameters)) as connection:
             name = self._lock(connection, part)
-            yield from _stream(connection, self._query(layout, part, name), layout, self.settings)
+            for batch in _stream(connection, self._query(layout, part, name), layout, self.settings):
+                row_count += batch.num_rows
+                yield batch
+        tell(RangeRead(part.index, row_count))
 
     def _query(self, layout: TupleLayout, part: CopyRange, name: str) -> str:
         columns = ", ".join(

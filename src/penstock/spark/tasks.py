@@ -23,6 +23,7 @@ from pyspark import cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from penstock.copy.listening import RangeRead, current_listener, listening
 from penstock.errors import PenstockError, TasksFailed
 from penstock.spark.session import APPLY_POOL, COPY_POOL
 
@@ -42,9 +43,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[_Result]):
-    """What a function returned."""
+    """What a function returned, and which ranges of a copy it has read."""
 
     result: _Result
+    reads: tuple[RangeRead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class SparkTasks:
         turns = min(len(items), self.copy_tasks)
         groups = group_for_turns(items, turns)
         failed = threading.Event()
+        listener = current_listener() or _ignore
 
         def run_group(number: int) -> list[_Result]:
             with self._turn():
@@ -140,6 +143,8 @@ class SparkTasks:
                 try:
                     text = f"{description} ({number + 1} of {len(groups)})"
                     outcomes = self._job([groups[number]], function, text, COPY_POOL, stop_early=True)[0]
+                    for read in (read for outcome in outcomes if isinstance(outcome, _Done) for read in outcome.reads):
+                        listener(read)
                     return [_value(outcome) for outcome in outcomes]
                 except BaseException:
                     failed.set()
@@ -215,8 +220,11 @@ class _Work:
             yield outcomes
 
     def _call(self, item: Any) -> _Done[Any] | _Raised:
+        reads: list[RangeRead] = []
         try:
-            return _Done(self._function(item))
+            with listening(reads.append):
+                result = self._function(item)
+            return _Done(result, tuple(reads))
         except Exception as error:
             return _Raised(_portable(error), traceback.format_exc())
 
@@ -227,6 +235,10 @@ def group_for_turns(items: list[_Item], turns: int) -> list[list[_Item]]:
     count = min(len(items), rounds * turns)
     borders = [len(items) * number // count for number in range(count)]
     return [items[first:end] for first, end in zip(borders, [*borders[1:], len(items)], strict=True)]
+
+
+def _ignore(read: RangeRead) -> None:
+    pass
 
 
 def _given_up() -> TasksFailed:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from penstock import failpoints
 from penstock.copy import CopyRows, CopySettings, prepare_copy
-from penstock.copy.progress import CopyProgress
+from penstock.copy.listening import listening
+from penstock.copy.progress import CopyCounter, CopyProgress
 from penstock.destinations.base import Destination, Tasks
 from penstock.errors import PenstockError, PublicationChanged
 from penstock.lsn import Lsn, OrderKey, reaches
@@ -47,8 +48,8 @@ class CopyStatus:
     """A copy, for people who watch."""
 
     attempt: str
-    plan: CopyProgress
-    """What there is to copy."""
+    progress: CopyProgress
+    """What there is to copy, and what of it was read."""
     seconds: float | None = None
     """How long it took; None while it runs, and when it failed."""
 
@@ -83,10 +84,16 @@ class TableSync:
         self._copy = copy
         self._types = types
         self.attempt = uuid.uuid4().hex
-        self.copy_status: CopyStatus | None = None
-        """None until it is known what there is to copy."""
+        self._counter: CopyCounter | None = None
+        self._copy_seconds: float | None = None
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches)
+
+    @property
+    def copy_status(self) -> CopyStatus | None:
+        """How far the copy is; None until it is known what there is to copy."""
+        counter = self._counter
+        return None if counter is None else CopyStatus(self.attempt, counter.progress, self._copy_seconds)
 
     def run(self) -> None:
         """Bring the table to SyncDone. Raises `Stopping` when it is not wanted any more, and what went wrong."""
@@ -123,10 +130,9 @@ class TableSync:
                 settings=self._copy,
                 attempt=self.attempt,
             )
-            plan = CopyProgress.of(rows)
-            self.copy_status = CopyStatus(self.attempt, plan)
+            counter = self._counter = CopyCounter(rows)
             self._check_stop()
-            with self._tasks.copying():
+            with self._tasks.copying(), listening(counter.take):
                 failpoints.reach("during_copy")
                 self._destination.write_table_rows(rows.schema, rows)
         failpoints.reach("after_copy")
@@ -134,7 +140,7 @@ class TableSync:
         self._remember_schema(rows)
         failpoints.reach("before_finished_copy")
         self._board.advance(self._table_id, self.attempt, finish_copy)
-        self.copy_status = CopyStatus(self.attempt, plan, seconds=plan.seconds)
+        self._copy_seconds = counter.progress.seconds
         failpoints.reach("after_finished_copy")
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position

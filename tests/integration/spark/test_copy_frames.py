@@ -13,6 +13,8 @@ import pytest
 
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.copy import CopyRange, CopyRows, CopySettings, RangeReader, prepare_copy
+from penstock.copy.listening import RangeRead, listening
+from penstock.copy.progress import CopyCounter
 from penstock.errors import TableRewritten
 from penstock.source import SourceSettings
 from penstock.source.snapshots import Snapshot, take_snapshot
@@ -66,6 +68,23 @@ def test_ranges_are_read_by_tasks(spark: Any, rows: CopyRows, tmp_path: Path) ->
     # Spark's own reader takes the files, times included.
     frame = spark.read.parquet(str(tmp_path))
     assert frame.where("clock = time'00:00:05'").select("id").collect()[0].id == 5
+
+
+def test_ranges_that_tasks_have_read_are_told_before_the_copy_ends(spark: Any, rows: CopyRows, tmp_path: Path) -> None:
+    counter = CopyCounter(rows)
+    files_then: list[int] = []
+
+    def take(read: RangeRead) -> None:
+        counter.take(read)
+        files_then.append(len(list(tmp_path.iterdir())))
+
+    tasks = SparkTasks(spark, copy_tasks=1)
+    with tasks.copying(), listening(take):
+        written = tasks.run(rows.ranges, partial(write_range, rows.reader, str(tmp_path)), description="copy t")
+    progress = counter.progress
+    assert progress.rows_done == sum(count for _, count in written) == 20_000
+    assert (progress.ranges_done, progress.bytes_done) == (len(rows.ranges), rows.estimated_bytes)
+    assert files_then[0] < files_then[-1] == len(rows.ranges)
 
 
 def test_a_frame_has_the_rows_with_their_types(spark: Any, rows: CopyRows) -> None:
