@@ -7,10 +7,13 @@ until it is read, so it is inspected before use (`require_usable`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,8 @@ PLUGIN = "pgoutput"
 _NAME = re.compile(r"[a-z0-9_]{1,63}")
 _QUERY_CANCELLED = "57014"
 _FAILOVER_SINCE = 170000
+_REPORT_SECONDS = (2.0, 10.0)
+"""When blockers of a slot that is being made are first named, and how often after that."""
 
 # The view has more columns in newer versions; as JSON, what is missing is simply absent.
 _SLOT = "select pg_catalog.to_jsonb(s) from pg_catalog.pg_replication_slots s where s.slot_name = %s"
@@ -107,6 +112,16 @@ def find_blockers(connection: psycopg.Connection[Any]) -> list[Blocker]:
         return [Blocker(*row) for row in cursor.execute(_BLOCKERS).fetchall()]
 
 
+def name_blockers(blockers: Sequence[Blocker]) -> str:
+    """The longest ones, for people."""
+    return ", ".join(str(blocker) for blocker in blockers[:5]) or "none that this role can see"
+
+
+def warn_of_blockers(blockers: Sequence[Blocker], *, what: str = "a snapshot") -> None:
+    """Say in the log what waits, and for whom."""
+    logger.warning("%s waits for open transactions count=%d: %s", what, len(blockers), name_blockers(blockers))
+
+
 def create_slot(
     connection: psycopg.Connection[Any],
     name: str,
@@ -118,7 +133,8 @@ def create_slot(
     """Create a logical slot for pgoutput. Its publication must exist before: pgoutput fails on older WAL.
 
     Waits for the transactions that are open on the whole server, at most `timeout` seconds; then `SlotUnusable`
-    names them. A temporary slot ends with this connection. `failover` (17 and newer): standbys keep a copy of it.
+    names them, and until then the log does, again and again. A temporary slot ends with this connection. `failover`
+    (17 and newer): standbys keep a copy of it.
     """
     check_slot_name(name)
     version = connection.info.server_version
@@ -131,7 +147,7 @@ def create_slot(
     place = Place.of(connection)
     statement = f"select from pg_catalog.pg_create_logical_replication_slot({', '.join(['%s'] * len(arguments))})"
     try:
-        with connection.transaction(), connection.cursor() as cursor:
+        with _watching(connection, name), connection.transaction(), connection.cursor() as cursor:
             # In a transaction of its own, which has not written: the server insists on that.
             if timeout is not None:
                 milliseconds = str(max(1, round(timeout * 1000)))
@@ -146,6 +162,34 @@ def create_slot(
         raise SlotMissing(f"slot {name!r} vanished right after it was created ({place.where})", slot=name)
     logger.info("slot created slot=%s temporary=%s position=%s", name, temporary, slot.confirmed_flush_lsn)
     return slot
+
+
+@contextmanager
+def _watching(connection: psycopg.Connection[Any], name: str) -> Iterator[None]:
+    """Name the transactions that the statement inside waits for, from another session: this one is busy."""
+    done = threading.Event()
+
+    def watch() -> None:
+        delays = itertools.chain((_REPORT_SECONDS[0],), itertools.repeat(_REPORT_SECONDS[1]))
+        for delay in delays:
+            if done.wait(delay):
+                return
+            try:
+                # The same server and user, by the connection's own word: a URL may name several servers.
+                with psycopg.connect(connection.info.dsn, password=connection.info.password) as other:
+                    blockers = [blocker for blocker in find_blockers(other) if blocker.identity != waiting]
+                    warn_of_blockers(blockers, what=f"slot {name}")
+            except (psycopg.Error, SourceError):
+                logger.warning("slot %s is not made yet, and nobody could be asked why", name)
+
+    waiting = str(connection.info.backend_pid)
+    thread = threading.Thread(target=watch, name="slot-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def drop_slot(
@@ -234,9 +278,9 @@ def _slot_from(row: dict[str, Any]) -> Slot:
 
 def _blocked(connection: psycopg.Connection[Any], name: str, place: Place, timeout: float) -> SourceError:
     blockers = find_blockers(connection)
-    listed = ", ".join(str(blocker) for blocker in blockers[:5]) or "none that this role can see"
     return SlotUnusable(
-        f"cannot create slot {name!r} ({place.where}): open transactions did not end within {timeout:g} s: {listed}",
+        f"cannot create slot {name!r} ({place.where}): open transactions did not end within {timeout:g} s: "
+        f"{name_blockers(blockers)}",
         hint="A slot starts when the transactions before it have ended: wait for them, or end them.",
         slot=name,
         blockers=[str(blocker) for blocker in blockers],

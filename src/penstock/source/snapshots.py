@@ -28,13 +28,14 @@ from penstock.errors import SnapshotBlocked, SnapshotLost, SourceError
 from penstock.lsn import Lsn
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, connect_replication
 from penstock.source.faults import Place, from_exception, from_result
-from penstock.source.slots import PLUGIN, Blocker, find_blockers
+from penstock.source.slots import PLUGIN, Blocker, find_blockers, name_blockers, warn_of_blockers
 
 SLOT_PREFIX = "penstock_snapshot"
 WAIT_SECONDS = 300.0
 """How long the transactions that are open now may take to end."""
-_REPORT_SECONDS = (2.0, 30.0)
+_REPORT_SECONDS = (2.0, 10.0)
 """When blockers are first named, and how often after that."""
+_CHECK_SECONDS = 0.5
 _OPTIONS_IN_PARENTHESES_SINCE = 150000
 # What servers say of a snapshot that is not there: a malformed or unknown name, a missing file.
 _UNKNOWN_SNAPSHOT = frozenset({"22023", "42704", "55000", "58P01"})
@@ -42,6 +43,7 @@ _UNKNOWN_SNAPSHOT = frozenset({"22023", "42704", "55000", "58P01"})
 logger = logging.getLogger(__name__)
 
 OnWait = Callable[[list[Blocker]], None]
+Check = Callable[[], None]
 
 
 class Snapshot:
@@ -100,19 +102,24 @@ class Snapshot:
 
 
 def take_snapshot(
-    settings: SourceSettings, *, timeout: float = WAIT_SECONDS, on_wait: OnWait | None = None
+    settings: SourceSettings,
+    *,
+    timeout: float = WAIT_SECONDS,
+    on_wait: OnWait | None = None,
+    check: Check = lambda: None,
 ) -> Snapshot:
     """Take a snapshot, with the position that it stands for.
 
     The server waits for every transaction that writes now, in any database: `on_wait` is told who they are after a
     moment and then again and again (the default is a warning in the log). After `timeout` seconds `SnapshotBlocked`
-    names them, and nothing is left behind on the server.
+    names them. `check` is called about twice a second meanwhile; what it raises ends the wait. Either way nothing is
+    left behind on the server.
     """
     replication = connect_replication(settings, Role.SNAPSHOT)
     try:
         keeper = connect(settings, Role.SNAPSHOT, parameters=NO_TIMEOUTS)
         try:
-            position, exported = _create_slot(replication, keeper, timeout, on_wait or _warn)
+            position, exported = _create_slot(replication, keeper, timeout, on_wait or warn_of_blockers, check)
             enter_snapshot(keeper, exported)
             name = _export(keeper)
         except BaseException:
@@ -137,7 +144,7 @@ def enter_snapshot(connection: psycopg.Connection[Any], name: str) -> None:
 
 
 def _create_slot(
-    replication: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait
+    replication: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait, check: Check
 ) -> tuple[Lsn, str]:
     """Position and name of a snapshot that lasts until the next command on the replication connection."""
     slot = f"{SLOT_PREFIX}_{secrets.token_hex(6)}"
@@ -147,7 +154,12 @@ def _create_slot(
     place, doing = Place.of(replication), "take a snapshot"
     try:
         replication.send_query(command.encode())
-        if not _wait(replication, keeper, timeout, on_wait):
+        try:
+            ended = _wait(replication, keeper, timeout, on_wait, check)
+        except BaseException:
+            _cancel(replication, keeper)
+            raise
+        if not ended:
             raise _give_up(replication, keeper, place, timeout)
         result = replication.get_result()
     except psycopg.Error as error:
@@ -160,7 +172,9 @@ def _create_slot(
     return Lsn.parse(position.decode()), name.decode()
 
 
-def _wait(connection: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait) -> bool:
+def _wait(
+    connection: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait, check: Check
+) -> bool:
     """Wait for the answer to a command, and tell who is waited for; False when the time is over."""
     start = time.monotonic()
     deadline = start + timeout
@@ -172,9 +186,11 @@ def _wait(connection: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: f
         now = time.monotonic()
         if now >= deadline:
             return False
-        if poll.poll(max(0.0, min(deadline, report_at) - now) * 1000):
+        if poll.poll(max(0.0, min(deadline, report_at, now + _CHECK_SECONDS) - now) * 1000):
             connection.consume_input()
-        elif time.monotonic() >= report_at:
+            continue
+        check()
+        if time.monotonic() >= report_at:
             report_at += _REPORT_SECONDS[1]
             on_wait(find_blockers(keeper))
     return True
@@ -184,17 +200,21 @@ def _give_up(
     replication: pq.abc.PGconn, keeper: psycopg.Connection[Any], place: Place, timeout: float
 ) -> SnapshotBlocked:
     blockers = find_blockers(keeper)
-    try:
-        # Or it would wait on, and hold WAL, long after we have hung up.
-        keeper.execute("select pg_catalog.pg_cancel_backend(%s)", [replication.backend_pid])
-    except psycopg.Error:
-        logger.warning("the waiting session could not be cancelled pid=%d", replication.backend_pid)
+    _cancel(replication, keeper)
     return SnapshotBlocked(
         f"cannot take a snapshot ({place.where}): open transactions did not end within {timeout:g} s: "
-        f"{_names(blockers)}",
+        f"{name_blockers(blockers)}",
         where=place.where,
         blockers=[str(blocker) for blocker in blockers],
     )
+
+
+def _cancel(replication: pq.abc.PGconn, keeper: psycopg.Connection[Any]) -> None:
+    """End the command that waits: the server would wait on, and hold WAL, long after we have hung up."""
+    try:
+        keeper.execute("select pg_catalog.pg_cancel_backend(%s)", [replication.backend_pid])
+    except psycopg.Error:
+        logger.warning("the waiting session could not be cancelled pid=%d", replication.backend_pid)
 
 
 def _export(keeper: psycopg.Connection[Any]) -> str:
@@ -206,14 +226,6 @@ def _export(keeper: psycopg.Connection[Any]) -> str:
     if row is None:
         raise _lost("", place, "the server exported no snapshot")
     return row[0]
-
-
-def _warn(blockers: list[Blocker]) -> None:
-    logger.warning("a snapshot waits for open transactions count=%d: %s", len(blockers), _names(blockers))
-
-
-def _names(blockers: list[Blocker]) -> str:
-    return ", ".join(str(blocker) for blocker in blockers[:5]) or "none that this role can see"
 
 
 def _lost(name: str, place: Place, said: str) -> SourceError:

@@ -119,3 +119,19 @@ def test_the_keeper_has_no_timeouts(database: Any) -> None:
     with take_snapshot(SourceSettings(database.dsn)) as snapshot:
         threading.Event().wait(0.3)
         snapshot.check()
+
+
+def test_whoever_waits_can_give_up_and_nothing_is_left_behind(any_database: Any) -> None:
+    any_database.execute("create table t (id int)")
+
+    class NotWanted(Exception):
+        """Somebody asked to stop."""
+
+    def check() -> None:
+        raise NotWanted
+
+    with any_database.connect(autocommit=False) as blocker:
+        blocker.execute("insert into t values (1)")
+        with pytest.raises(NotWanted):
+            take_snapshot(SourceSettings(any_database.dsn), check=check)
+        wait_until_gone(any_database)

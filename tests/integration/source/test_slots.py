@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -185,6 +187,29 @@ def test_a_wait_for_open_transactions_ends_and_names_them(
     assert any(blocker.identity == "held" for blocker in find_blockers(connection))
     any_database.execute("rollback prepared 'held'")
     assert create_slot(connection, slot_name, timeout=30).name == slot_name
+
+
+def test_a_slot_that_is_being_made_says_for_whom_it_waits(
+    any_database: Any, connection: Connection, slot_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    any_database.execute("create table t (id int primary key)")
+    with any_database.connect(autocommit=False) as writer:
+        writer.execute("insert into t values (1)")
+        making = threading.Thread(target=create_slot, args=(connection, slot_name))
+        with caplog.at_level("WARNING"):
+            making.start()
+            deadline = time.monotonic() + 60
+            while not caplog.messages and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert re.fullmatch(
+            rf"slot {slot_name} waits for open transactions count=1: pid {writer.info.backend_pid} .*open for \d+ s\)",
+            caplog.messages[0],
+        ), caplog.messages
+        writer.rollback()
+    making.join(60)
+    slot = inspect_slot(connection, slot_name)
+    assert slot is not None
+    assert not slot.active
 
 
 @pytest.mark.trap(10)
