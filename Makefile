@@ -68,11 +68,15 @@ fmt: $(STAMP) ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture ## all benchmarks
+bench: bench-capture bench-copy ## all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## capture against pg_recvlogical; ARGS="--workload mixed --changes 300000" narrows it
 	$(BIN)/python benchmarks/capture.py $(ARGS)
+
+.PHONY: bench-copy
+bench-copy: $(STAMP) ## the copy of a table against psql and COPY; ARGS="--rows 300000" narrows it
+	$(BIN)/python benchmarks/table_copy.py $(ARGS)
 
 .PHONY: traps
 traps: $(STAMP) ## which trap is covered by which tests, and which by none

@@ -96,6 +96,15 @@ _ORDER_ROW = """
 _ORDER_UPDATE = "status = 's' || t, amount = amount + 1.5, updated_at = clock_timestamp()"
 
 
+def create_orders(connection: psycopg.Connection[Any], table: str, rows: int) -> None:
+    """A table of ten columns with rows 1 to `rows`."""
+    _execute(
+        connection,
+        f"create table {table} ({_ORDER_COLUMNS})",
+        f"insert into {table} select {_ORDER_ROW} from generate_series(1::bigint, {rows}) i",
+    )
+
+
 def _prepare_mixed(connection: psycopg.Connection[Any], changes: int) -> None:
     _prepare_one_table(
         connection, changes, table="orders", columns=_ORDER_COLUMNS, row=_ORDER_ROW, update=_ORDER_UPDATE

@@ -1,0 +1,271 @@
+"""The copy of a table through Spark tasks, against `psql … COPY (format binary) > /dev/null` on one connection.
+
+    python benchmarks/table_copy.py [--destination parquet …] [--rows N] [--rounds 3] [--tasks 2] [--server 18]
+
+A table of ten columns is made and frozen, then copied in turns: once by `psql`, which looks at nothing, and once as a
+pipeline does it (`penstock.copy`: snapshot, ranges; `Destination.write_table_rows`: Spark tasks, durable files, one
+commit). Every copy of ours has a folder of its own, and is checked: as many rows as there are, with the same sum of
+their keys.
+
+What is timed: of `psql` the whole program, which starts in a few hundredths of a second; of ours, from asking for the
+snapshot until the destination has committed. Spark's start-up is not in it, and is printed beside: the session, and
+the Python workers, which copy a small table first.
+
+A pipeline leaves one core to the changes of other tables: on `local[2]` it copies with one task at a time. Here all
+cores copy, since nothing else is to be done; `--tasks 1` measures the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from harness import (
+    BenchmarkFailed,
+    cleaned_up,
+    describe_machine,
+    format_table,
+    load_average,
+    median,
+    print_result,
+    say,
+    spread,
+    take_turns,
+)
+from processes import PYTHON_WORKER, TreeWatch, merge_peaks
+from workloads import PUBLICATION, create_orders
+
+from penstock.copy import CopySettings, prepare_copy
+from penstock.destinations.base import Destination, DestinationContext
+from penstock.destinations.parquet import ParquetReader
+from penstock.destinations.registry import create_destination
+from penstock.source.connections import SourceSettings
+from penstock.source.snapshots import take_snapshot
+from penstock.spark.session import SparkSettings, build_session
+from penstock.spark.tasks import SparkTasks
+from penstock.state.memory import MemoryStore
+from penstock.testing.postgres import PostgresServer
+
+CORES = 2
+PSQL = "psql"
+TABLE, SMALL_TABLE = "orders", "few_orders"
+SMALL_ROWS = 50_000
+SMALL_RANGE_BYTES = 512 << 10
+"""Enough ranges of the small table for a task on every core."""
+SERVER_SETTINGS: Mapping[str, str] = {
+    # The table stays in memory, and nothing happens beside the copy.
+    "shared_buffers": "1GB",
+    "max_wal_size": "64GB",
+    "checkpoint_timeout": "1h",
+    "autovacuum": "off",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One copy of the table."""
+
+    seconds: float
+    cpu_seconds: float
+    watch: TreeWatch
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    results: dict[str, dict[str, float]] = {}
+    try:
+        with (
+            cleaned_up(),
+            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
+            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
+        ):
+            print(f"PostgreSQL {server.version}; {describe_machine()}")
+            database = server.create_database()
+            size = _make_tables(server, database, arguments.rows)
+            began = time.monotonic()
+            session = build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-copy"))
+            say(f"Spark started in {time.monotonic() - began:.1f} s")
+            try:
+                tasks = SparkTasks(session, copy_tasks=arguments.tasks)
+                for name in arguments.destination:
+                    copies = run(server, database, tasks, name, arguments, Path(folder))
+                    results[name] = _result(arguments.rows, copies, name)
+                    print(f"\n{_describe(name, arguments, size, copies)}\n", flush=True)
+            finally:
+                session.stop()
+    except BenchmarkFailed as error:
+        raise SystemExit(f"benchmark failed: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    print_result(results)
+
+
+def run(
+    server: PostgresServer, database: str, tasks: SparkTasks, name: str, arguments: argparse.Namespace, folder: Path
+) -> dict[str, list[Copied]]:
+    """Copy the table `rounds` times each way."""
+    source = SourceSettings(server.dsn(database))
+    began = time.monotonic()
+    settings = CopySettings(range_bytes=SMALL_RANGE_BYTES)
+    _copy_by_tasks(source, tasks, name, folder / f"{name}-first", SMALL_TABLE, SMALL_ROWS, settings)
+    say(f"{name}: Python workers started in {time.monotonic() - began:.1f} s")
+    # The first one also brings the table into the server's memory.
+    _copy_by_psql(server, database)
+    copies: dict[str, list[Copied]] = {PSQL: [], name: []}
+    for number, who in enumerate(take_turns(PSQL, name, arguments.rounds)):
+        if who == PSQL:
+            copied = _copy_by_psql(server, database)
+        else:
+            copied = _copy_by_tasks(source, tasks, name, folder / f"{name}-{number}", TABLE, arguments.rows)
+        copies[who].append(copied)
+        say(
+            f"{who}: {arguments.rows / copied.seconds:,.0f} rows/s in {copied.seconds:.2f} s, "
+            f"{copied.cpu_seconds:.1f} CPU s, load average {load_average():.1f}"
+        )
+    return copies
+
+
+def _make_tables(server: PostgresServer, database: str, rows: int) -> int:
+    """The table, and a small one like it; gives its size in bytes."""
+    say(f"making a table of {rows:,} rows")
+    with server.connect(database) as connection:
+        create_orders(connection, TABLE, rows)
+        create_orders(connection, SMALL_TABLE, SMALL_ROWS)
+        connection.execute(f"create publication {PUBLICATION} for all tables".encode())
+        # So that no reader has to mark rows as committed.
+        connection.execute("vacuum (freeze, analyze)")
+        connection.execute("checkpoint")
+        return _fetch(connection, f"select pg_catalog.pg_table_size('{TABLE}')")
+
+
+def _copy_by_psql(server: PostgresServer, database: str) -> Copied:
+    command = [
+        str(server.binaries.program("psql")),
+        *("-X", "-q", "-h", "127.0.0.1", "-p", str(server.port), "-U", server.user, "-d", database),
+        *("-c", f"copy {TABLE} to stdout (format binary)"),
+    ]
+    began = time.monotonic()
+    with subprocess.Popen(
+        command, env=os.environ | {"PGPASSWORD": server.password}, stdout=subprocess.DEVNULL
+    ) as process:
+        with TreeWatch(process.pid) as watch:
+            _, status, used = os.wait4(process.pid, 0)
+            seconds = time.monotonic() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise BenchmarkFailed(f"psql ended with exit code {process.returncode}")
+    return Copied(seconds, used.ru_utime + used.ru_stime, watch)
+
+
+def _copy_by_tasks(
+    source: SourceSettings,
+    tasks: SparkTasks,
+    name: str,
+    folder: Path,
+    table: str,
+    row_count: int,
+    settings: CopySettings | None = None,
+) -> Copied:
+    destination = create_destination(name, {"path": str(folder)})
+    destination.startup(DestinationContext("bench", "bench", MemoryStore("bench"), tasks))
+    table_id, key_sum = _look_at(source, table)
+    try:
+        with TreeWatch(os.getpid()) as watch:
+            began = time.monotonic()
+            _copy(source, destination, tasks, table_id, settings)
+            seconds = time.monotonic() - began
+    finally:
+        destination.shutdown()
+    found = _READERS[name](folder, f"public.{table}")
+    if found != (row_count, key_sum):
+        raise BenchmarkFailed(f"(rows, sum of keys) are {(row_count, key_sum)} at the source and {found} in {name}")
+    return Copied(seconds, watch.cpu_seconds, watch)
+
+
+def _copy(
+    source: SourceSettings, destination: Destination, tasks: SparkTasks, table_id: int, settings: CopySettings | None
+) -> None:
+    """As `penstock.workers.table_sync` does it."""
+    with take_snapshot(source) as snapshot:
+        rows = prepare_copy(snapshot, source, PUBLICATION, table_id, settings=settings)
+        destination.drop_table_for_copy(rows.schema, rows.attempt)
+        with tasks.copying():
+            destination.write_table_rows(rows.schema, rows)
+
+
+def _look_at(source: SourceSettings, table: str) -> tuple[int, int]:
+    with psycopg.connect(source.url) as connection:
+        return (
+            _fetch(connection, f"select '{table}'::regclass::oid::int8"),
+            int(_fetch(connection, f"select sum(id) from {table}")),
+        )
+
+
+def _read_parquet(folder: Path, table: str) -> tuple[int, int]:
+    """How many rows, and the sum of their keys."""
+    keys = [pq.read_table(path, columns=["id"])["id"] for path in ParquetReader(folder).files(table)]
+    return sum(map(len, keys)), sum(pc.sum(each).as_py() for each in keys)
+
+
+_READERS = {"parquet": _read_parquet}
+
+
+def _fetch(connection: psycopg.Connection[Any], query: str) -> Any:
+    row = connection.execute(query.encode()).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def _result(rows: int, copies: Mapping[str, Sequence[Copied]], name: str) -> dict[str, float]:
+    seconds = {who: median([copied.seconds for copied in each]) for who, each in copies.items()}
+    cpu = median([copied.cpu_seconds for copied in copies[name]])
+    return {
+        "ratio": round(seconds[PSQL] / seconds[name], 3),
+        "per_second": round(rows / seconds[name]),
+        "cpu_s_per_million": round(cpu * 1e6 / rows, 3),
+        "peak_rss_mib": round(max(copied.watch.peak_rss_mib(PYTHON_WORKER) for copied in copies[name]), 1),
+    }
+
+
+def _describe(name: str, arguments: argparse.Namespace, size: int, copies: Mapping[str, Sequence[Copied]]) -> str:
+    table: list[list[str]] = []
+    for who, each in copies.items():
+        rates = [arguments.rows / copied.seconds for copied in each]
+        cpu = median([copied.cpu_seconds for copied in each]) * 1e6 / arguments.rows
+        table.append([who, f"{median(rates):,.0f}", f"{spread(rates):.0%}", f"{cpu:.2f}"])
+    title = (
+        f"{name}: {arguments.rows:,} rows of 10 columns, {size / (1 << 20):,.0f} MiB, "
+        f"{arguments.tasks} tasks on local[{CORES}], load average {load_average():.1f}"
+    )
+    result = _result(arguments.rows, copies, name)
+    return (
+        f"{title}\n{format_table(['', 'rows/s', 'spread', 'CPU s/million'], table)}\nratio {result['ratio']:.2f}\n\n"
+        f"{merge_peaks([copied.watch for copied in copies[name]])}"
+    )
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Copy a table by Spark tasks, against psql and COPY.")
+    parser.add_argument("--destination", nargs="+", choices=list(_READERS), default=list(_READERS))
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--rounds", type=int, default=3, help="copies of each kind")
+    parser.add_argument("--tasks", type=int, default=CORES, help="copy tasks at the same time")
+    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    arguments = parser.parse_args()
+    if min(arguments.rows, arguments.rounds, arguments.tasks) < 1:
+        parser.error("--rows, --rounds and --tasks must be at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
