@@ -3,8 +3,8 @@
     with Pipeline(settings, store, destination, tasks) as pipeline:
         pipeline.wait()
 
-Starting takes the lease, makes or checks the publication and the slot, starts capture, and then the apply worker. That
-one starts a table sync worker for each table that has to be copied, a few at a time.
+Starting takes the lease, opens the stream (publication, slot, capture), and starts the apply worker. That one starts a
+table sync worker for each table that has to be copied, a few at a time. Several pipelines share a stream as `Outputs`.
 """
 
 from __future__ import annotations
@@ -13,32 +13,17 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any
 
-import psycopg
-
 from penstock import failpoints
-from penstock.capture import CaptureProcess, CaptureSettings
-from penstock.capture.assembler import AssemblerSettings
 from penstock.copy import CopySettings
 from penstock.destinations.base import Destination, DestinationContext, Tasks
-from penstock.errors import IllegalTransition, LeaseLost, PenstockError, SlotLost, SlotMissing
+from penstock.errors import IllegalTransition, LeaseLost, PenstockError
 from penstock.lsn import Lsn
-from penstock.source.connections import Role, SourceSettings, connect, connect_replication
-from penstock.source.lineage import Lineage, identify_system, verify_lineage
-from penstock.source.publications import (
-    Membership,
-    changes_between,
-    ensure_publication,
-    load_membership,
-    published_tables,
-)
-from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
-from penstock.spool import Readers, SpoolSettings
-from penstock.spool.folder import SpoolFolder
+from penstock.source.lineage import Lineage
+from penstock.source.publications import Membership, changes_between
 from penstock.state import (
     Command,
     CommandKind,
@@ -51,11 +36,9 @@ from penstock.state import (
     Ready,
     SyncDone,
     TableReplicationPhase,
-    WorkerType,
 )
-from penstock.state.positions import start_position
 from penstock.state.transitions import discover, resync
-from penstock.values import TypeSettings
+from penstock.stream import OnLostSlot, Stream, StreamSettings
 from penstock.workers import (
     ApplyStatus,
     ApplyWorker,
@@ -68,42 +51,36 @@ from penstock.workers import (
 )
 from penstock.workers.failures import errored
 
+__all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "Outputs", "Pipeline", "PipelineSettings"]
+
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 5.0
 """How often the publication is looked at."""
 COMMAND_SECONDS = 0.5
 STOP_SECONDS = 60.0
+WAIT_SECONDS = 0.5
+"""How soon one hears that an output has ended."""
 
 
-class OnLostSlot(StrEnum):
-    """What happens when the slot is gone, and with it the changes since."""
-
-    ERROR = "error"
-    RECREATE = "recreate"
-    """A new slot, and every table is copied again."""
+DEFAULT_OUTPUT = "tables"
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineSettings:
+class PipelineSettings(StreamSettings):
     """One output over one stream."""
 
-    id: str
-    source: SourceSettings
-    publication: str
-    slot: str
-    spool: SpoolSettings
-    tables: tuple[str, ...] = ("*.*",)
-    exclude: tuple[str, ...] = ()
-    manage_publication: bool = True
-    on_lost_slot: OnLostSlot = OnLostSlot.ERROR
-    output: str = "tables"
+    output: str = DEFAULT_OUTPUT
     """The name of this output among those of the stream."""
     max_table_sync_workers: int = 4
     batches: BatchSettings = field(default_factory=BatchSettings)
     error_hold: ErrorHold = field(default_factory=ErrorHold)
     copy: CopySettings = field(default_factory=CopySettings)
-    types: TypeSettings = field(default_factory=TypeSettings)
+
+    @property
+    def output_id(self) -> str:
+        """What the output is called where those of other pipelines are too: in the store, and at the destination."""
+        return self.id if self.output == DEFAULT_OUTPUT else f"{self.id}:{self.output}"
 
 
 class Pipeline:
@@ -133,7 +110,8 @@ class Pipeline:
         self._membership: Membership | None = None
         self._refreshed = 0.0
         self._commanded = 0.0
-        self._capture: CaptureProcess | None = None
+        self._alone: Outputs | None = None
+        self._stream: Stream | None = None
         self._apply: ApplyWorker | None = None
         self._board: Board | None = None
         self._thread: threading.Thread | None = None
@@ -144,6 +122,19 @@ class Pipeline:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+    @property
+    def settings(self) -> PipelineSettings:
+        return self._settings
+
+    @property
+    def store(self) -> PipelineStore:
+        return self._store
+
+    @property
+    def output(self) -> str:
+        """Its name among the outputs of the stream."""
+        return self._settings.output
 
     @property
     def status(self) -> ApplyStatus | None:
@@ -171,16 +162,8 @@ class Pipeline:
 
     def start(self) -> None:
         """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
-        if self._started:
-            raise RuntimeError("a pipeline is started once")
-        self._started = True
-        failpoints.reach("before_lease")
-        self._epoch = self._store.acquire_lease(on_lost=self._lose_lease).epoch
-        try:
-            self._start()
-        except BaseException:
-            self.shutdown()
-            raise
+        self._alone = Outputs([self])
+        self._alone.start()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end; False when it has not come in time. Raises what ended the pipeline."""
@@ -198,61 +181,38 @@ class Pipeline:
 
     def shutdown(self) -> None:
         """Finish the batch at hand, store how far it went, and stop everything; may be called twice."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(STOP_SECONDS)
-        self._pool.join(STOP_SECONDS)
-        if self._apply is not None:
-            self._apply = None
-            self._destination.shutdown()
-        if self._capture is not None:
-            self._capture.stop()
-            self._capture = None
-        self._store.release_lease()
+        if self._alone is not None:
+            self._alone.shutdown()
 
-    def _start(self) -> None:
-        settings = self._settings
+    # For `Outputs`, which starts and ends the pipelines of a stream
+
+    def lead(self) -> None:
+        """Take the lease."""
+        if self._started:
+            raise RuntimeError("a pipeline is started once")
+        self._started = True
+        failpoints.reach("before_lease")
+        self._epoch = self._store.acquire_lease(on_lost=self._lose_lease).epoch
         failpoints.reach("after_lease")
-        with connect(settings.source, Role.CATALOG) as connection:
-            ensure_publication(
-                connection,
-                settings.publication,
-                settings.tables,
-                settings.exclude,
-                manage=settings.manage_publication,
-            )
-            lineage, continues = self._identify()
-            self._store.use_lineage(lineage, continues=continues)
-            slot = self._prepare_slot(connection)
-            stored = self._store.get_replication_progress(WorkerType.apply())
-            start = start_position(slot.confirmed_flush_lsn or Lsn(0), stored)
-            self._refresh_tables(connection)
-        readers = Readers(SpoolFolder(settings.spool.path))
-        readers.register(settings.output, start)
-        readers.advance(settings.output, start)
-        self._capture = CaptureProcess(
-            CaptureSettings(
-                source=settings.source,
-                slot=settings.slot,
-                publication=settings.publication,
-                spool=settings.spool,
-                assembler=AssemblerSettings(types=settings.types),
-            )
-        )
-        self._capture.start()
-        self._capture.wait_until_streaming()
+
+    def follow(self, stream: Stream) -> None:
+        """Start the destination and apply, over a stream that is open."""
+        settings = self._settings
+        self._stream = stream
+        start = stream.start_of(settings.output)
+        self._refresh_tables()
         self._destination.startup(
             DestinationContext(
-                pipeline_id=settings.id,
+                pipeline_id=settings.output_id,
                 epoch=self._epoch,
-                lineage=_lineage_name(lineage),
-                continues=_lineage_name(continues) if continues else None,
+                lineage=_lineage_name(start.lineage),
+                continues=_lineage_name(start.continues) if start.continues else None,
                 store=self._store,
                 tasks=self._tasks,
                 session=self._session,
             )
         )
-        self._board = Board(self._store, start, self._recorded)
+        self._board = Board(self._store, start.position, self._recorded)
         self._apply = ApplyWorker(
             name=settings.output,
             spool=settings.spool.path,
@@ -264,8 +224,22 @@ class Pipeline:
             error_hold=settings.error_hold,
             each_round=self._each_round,
         )
-        self._thread = threading.Thread(target=self._run, name="apply", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"apply-{settings.output}", daemon=True)
         self._thread.start()
+
+    def settle(self) -> None:
+        """Finish the batch at hand; the stream still runs."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+        self._pool.join(STOP_SECONDS)
+        if self._apply is not None:
+            self._apply = None
+            self._destination.shutdown()
+
+    def retire(self) -> None:
+        """Give the lease back, last of all."""
+        self._store.release_lease()
 
     def _run(self) -> None:
         assert self._apply is not None
@@ -285,73 +259,29 @@ class Pipeline:
             self._apply.lost.set()
         self._stop.set()
 
-    # The source
-
-    def _identify(self) -> tuple[Lineage, Lineage | None]:
-        """Whose positions these are now, and whose they were if the server continues another timeline."""
-        replication = connect_replication(self._settings.source, Role.SLOT)
-        try:
-            stored = self._store.get_stored_progress()
-            if stored is None:
-                return identify_system(replication).lineage(self._settings.slot), None
-            system = verify_lineage(replication, stored.lineage, self._settings.slot, stored.position)
-            current = system.lineage(self._settings.slot)
-            return current, stored.lineage if stored.lineage != current else None
-        finally:
-            replication.finish()
-
-    def _prepare_slot(self, connection: psycopg.Connection[Any]) -> Slot:
-        """The slot, made if this is the first start; a lost one is an error, or the start of everything anew."""
-        settings = self._settings
-        slot = inspect_slot(connection, settings.slot)
-        known = any(
-            isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)
-            for phase in self._store.get_table_replication_states().values()
-        )
-        if slot is not None and not slot.lost:
-            return require_usable(slot, settings.slot, database=connection.info.dbname)
-        if known or slot is not None:
-            if settings.on_lost_slot is OnLostSlot.ERROR:
-                kind = SlotMissing if slot is None else SlotLost
-                raise kind(
-                    f"slot {settings.slot!r} is gone, and with it changes of tables that were copied already",
-                    slot=settings.slot,
-                )
-            logger.error("slot is lost, every table is copied again slot=%s", settings.slot)
-            if slot is not None:
-                drop_slot(connection, settings.slot)
-        # Before the new slot is there: positions of the old one mean nothing in it.
-        self._store.reset_replication()
-        failpoints.reach("before_slot")
-        slot = create_slot(connection, settings.slot)
-        failpoints.reach("after_slot")
-        return slot
-
-    def _refresh_tables(self, connection: psycopg.Connection[Any]) -> None:
+    def _refresh_tables(self) -> None:
         """Follow the publication: new tables start, removed ones stop, re-added ones start over."""
-        settings = self._settings
-        if settings.manage_publication:
-            ensure_publication(connection, settings.publication, settings.tables, settings.exclude, manage=True)
-        membership = load_membership(connection, settings.publication)
-        published = {table.oid: str(table) for table in published_tables(connection, settings.publication)}
-        self._names |= published
-        seen = self._membership or self._store.get_publication_membership(settings.publication)
-        change = changes_between(seen, membership) if seen is not None else None
+        assert self._stream is not None
+        publication = self._settings.publication
+        now = self._stream.look()
+        self._names |= now.tables
+        seen = self._membership or self._store.get_publication_membership(publication)
+        change = changes_between(seen, now.membership) if seen is not None else None
         states = self._store.get_table_replication_states()
-        for table_id in states.keys() - published.keys():
+        for table_id in states.keys() - now.tables.keys():
             logger.info("table left the publication table=%s", self._names.get(table_id, table_id))
             self._remove(table_id)
             failpoints.reach("after_removed")
-        for table_id in published.keys() - states.keys():
+        for table_id in now.tables.keys() - states.keys():
             self._set_phase(table_id, discover(None))
         for table_id in change.readded if change else ():
-            if table_id in published:
-                logger.info("table was removed and added again, it is copied anew table=%s", published[table_id])
+            if table_id in now.tables:
+                logger.info("table was removed and added again, it is copied anew table=%s", now.tables[table_id])
                 self._set_phase(table_id, resync(states.get(table_id)))
         # Last: what was not acted upon is noticed again, also by the next process.
-        if membership != seen:
-            self._store.store_publication_membership(settings.publication, membership)
-        self._membership = membership
+        if now.membership != seen:
+            self._store.store_publication_membership(publication, now.membership)
+        self._membership = now.membership
 
     def _recorded(self, table_id: int) -> Lsn | None:
         """Up to where a table is durable, by the destination's own record or by the store's."""
@@ -362,8 +292,8 @@ class Pipeline:
     # Between batches
 
     def _each_round(self) -> None:
-        if self._capture is not None:
-            self._capture.check()
+        assert self._stream is not None
+        self._stream.check()
         now = time.monotonic()
         if now - self._commanded >= COMMAND_SECONDS:
             self._commanded = now
@@ -371,8 +301,7 @@ class Pipeline:
                 self._obey(command)
         if now - self._refreshed >= REFRESH_SECONDS:
             self._refreshed = now
-            with connect(self._settings.source, Role.CATALOG) as connection:
-                self._refresh_tables(connection)
+            self._refresh_tables()
         self._start_workers()
 
     def _start_workers(self) -> None:
@@ -389,6 +318,7 @@ class Pipeline:
         settings = self._settings
         self._workers[table_id] = TableSync(
             table_id,
+            reader=settings.output,
             source=settings.source,
             publication=settings.publication,
             spool=settings.spool.path,
@@ -471,6 +401,64 @@ class Pipeline:
             self._board.remove(table_id)
         else:
             self._store.delete_table_pipeline_state(table_id)
+
+
+class Outputs:
+    """The pipelines of one stream, which start and end together; each has its own store, destination and positions."""
+
+    def __init__(self, pipelines: Sequence[Pipeline]) -> None:
+        """The first one's settings are those of the stream."""
+        self._pipelines = {pipeline.output: pipeline for pipeline in pipelines}
+        if len(self._pipelines) < len(pipelines):
+            raise ValueError("the outputs of a stream have different names")
+        self._stream = Stream(pipelines[0].settings)
+
+    def __enter__(self) -> Outputs:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def __iter__(self) -> Iterator[Pipeline]:
+        return iter(self._pipelines.values())
+
+    def start(self) -> None:
+        """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
+        try:
+            for pipeline in self:
+                pipeline.lead()
+            self._stream.open({name: pipeline.store for name, pipeline in self._pipelines.items()})
+            for pipeline in self:
+                pipeline.follow(self._stream)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until one of them ends; False when none has in time. Raises what ended it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if any(pipeline.wait(0) for pipeline in self):
+                return True
+            left = WAIT_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            next(iter(self)).wait(min(left, WAIT_SECONDS))
+
+    def stop(self) -> None:
+        """Ask all of them to end, without waiting."""
+        for pipeline in self:
+            pipeline.stop()
+
+    def shutdown(self) -> None:
+        """Finish the batches at hand, store how far they went, and stop everything; may be called twice."""
+        self.stop()
+        for pipeline in self:
+            pipeline.settle()
+        self._stream.close()
+        for pipeline in self:
+            pipeline.retire()
 
 
 def _lineage_name(lineage: Lineage) -> str:

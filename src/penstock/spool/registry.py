@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.errors import ConfigError, HoldBroken, SpoolError
 from penstock.lsn import Lsn, reaches
@@ -62,62 +63,72 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A table's changes are kept from `begin` on; `broken` when they outgrew their budget and were let go."""
+    """A table's changes are kept for a reader from `begin` on; `broken` when they outgrew their budget and went."""
 
+    reader: str
     table_id: int
     begin: Lsn | None
     broken: bool = False
 
 
 class Holds:
-    """Tables that are being copied."""
+    """Tables that are being copied, each by one reader or by several."""
 
     def __init__(self, folder: SpoolFolder) -> None:
         self._folder = folder
         folder.create()
 
-    def request(self, table_id: int) -> None:
+    def request(self, reader: str, table_id: int) -> None:
         """Ask for a table's changes to be kept from now on; the writer confirms with the position."""
-        self._write(Hold(table_id, None), durable=True)
+        self._write(Hold(reader, table_id, None), durable=True)
 
-    def confirmed(self, table_id: int) -> Lsn | None:
+    def confirmed(self, reader: str, table_id: int) -> Lsn | None:
         """From where on the table's changes are kept; None if the writer has not answered yet."""
-        hold = self.get(table_id)
+        hold = self.get(reader, table_id)
         if hold is None:
-            raise SpoolError(f"the changes of table {table_id} are not held")
+            raise SpoolError(f"the changes of table {table_id} are not held for {reader!r}")
         if hold.broken:
             raise HoldBroken(f"the changes kept for table {table_id} outgrew copy_max_bytes", table_id=table_id)
         return hold.begin
 
-    def wait_confirmed(self, table_id: int, timeout: float) -> Lsn:
+    def wait_confirmed(self, reader: str, table_id: int, timeout: float) -> Lsn:
         """`confirmed`, waiting for the writer."""
         deadline = time.monotonic() + timeout
-        while (begin := self.confirmed(table_id)) is None:
+        while (begin := self.confirmed(reader, table_id)) is None:
             if time.monotonic() > deadline:
                 raise SpoolError("capture does not answer; is it running?")
             time.sleep(0.02)
         return begin
 
-    def release(self, table_id: int) -> None:
+    def release(self, reader: str, table_id: int) -> None:
         """The copy has ended."""
-        (self._folder.holds / f"{table_id}.json").unlink(missing_ok=True)
+        self._path(reader, table_id).unlink(missing_ok=True)
 
-    def get(self, table_id: int) -> Hold | None:
-        record = read_file(self._folder.holds / f"{table_id}.json")
+    def release_all(self) -> None:
+        """No table is being copied, by anybody: what a process that was killed has left is not needed."""
+        for hold in self.all():
+            self.release(hold.reader, hold.table_id)
+
+    def get(self, reader: str, table_id: int) -> Hold | None:
+        record = read_file(self._path(reader, table_id))
         if record is None:
             return None
-        return Hold(table_id, Lsn.parse(record["begin"]) if record["begin"] else None, record["broken"])
+        return Hold(reader, table_id, Lsn.parse(record["begin"]) if record["begin"] else None, record["broken"])
 
     def all(self) -> list[Hold]:
         """Every hold, answered or not."""
-        found = [self.get(int(path.stem)) for path in self._folder.holds.glob("[!.]*.json")]
+        names = (path.stem.rpartition("@") for path in self._folder.holds.glob("[!.]*.json"))
+        found = [self.get(reader, int(table_id)) for reader, _, table_id in names]
         return [hold for hold in found if hold is not None]
 
     def answer(self, hold: Hold) -> None:
         """The writer's side: confirm or break a hold, unless it was released meanwhile."""
-        if (self._folder.holds / f"{hold.table_id}.json").exists():
+        if self._path(hold.reader, hold.table_id).exists():
             self._write(hold)
+
+    def _path(self, reader: str, table_id: int) -> Path:
+        return self._folder.holds / f"{reader}@{table_id}.json"
 
     def _write(self, hold: Hold, *, durable: bool = False) -> None:
         record = {"begin": str(hold.begin) if hold.begin is not None else None, "broken": hold.broken}
-        replace_file(self._folder.holds / f"{hold.table_id}.json", record, durable=durable)
+        replace_file(self._path(hold.reader, hold.table_id), record, durable=durable)

@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.changes.steps import Segment
@@ -56,7 +57,10 @@ class Retention:
         self._drop_log_parts(floor, holds)
 
     def _answer(self, end: Lsn | None) -> dict[int, Lsn]:
-        """Confirm new requests: all that is not released yet is still here, and will be kept from now on."""
+        """Confirm new requests: all that is not released yet is still here, and will be kept from now on.
+
+        Gives the boundary from which each table's changes are kept, for whichever reader needs the most.
+        """
         begins: dict[int, Lsn] = {}
         for hold in self._holds.all():
             if hold.broken or end is None:
@@ -65,9 +69,9 @@ class Retention:
             if begin is None:
                 with self._lock:
                     begin = self._waiting[0].begin if self._waiting else end
-                if not self._say(Hold(hold.table_id, begin)):
+                if not self._say(replace(hold, begin=begin)):
                     continue
-            begins[hold.table_id] = begin
+            begins[hold.table_id] = min(begin, begins.get(hold.table_id, begin))
         return begins
 
     def _release(self, floor: Lsn, holds: dict[int, Lsn]) -> None:
@@ -108,7 +112,8 @@ class Retention:
                 used[table_id] = used.get(table_id, 0) + sum(segment.bytes for segment in segments)
         while sum(used.values()) > self._copy_max_bytes:
             largest = max(used, key=lambda table_id: used[table_id])
-            if not self._say(Hold(largest, holds.get(largest), broken=True)):
+            broken = [hold for hold in self._holds.all() if hold.table_id == largest]
+            if not all(self._say(replace(hold, broken=True)) for hold in broken):
                 return
             logger.error("changes kept for a copying table outgrew their budget table_id=%d", largest)
             holds.pop(largest, None)

@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock import failpoints
@@ -27,7 +28,8 @@ from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
-from penstock.source.snapshots import take_snapshot
+from penstock.source.slots import Blocker, warn_of_blockers
+from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
 from penstock.spool.folder import SpoolFolder
 from penstock.state import PipelineStore, TableSchemaVersion
@@ -54,6 +56,16 @@ class CopyStatus:
     """How long it took; None while it runs, and when it failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotWait:
+    """A copy that has not begun, because transactions are open that its snapshot must not cut through."""
+
+    blockers: tuple[Blocker, ...]
+    """As they were seen last, longest first; none if the role may not see them."""
+    since: datetime
+    """When it was first noticed."""
+
+
 class TableSync:
     """One attempt at one table; `run` is called in a thread of the pool."""
 
@@ -61,6 +73,7 @@ class TableSync:
         self,
         table_id: int,
         *,
+        reader: str,
         source: SourceSettings,
         publication: str,
         spool: Path,
@@ -74,6 +87,7 @@ class TableSync:
         types: TypeSettings,
     ) -> None:
         self._table_id = table_id
+        self._reader = reader
         self._source = source
         self._publication = publication
         self._board = board
@@ -86,6 +100,8 @@ class TableSync:
         self.attempt = uuid.uuid4().hex
         self._counter: CopyCounter | None = None
         self._copy_seconds: float | None = None
+        self.waiting: SnapshotWait | None = None
+        """Whom its snapshot waits for, while it does."""
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches)
 
@@ -102,7 +118,7 @@ class TableSync:
             rows_position = self._copy_table()
             self._catch_up(rows_position)
         finally:
-            self._holds.release(self._table_id)
+            self._holds.release(self._reader, self._table_id)
 
     def leave(self) -> None:
         """After `run`, and after what it raised was dealt with."""
@@ -110,16 +126,17 @@ class TableSync:
 
     def _copy_table(self) -> Lsn:
         """Fence, copy, and give the boundary of the snapshot."""
-        self._destination.drop_table_for_copy(self._describe(), self.attempt)
+        schema = self._describe()
+        self._destination.drop_table_for_copy(schema, self.attempt)
         failpoints.reach("after_drop")
         self._store.clear_table_copy_state(self._table_id)
         self._board.advance(self._table_id, self.attempt, start_copy)
         failpoints.reach("after_data_sync")
         # Kept from before the snapshot is taken: what commits after it must still be there when the copy is done.
-        self._holds.request(self._table_id)
-        self._holds.wait_confirmed(self._table_id, HOLD_SECONDS)
+        self._holds.request(self._reader, self._table_id)
+        self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS)
         failpoints.reach("before_snapshot")
-        with take_snapshot(self._source) as snapshot:
+        with self._take_snapshot(schema) as snapshot:
             failpoints.reach("after_snapshot")
             rows = prepare_copy(
                 snapshot,
@@ -144,6 +161,19 @@ class TableSync:
         failpoints.reach("after_finished_copy")
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position
+
+    def _take_snapshot(self, schema: TableSchema) -> Snapshot:
+        """Wait for the transactions that are open, visibly."""
+        since = datetime.now(UTC)
+
+        def wait(blockers: Sequence[Blocker]) -> None:
+            self.waiting = SnapshotWait(tuple(blockers), since)
+            warn_of_blockers(blockers, what=f"the snapshot of {schema}")
+
+        try:
+            return take_snapshot(self._source, on_wait=wait, check=self._check_stop)
+        finally:
+            self.waiting = None
 
     def _catch_up(self, snapshot: Lsn) -> None:
         """Apply the table's changes since the snapshot, first on its own, then exactly up to where apply takes over."""
@@ -175,7 +205,7 @@ class TableSync:
     def _write_until(self, position: Lsn, limit: Lsn) -> Lsn:
         """Write one batch of the table's changes; how far it is then. Waits for what capture has not seen yet."""
         self._check_stop()
-        self._holds.confirmed(self._table_id)
+        self._holds.confirmed(self._reader, self._table_id)
         if not self._writer.reader.wait(position, 0.5):
             return position
         entries = self._writer.take(position, limit, [self._table_id])

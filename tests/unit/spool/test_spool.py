@@ -177,7 +177,7 @@ def test_a_spool_from_before_a_restart_is_filled_again(tmp_path, writer, monkeyp
 def test_files_that_a_power_cut_has_emptied_are_made_again(tmp_path, writer, monkeypatch):
     publish(writer, 100, schema(1), schema(2))
     folder = SpoolFolder(tmp_path / "spool")
-    Holds(folder).request(1)
+    Holds(folder).request("lake", 1)
     writer.close()
     for damaged in (*(folder.schemas / "1").iterdir(), *folder.holds.iterdir()):
         damaged.write_bytes(b"")
@@ -271,13 +271,13 @@ def test_a_full_disk_does_not_keep_room_from_being_made(tiny_disk):
     publish(writer, 100)
     writer.readers.register("apply", Lsn(108))
     holds = Holds(SpoolFolder(tiny_disk / "spool"))
-    holds.request(2)
+    holds.request("lake", 2)
     fill(tiny_disk, but=0)
     assert writer.tick() == 108
     assert writer.unreleased_bytes == 0
-    assert holds.confirmed(2) is None
+    assert holds.confirmed("lake", 2) is None
     writer.tick()
-    assert holds.confirmed(2) is not None
+    assert holds.confirmed("lake", 2) is not None
     writer.close()
 
 
@@ -324,10 +324,10 @@ def test_changes_of_a_copying_table_are_kept_longer(tmp_path, writer, reader):
     holds = Holds(SpoolFolder(tmp_path / "spool"))
     reader.readers.register("lake", Lsn(100))
     publish(writer, 100, schema(1), schema(2))
-    holds.request(2)
-    assert holds.confirmed(2) is None
+    holds.request("lake", 2)
+    assert holds.confirmed("lake", 2) is None
     writer.tick()
-    begin = holds.confirmed(2)
+    begin = holds.confirmed("lake", 2)
     assert begin == Lsn(100)
     publish(writer, 108, schema(1), schema(2))
     reader.readers.advance("lake", Lsn(116))
@@ -337,7 +337,7 @@ def test_changes_of_a_copying_table_are_kept_longer(tmp_path, writer, reader):
             assert reader.read(step).num_rows == 3
     kept = sorted(path.name for path in (tmp_path / "spool" / "segments").glob("*/*"))
     assert kept == ["2-1.parquet", "2-1.parquet"]
-    holds.release(2)
+    holds.release("lake", 2)
     writer.tick()
     assert list((tmp_path / "spool" / "segments").glob("*/*")) == []
 
@@ -348,8 +348,8 @@ def test_a_copy_over_its_budget_stops_alone(tmp_path):
     writer.begin_at(Lsn(100), LINEAGE)
     holds = Holds(SpoolFolder(tmp_path / "spool"))
     writer.readers.register("lake", Lsn(100))
-    holds.request(1)
-    holds.request(2)
+    holds.request("lake", 1)
+    holds.request("lake", 2)
     writer.tick()
     publish(writer, 100, schema(1), text="x")
     for commit in range(108, 148, 8):
@@ -357,8 +357,8 @@ def test_a_copy_over_its_budget_stops_alone(tmp_path):
     writer.readers.advance("lake", writer.end)
     writer.tick()
     with pytest.raises(HoldBroken):
-        holds.confirmed(2)
-    assert holds.confirmed(1) == Lsn(100)
+        holds.confirmed("lake", 2)
+    assert holds.confirmed("lake", 1) == Lsn(100)
     kept = sorted(path.name for path in (tmp_path / "spool" / "segments").glob("*/*"))
     assert kept == ["1-0.parquet"]
     writer.close()
@@ -409,3 +409,38 @@ def test_records_are_plain_json_with_a_checksum(tmp_path, writer):
     record = json.loads(line.partition(" ")[2])
     assert record["begin"] == "0/64"
     assert record["steps"][0]["rows"] == 3
+
+
+@pytest.mark.trap(24)
+def test_a_table_that_two_readers_copy_is_kept_until_both_are_done(tmp_path, writer, reader):
+    holds = Holds(SpoolFolder(tmp_path / "spool"))
+    reader.readers.register("lake", Lsn(100))
+    holds.request("lake", 1)
+    publish(writer, 100, schema(1))
+    writer.tick()
+    holds.request("search", 1)
+    publish(writer, 108, schema(1))
+    writer.tick()
+    reader.readers.advance("lake", Lsn(116))
+    writer.tick()
+    holds.release("search", 1)
+    writer.tick()
+    assert len(list((tmp_path / "spool" / "segments").glob("*/*"))) == 2
+    assert holds.confirmed("lake", 1) == Lsn(100)
+    holds.release("lake", 1)
+    writer.tick()
+    assert list((tmp_path / "spool" / "segments").glob("*/*")) == []
+
+
+def test_what_a_killed_process_has_held_is_let_go(tmp_path, writer, reader):
+    holds = Holds(SpoolFolder(tmp_path / "spool"))
+    reader.readers.register("lake", Lsn(100))
+    holds.request("lake", 1)
+    holds.request("search.two", 2)
+    publish(writer, 100, schema(1))
+    writer.tick()
+    reader.readers.advance("lake", Lsn(108))
+    holds.release_all()
+    writer.tick()
+    assert holds.all() == []
+    assert list((tmp_path / "spool" / "segments").glob("*/*")) == []

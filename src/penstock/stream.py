@@ -1,0 +1,218 @@
+"""A stream: one publication, one slot, one capture process and one spool, shared by the outputs that read it.
+
+Outputs are known by their names. Each is registered in the spool before anything is read, and stays registered while it
+is down: the slot follows the slowest. Opening needs the leases of all outputs, because what happens to the slot (it is
+new, it was lost) happens to all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import psycopg
+
+from penstock import failpoints
+from penstock.capture import CaptureProcess, CaptureSettings
+from penstock.capture.assembler import AssemblerSettings
+from penstock.errors import SlotLost, SlotMissing
+from penstock.lsn import Lsn, reaches
+from penstock.source.connections import Role, SourceSettings, connect, connect_replication
+from penstock.source.lineage import Lineage, identify_system, verify_lineage
+from penstock.source.publications import Membership, ensure_publication, load_membership, published_tables
+from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
+from penstock.spool import Holds, Readers, SpoolSettings
+from penstock.spool.folder import SpoolFolder
+from penstock.state import Errored, PipelineStore, Ready, SyncDone, WorkerType
+from penstock.state.positions import earliest, start_position
+from penstock.values import TypeSettings
+
+logger = logging.getLogger(__name__)
+
+
+class OnLostSlot(StrEnum):
+    """What happens when the slot is gone, and with it the changes since."""
+
+    ERROR = "error"
+    RECREATE = "recreate"
+    """A new slot, and every table is copied again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """What is read, from where, and where it waits."""
+
+    id: str
+    source: SourceSettings
+    publication: str
+    slot: str
+    spool: SpoolSettings
+    tables: tuple[str, ...] = ("*.*",)
+    exclude: tuple[str, ...] = ()
+    manage_publication: bool = True
+    on_lost_slot: OnLostSlot = OnLostSlot.ERROR
+    types: TypeSettings = field(default_factory=TypeSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """From where on an output reads, and whose positions these are."""
+
+    position: Lsn
+    lineage: Lineage
+    continues: Lineage | None
+    """After a failover: the lineage that the server was shown to continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The publication at one moment."""
+
+    membership: Membership
+    tables: Mapping[int, str]
+    """Names by table id."""
+
+
+class Stream:
+    """Opened once, and closed once."""
+
+    def __init__(self, settings: StreamSettings) -> None:
+        self._settings = settings
+        self._capture: CaptureProcess | None = None
+        self._starts: dict[str, Start] = {}
+
+    def open(self, outputs: Mapping[str, PipelineStore]) -> None:
+        """Returns when changes flow into the spool. The leases of these stores are held."""
+        settings = self._settings
+        with connect(settings.source, Role.CATALOG) as connection:
+            self._ensure_publication(connection)
+            lineages = {name: self._identify(store) for name, store in outputs.items()}
+            slot = self._prepare_slot(connection, outputs)
+            confirmed = slot.confirmed_flush_lsn or Lsn(0)
+            for name, store in outputs.items():
+                self._refuse_gap(name, store, confirmed)
+        folder = SpoolFolder(settings.spool.path)
+        Holds(folder).release_all()
+        for name, position in self._register(Readers(folder), outputs, confirmed).items():
+            self._starts[name] = Start(position, *lineages[name])
+        self._capture = CaptureProcess(
+            CaptureSettings(
+                source=settings.source,
+                slot=settings.slot,
+                publication=settings.publication,
+                spool=settings.spool,
+                assembler=AssemblerSettings(types=settings.types),
+            )
+        )
+        self._capture.start()
+        self._capture.wait_until_streaming()
+
+    def start_of(self, output: str) -> Start:
+        """Where an output begins."""
+        return self._starts[output]
+
+    def check(self) -> None:
+        """Raise what ended capture for good, if anything did."""
+        if self._capture is not None:
+            self._capture.check()
+
+    def look(self) -> Published:
+        """The publication as it is now; brought up to date first, if it is ours."""
+        with connect(self._settings.source, Role.CATALOG) as connection:
+            if self._settings.manage_publication:
+                self._ensure_publication(connection)
+            membership = load_membership(connection, self._settings.publication)
+            tables = published_tables(connection, self._settings.publication)
+        return Published(membership, {table.oid: str(table) for table in tables})
+
+    def close(self) -> None:
+        """Let capture publish what is whole, answer the server and end; may be called twice."""
+        if self._capture is not None:
+            self._capture.stop()
+            self._capture = None
+
+    def _ensure_publication(self, connection: psycopg.Connection[Any]) -> None:
+        settings = self._settings
+        ensure_publication(
+            connection, settings.publication, settings.tables, settings.exclude, manage=settings.manage_publication
+        )
+
+    def _identify(self, store: PipelineStore) -> tuple[Lineage, Lineage | None]:
+        """Whose positions these are now, and whose they were if the server continues another timeline."""
+        slot = self._settings.slot
+        replication = connect_replication(self._settings.source, Role.SLOT)
+        try:
+            stored = store.get_stored_progress()
+            if stored is None:
+                current, continues = identify_system(replication).lineage(slot), None
+            else:
+                current = verify_lineage(replication, stored.lineage, slot, stored.position).lineage(slot)
+                continues = stored.lineage if stored.lineage != current else None
+        finally:
+            replication.finish()
+        store.use_lineage(current, continues=continues)
+        return current, continues
+
+    def _prepare_slot(self, connection: psycopg.Connection[Any], outputs: Mapping[str, PipelineStore]) -> Slot:
+        """The slot, made if this is the first start; a lost one is an error, or the start of everything anew."""
+        settings = self._settings
+        slot = inspect_slot(connection, settings.slot)
+        if slot is not None and not slot.lost:
+            return require_usable(slot, settings.slot, database=connection.info.dbname)
+        if slot is not None or any(_has_tables(store) for store in outputs.values()):
+            if settings.on_lost_slot is OnLostSlot.ERROR:
+                kind = SlotMissing if slot is None else SlotLost
+                raise kind(
+                    f"slot {settings.slot!r} is gone, and with it changes of tables that were copied already",
+                    slot=settings.slot,
+                )
+            logger.error("slot is lost, every table is copied again slot=%s", settings.slot)
+            if slot is not None:
+                drop_slot(connection, settings.slot)
+        # Before the new slot is there: positions of the old one mean nothing in it.
+        for store in outputs.values():
+            store.reset_replication()
+        failpoints.reach("before_slot")
+        slot = create_slot(connection, settings.slot)
+        failpoints.reach("after_slot")
+        return slot
+
+    def _refuse_gap(self, name: str, store: PipelineStore, confirmed: Lsn) -> None:
+        """An output that the slot did not wait for: it ran without this one, or somebody has moved it."""
+        stored = store.get_replication_progress(WorkerType.apply())
+        if stored is None or reaches(stored, confirmed) or not _has_tables(store):
+            return
+        if self._settings.on_lost_slot is OnLostSlot.ERROR:
+            raise SlotLost(
+                f"slot {self._settings.slot!r} is at {confirmed}, but {name!r} has changes only up to {stored}: "
+                "those in between are gone",
+                slot=self._settings.slot,
+            )
+        logger.error("changes are gone, every table is copied again output=%s slot=%s", name, self._settings.slot)
+        store.reset_replication()
+
+    def _register(self, readers: Readers, outputs: Mapping[str, PipelineStore], confirmed: Lsn) -> dict[str, Lsn]:
+        """Make all outputs known to the spool; from where each of them reads."""
+        known = readers.positions()
+        for name in known.keys() - outputs.keys():
+            logger.warning("an output that does not run holds back the slot output=%s position=%s", name, known[name])
+        # What lies before the slowest reader is not there any more, and a new output needs none of it.
+        begin = earliest(*known.values()) if known else confirmed
+        starts: dict[str, Lsn] = {}
+        for name, store in outputs.items():
+            stored = store.get_replication_progress(WorkerType.apply())
+            starts[name] = start_position(confirmed, known.get(name, begin) if stored is None else stored)
+            readers.register(name, starts[name])
+            readers.advance(name, starts[name])
+        return starts
+
+
+def _has_tables(store: PipelineStore) -> bool:
+    """Whether there are tables that need every change from where they are."""
+    return any(
+        isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)
+        for phase in store.get_table_replication_states().values()
+    )
