@@ -6,6 +6,7 @@ contain a secret or the value of a cell.
 
     PenstockError
     ├── ConfigError                 what a person wrote cannot be used
+    │   └── SpecificationInvalid    an index specification, with file, line and column of each problem
     ├── SourceError                 Postgres
     │   ├── ServerUnavailable       refused, starting, stopping, cut off: tried again
     │   ├── AuthenticationFailed
@@ -45,6 +46,7 @@ contain a secret or the value of a cell.
     │   ├── DestinationUnavailable  out of reach: tried again
     │   ├── TableRejected           the destination does not take what was sent
     │   └── TableOwned              another pipeline writes this table
+    ├── DocumentsRejected           a search index does not take some documents, under the policy `stop`
     ├── TasksFailed                 Spark could not run a job: tried again
     ├── CaptureStopped              the capture process ended by itself
     └── FailpointReached            a test asked for it
@@ -91,6 +93,12 @@ class ConfigError(PenstockError):
     """A setting is missing, unknown or contradictory."""
 
 
+class SpecificationInvalid(ConfigError):
+    """An index specification that cannot be used; `problems` has each with its line, column and key path."""
+
+    default_hint = "docs/reference/index-specification.md describes every key."
+
+
 class SourceError(PenstockError):
     """Something between us and the source database."""
 
@@ -100,6 +108,8 @@ class ServerUnavailable(SourceError):
 
     retry = Retry.TIMED
     default_hint = "Check that the server runs and that host and port are right; Penstock keeps trying."
+    hint_for_one_try: ClassVar[str] = "Check that the server runs and that host and port are right."
+    """What a worker would try again ends a command; its hint must not say otherwise."""
 
 
 class AuthenticationFailed(SourceError):
@@ -327,6 +337,12 @@ class TableOwned(DestinationError):
     """Another pipeline writes this table at the destination."""
 
     default_hint = "One table has one writer: use different paths, or remove the table at the destination."
+
+
+class DocumentsRejected(PenstockError):
+    """An index refused documents for good, and its policy is to stop; nothing of the batch was acknowledged."""
+
+    default_hint = 'Look at the index and the reason that is named; on_error = "skip" sets such documents aside instead.'
 
 
 class TasksFailed(PenstockError):

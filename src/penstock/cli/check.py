@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.options import Publication, Slot, Tables, Url
-from penstock.source import SourceSettings
+from penstock.cli.options import AsJson, OptionalConfigPath, Publication, Slot, Tables, Url
+from penstock.cli.sources import chosen_source
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 
 _STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
@@ -19,22 +19,38 @@ _PIPE_WIDTH = 160
 
 
 def check(
-    url: Url,
+    context: typer.Context,
+    url: Url = None,
+    config_path: OptionalConfigPath = None,
     publication: Publication = None,
     slot: Slot = None,
     tables: Tables = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="A pattern of tables to leave out; may be repeated.", metavar="PATTERN")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a server, a publication, a slot and tables, and say what to do about each finding.
 
-    Changes nothing. Without --publication it looks at the tables that could be published. The exit status is 0 if
-    nothing critical was found, and 1 otherwise.
+    Changes nothing. With a config file it is about the publication, the slot and the tables of that pipeline; with
+    --url and without --publication about the tables that could be published. The exit status is 0 if nothing critical
+    was found, and 1 otherwise.
+
+    Examples:
+
+        penstock check
+        penstock check --url postgresql://me@db.example/shop --table 'sales.*'
     """
-    request = Request(publication, slot, tuple(tables or ()), tuple(exclude or ()))
-    report = run_preflight(SourceSettings(url), request)
+    with chosen_source(context, url, config_path) as source:
+        request = Request(
+            publication or source.publication,
+            slot or source.slot,
+            tuple(tables or ()) or source.tables,
+            tuple(exclude or ()) or source.exclude,
+            # A publication that is named here is meant to be there.
+            manage_publication=source.manage_publication and publication is None,
+        )
+        report = run_preflight(source.settings, request)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -21,11 +21,12 @@ from psycopg.rows import tuple_row
 from penstock.changes.events import Begin, Commit, Event
 from penstock.cli.event_lines import Lines
 from penstock.cli.following import Follow, Followed, follow, prepare
-from penstock.cli.options import Publication, Url
+from penstock.cli.options import OptionalConfigPath, Publication, Url
+from penstock.cli.sources import ChosenSource, chosen_source
 from penstock.destinations.json_lines import event_to_json
-from penstock.errors import ConfigError, ServerUnavailable
+from penstock.errors import ConfigError
 from penstock.lsn import Lsn
-from penstock.source import Role, SourceSettings, connect
+from penstock.source import Role, connect
 from penstock.source.faults import translated
 from penstock.source.publications import create_publication, find_tables, inspect_publication
 
@@ -40,7 +41,9 @@ class Format(StrEnum):
 
 
 def tail(
-    url: Url,
+    context: typer.Context,
+    url: Url = None,
+    config_path: OptionalConfigPath = None,
     publication: Publication = None,
     slot: Annotated[
         str | None,
@@ -85,17 +88,22 @@ def tail(
     """Show every change of a publication as it is committed, in commit order.
 
     By default it follows from now on, by a temporary slot that ends with it. With --slot it shows what that slot has
-    kept; the slot stays where it is unless --acknowledge is given.
+    kept; the slot stays where it is unless --acknowledge is given. With a config file it shows the publication of that
+    pipeline, by a slot of its own: a pipeline that runs is not disturbed.
+
+    Examples:
+
+        penstock tail --table public.orders
+        penstock tail --url postgresql://me@db.example/shop --publication shop --json | jq .row
     """
     notice = _say_nothing if quiet else say
-    source = SourceSettings(url)
     position = _parse_start(start, slot)
     _check_acknowledge(acknowledge, slot)
     formatted = event_to_json if as_json or form is Format.NDJSON else make_lines().format
-    with Ending() as ending, _no_promises():
+    with Ending() as ending, chosen_source(context, url, config_path) as source:
         with ending.interruptible():
             name = _choose_publication(source, publication, create, tables or [], notice)
-        settings = Follow(source, name, slot, position, tuple(tables or ()), acknowledge, limit, seconds)
+        settings = Follow(source.settings, name, slot, position, tuple(tables or ()), acknowledge, limit, seconds)
         followed = show(settings, formatted, ending, notice, transactions=transactions)
         _say_end(settings, followed, notice)
 
@@ -213,27 +221,18 @@ class Output:
             raise BrokenPipeError
 
 
-@contextlib.contextmanager
-def _no_promises() -> Iterator[None]:
-    """What a worker would try again ends this command, so its hint must not say otherwise."""
-    try:
-        yield
-    except ServerUnavailable as error:
-        hint = "Check that the server runs and that host and port are right."
-        raise ServerUnavailable(error.message, hint=hint, **error.facts) from None
-
-
 def _choose_publication(
-    source: SourceSettings,
+    source: ChosenSource,
     name: str | None,
     create: bool,
     tables: list[str],
     notice: Callable[[str], None],
 ) -> str:
     """The publication to read; made only when asked for."""
+    name = name or source.publication
     if name is not None and not create:
         return name
-    with connect(source, Role.TAIL) as connection:
+    with connect(source.settings, Role.TAIL) as connection:
         if name is None:
             with translated(connection, "list the publications"), connection.cursor(row_factory=tuple_row) as cursor:
                 rows = cursor.execute("select pubname::text from pg_catalog.pg_publication order by 1").fetchall()
@@ -245,10 +244,11 @@ def _choose_publication(
                 else "This database has none: add --publication penstock --create-publication to make one.",
             )
         if inspect_publication(connection, name) is None:
-            wanted = find_tables(connection, tables or ["*"])
+            patterns = tables or list(source.tables) or ["*"]
+            wanted = find_tables(connection, patterns, source.exclude)
             if not wanted:
                 raise ConfigError(
-                    f"there are no tables for a publication: nothing matches {', '.join(tables) or '*'}",
+                    f"there are no tables for a publication: nothing matches {', '.join(patterns)}",
                     hint="Write schema.table, like public.orders or sales.*",
                 )
             create_publication(connection, name, wanted)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -44,3 +45,27 @@ def test_a_pattern_that_cannot_be_read_is_an_error(database: Any) -> None:
     assert result.returncode == 1
     assert "a.b.c" in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_config_says_what_is_looked_at(database: Any, tmp_path: Path) -> None:
+    database.execute("create table t (id int primary key); create table u (id int)")
+    config = tmp_path / "shop.toml"
+    config.write_text(
+        'pipeline.id = "shop"\nsource = {url = "${SOURCE}", tables = ["public.*"], exclude = ["u"]}\n'
+        'destination.type = "memory"\n'
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_URL"}
+    result = subprocess.run(
+        [sys.executable, "-m", "penstock", "check", "-c", str(config), "--json"],
+        env={**environment, "SOURCE": database.dsn},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {each["id"]: each for each in json.loads(result.stdout)["checks"]}
+    for kind in ("publication", "slot"):
+        assert found[kind]["what"] == f"{kind} 'penstock_shop' does not exist; it is created at the first start"
+    # `u`, which is left out, has no replica identity.
+    assert found["replica_identity"]["status"] == "passed"
+    assert database.dsn not in result.stdout

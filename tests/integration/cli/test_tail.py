@@ -494,3 +494,19 @@ def test_a_temporary_slot_ends_with_its_server(make_server, run_tail):
     assert tail.wait() == 1
     assert "\nerror: " in tail.errors
     assert "keeps trying" not in tail.errors
+
+
+def test_a_config_names_the_publication_and_a_running_pipeline_is_not_disturbed(
+    shop: Any, run_tail: Any, tmp_path: Path
+) -> None:
+    config = tmp_path / "shop.toml"
+    config.write_text(
+        'pipeline.id = "shop"\nsource = {url = "${PENSTOCK_URL}", publication = "p", slot = "taken"}\n'
+        'destination.type = "memory"\n'
+    )
+    tail = run_tail(shop.dsn, "-c", str(config), "--limit", "1", "--json")
+    shop.execute("insert into items values (1, 1)")
+    assert tail.objects(1)[0]["table"] == "items"
+    assert tail.wait() == 0
+    assert "by a temporary slot" in tail.errors
+    assert "taken" not in tail.errors

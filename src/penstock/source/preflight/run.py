@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import psycopg
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ServerUnavailable
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import from_exception
 from penstock.source.preflight import server, slot, tables
@@ -28,7 +28,8 @@ def run_preflight(settings: SourceSettings, request: Request = Request()) -> Rep
         try:
             user = context.connection.info.user
         except PenstockError as error:
-            found = [failed("connection", Severity.CRITICAL, str(error), error.hint)]
+            remedy = error.hint_for_one_try if isinstance(error, ServerUnavailable) else error.hint
+            found = [failed("connection", Severity.CRITICAL, str(error), remedy)]
         else:
             found = [passed("connection", f"connected to {settings.location} as {user!r}")]
             for id_, check in ALL_CHECKS.items():
