@@ -26,6 +26,7 @@ from pyspark.sql import SparkSession
 from penstock.copy.listening import RangeRead, current_listener, listening
 from penstock.errors import PenstockError, TasksFailed
 from penstock.spark.session import APPLY_POOL, COPY_POOL
+from penstock.spark.turns import Turns, TurnsClosed
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -67,9 +68,7 @@ class SparkTasks:
         self._context = session.sparkContext
         self._copy_tasks = copy_tasks
         self._here = threading.local()
-        self._changed = threading.Condition()
-        self._copying = 0
-        self._closed = False
+        self._turns = Turns(lambda: self.copy_tasks)
         self._tag = f"penstock-copy-{uuid.uuid4().hex}"
 
     @property
@@ -115,9 +114,7 @@ class SparkTasks:
 
     def close(self) -> None:
         """Give copies up: no further task starts, and those that run are ended. Changes are not concerned."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._turns.close()
         try:
             self._context.cancelJobsWithTag(self._tag)
         except py4j.protocol.Py4JError:
@@ -130,14 +127,15 @@ class SparkTasks:
     def _run_in_turns(
         self, items: list[_Item], function: Callable[[_Item], _Result], description: str
     ) -> list[_Result]:
-        """Jobs of a few items, as many at a time as there are turns; the first exception ends it."""
+        """Jobs of a few items, as many at a time as there are turns; the first exception ends it. Copies of fewer items
+        get their turns before those of more."""
         turns = min(len(items), self.copy_tasks)
         groups = group_for_turns(items, turns)
         failed = threading.Event()
         listener = current_listener() or _ignore
 
         def run_group(number: int) -> list[_Result]:
-            with self._turn():
+            with self._turn(len(items)):
                 if failed.is_set():
                     return []
                 try:
@@ -158,18 +156,12 @@ class SparkTasks:
         return [result for future in futures for result in future.result()]
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._copying < self.copy_tasks)
-            if self._closed:
-                raise _given_up()
-            self._copying += 1
+    def _turn(self, size: int) -> Iterator[None]:
         try:
-            yield
-        finally:
-            with self._changed:
-                self._copying -= 1
-                self._changed.notify_all()
+            with self._turns.take(size):
+                yield
+        except TurnsClosed:
+            raise _given_up() from None
 
     def _job(
         self,
@@ -192,7 +184,7 @@ class SparkTasks:
             return context.parallelize(payloads, len(payloads)).mapPartitions(work).collect()
         except (py4j.protocol.Py4JError, PySparkException) as error:
             logger.debug("a job failed description=%s", description, exc_info=True)
-            if stop_early and self._closed:
+            if stop_early and self._turns.closed:
                 raise _given_up() from None
             raise TasksFailed(f"Spark could not {description}: {_first_line(error)}") from None
         finally:
