@@ -18,6 +18,7 @@ from penstock.cli.check import check
 from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
 from penstock.cli.run import run
+from penstock.cli.schema import schema
 from penstock.cli.tables import tables
 from penstock.cli.tail import tail
 from penstock.cli.teardown import teardown
@@ -44,6 +45,7 @@ app.command("teardown")(teardown)
 app.command("check")(check)
 app.command("tail")(tail)
 app.command("demo")(demo)
+app.add_typer(schema)
 
 
 def main() -> None:

@@ -42,5 +42,5 @@ def _split(value: Any, units: dict[str, float], *, strip_i: bool = False) -> flo
     return None if factor is None else float(found[1]) * factor
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
-Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
+Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str)]
+Duration = Annotated[timedelta, BeforeValidator(parse_duration, json_schema_input_type=float | str)]
