@@ -423,6 +423,9 @@ class Outputs:
     def __iter__(self) -> Iterator[Pipeline]:
         return iter(self._pipelines.values())
 
+    def __len__(self) -> int:
+        return len(self._pipelines)
+
     def start(self) -> None:
         """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
         try:

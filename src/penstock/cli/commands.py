@@ -13,14 +13,16 @@ import typer
 from penstock.cli.configured import (
     DEFAULT_PATH,
     ConfigPath,
+    OutputName,
     TableNames,
+    chosen_outputs,
     configured,
     existing_store,
     require_shared_state,
     running,
     table_names,
 )
-from penstock.config import Config
+from penstock.config import Config, OutputChoice
 from penstock.errors import ConfigError, PenstockError
 from penstock.source.patterns import TableName, select_tables
 from penstock.state import Command, CommandKind, CommandStatus, Store
@@ -34,55 +36,73 @@ Wait = Annotated[
 _WAIT_SECONDS = 10.0
 
 
-def resync(tables: TableNames, config_path: ConfigPath = DEFAULT_PATH, wait: Wait = _WAIT_SECONDS) -> None:
+def resync(
+    tables: TableNames, config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS
+) -> None:
     """Copy tables again, from the beginning.
 
     For a table that lost its position, or whose data at the destination was changed by somebody else. The other tables
     go on meanwhile. Patterns like 'sales.*' name several.
     """
-    _send(config_path, CommandKind.RESYNC, tables, wait, done="{} will be copied again")
+    _send(config_path, output, CommandKind.RESYNC, tables, wait, done="{} will be copied again")
 
 
-def rollback(tables: TableNames, config_path: ConfigPath = DEFAULT_PATH, wait: Wait = _WAIT_SECONDS) -> None:
+def rollback(
+    tables: TableNames, config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS
+) -> None:
     """Let tables that stopped go on from where they were, after the cause is gone.
 
     Nothing is lost or doubled. Refused for a table that did not stop, or whose position is lost: then resync.
     """
-    _send(config_path, CommandKind.ROLLBACK, tables, wait, done="{} will go on")
+    _send(config_path, output, CommandKind.ROLLBACK, tables, wait, done="{} will go on")
 
 
-def pause(config_path: ConfigPath = DEFAULT_PATH, wait: Wait = _WAIT_SECONDS) -> None:
+def pause(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS) -> None:
     """Stop writing changes to the destination, until resume or the next start.
 
     Changes are still read, up to the spool's limit; then the server keeps them.
     """
-    _send(config_path, CommandKind.PAUSE, (), wait, done="paused; `penstock resume` lets it go on")
+    _send(config_path, output, CommandKind.PAUSE, (), wait, done="paused; `penstock resume` lets it go on")
 
 
-def resume(config_path: ConfigPath = DEFAULT_PATH, wait: Wait = _WAIT_SECONDS) -> None:
+def resume(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS) -> None:
     """Go on after pause."""
-    _send(config_path, CommandKind.RESUME, (), wait, done="resumed")
+    _send(config_path, output, CommandKind.RESUME, (), wait, done="resumed")
 
 
-def _send(path: Path, kind: CommandKind, tables: Sequence[str], wait: float, *, done: str) -> None:
+def _send(path: Path, output: str | None, kind: CommandKind, tables: Sequence[str], wait: float, *, done: str) -> None:
     with configured(path) as config:
         require_shared_state(config)
-        with existing_store(config) as store:
-            if store is None:
-                raise PenstockError(
-                    f"pipeline {config.pipeline.id} has not run yet: there is nothing to {kind.value}",
-                    hint="Start it with `penstock run`.",
-                )
-            chosen = _choose(config, store, tables)
-            driver = running(store)
-            command = store.add_command(kind, chosen)
-            if driver is None:
-                typer.echo(
-                    f"pipeline {config.pipeline.id} does not run: {kind.value} is noted (command {command.number}), "
-                    "and taken at its next start"
-                )
-                return
-            _report(_await(store, command, wait), done.format(", ".join(chosen)))
+        for each in chosen_outputs(config, output):
+            with existing_store(config, each) as store:
+                _send_to(config, each, store, kind, tables, wait, done)
+
+
+def _send_to(
+    config: Config,
+    output: OutputChoice,
+    store: Store | None,
+    kind: CommandKind,
+    tables: Sequence[str],
+    wait: float,
+    done: str,
+) -> None:
+    if store is None:
+        raise PenstockError(
+            f"pipeline {config.pipeline.id} has not run yet: there is nothing to {kind.value}",
+            hint="Start it with `penstock run`.",
+        )
+    chosen = _choose(config, store, tables)
+    driver = running(store)
+    command = store.add_command(kind, chosen)
+    of_several = f"{output.name}: " if len(config.outputs) > 1 else ""
+    if driver is None:
+        typer.echo(
+            f"{of_several}pipeline {config.pipeline.id} does not run: {kind.value} is noted "
+            f"(command {command.number}), and taken at its next start"
+        )
+        return
+    _report(_await(store, command, wait), of_several + done.format(", ".join(chosen)))
 
 
 def _await(store: Store, command: Command, seconds: float) -> Command:

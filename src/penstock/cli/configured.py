@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from psycopg.rows import tuple_row
 
-from penstock.config import Config, load_config
+from penstock.config import Config, OutputChoice, load_config
 from penstock.errors import ConfigError, ServerUnavailable, SourceError
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
@@ -22,6 +22,10 @@ ConfigPath = Annotated[
     typer.Option("--config", "-c", envvar="PENSTOCK_CONFIG", help="The config file.", metavar="FILE"),
 ]
 DEFAULT_PATH = Path("penstock.toml")
+OutputName = Annotated[
+    str | None,
+    typer.Option("--output", help="One of several destinations, by its name; all if none is named.", metavar="NAME"),
+]
 TableNames = Annotated[list[str], typer.Argument(help="Tables, like public.orders.", metavar="TABLE")]
 
 
@@ -39,13 +43,18 @@ def configured(path: Path) -> Iterator[Config]:
 
 
 @contextmanager
-def existing_store(config: Config) -> Iterator[Store | None]:
-    """The store of a pipeline, if there is one: looking must not create it."""
+def existing_store(config: Config, output: OutputChoice | None = None) -> Iterator[Store | None]:
+    """The store of an output (of the first, if none is named), if there is one: looking must not create it."""
     if not _is_there(config):
         yield None
         return
-    with config.open_store() as store:
+    with config.open_store(output) as store:
         yield store
+
+
+def chosen_outputs(config: Config, name: str | None) -> Sequence[OutputChoice]:
+    """The output that a person named, or all of them."""
+    return config.outputs if name is None else (config.output(name),)
 
 
 def require_shared_state(config: Config) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import psycopg
@@ -18,25 +19,36 @@ from penstock.state import Errored, Ready, Store, StoredPhase, SyncDone
 
 def plan_lines(config: Config) -> Iterator[str]:
     """The plan, for people."""
-    config.create_destination()
+    for output in config.outputs:
+        config.create_destination(output)
     settings = config.pipeline
-    with existing_store(config) as store, connect(settings.source, Role.CATALOG) as connection:
-        phases = {} if store is None else store.get_table_replication_states()
-        yield f"pipeline     {settings.id}{_driver(store)}"
+    with ExitStack() as stack:
+        stores = {each.name: stack.enter_context(existing_store(config, each)) for each in config.outputs}
+        connection = stack.enter_context(connect(settings.source, Role.CATALOG))
+        phases = {name: {} if store is None else store.get_table_replication_states() for name, store in stores.items()}
+        first = stores[config.outputs[0].name]
+        yield f"pipeline     {settings.id}{_driver(first)}"
         yield f"source       {settings.source.location}"
         yield f"publication  {settings.publication}: {_publication(connection, config)}"
-        slot, anew = _slot(connection, config, phases)
+        slot, anew = _slot(connection, config, [phase for each in phases.values() for phase in each.values()])
         yield f"slot         {settings.slot}: {slot}"
-        yield f"state        {config.state_location}: {'would be created' if store is None else 'is there'}"
+        yield f"state        {config.state_location}: {'would be created' if first is None else 'is there'}"
         spool = "is there" if settings.spool.path.is_dir() else "would be created"
         yield f"spool        {settings.spool.path}: {spool}"
-        yield f"destination  {config.destination_type}"
+        for output in config.outputs:
+            name = f"{output.name}: " if len(config.outputs) > 1 else ""
+            yield f"destination  {name}{output.destination_type}"
         tables = _tables(connection, config)
         yield f"tables       {len(tables) or 'none'}"
         width = max((len(name) for name in tables), default=0)
         for name, table_id in tables.items():
-            phase = None if table_id is None else phases.get(table_id)
-            yield f"  {name:<{width}}  {_fate(phase, anew)}"
+            fates = {
+                each: _fate(None if table_id is None else known.get(table_id), anew) for each, known in phases.items()
+            }
+            if len(set(fates.values())) == 1:
+                yield f"  {name:<{width}}  {next(iter(fates.values()))}"
+            else:
+                yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
         yield "nothing was changed"
 
 
@@ -64,13 +76,13 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
     return f"is there; {'; '.join(changes) or 'has the right tables'}"
 
 
-def _slot(connection: psycopg.Connection[Any], config: Config, phases: Mapping[int, StoredPhase]) -> tuple[str, bool]:
+def _slot(connection: psycopg.Connection[Any], config: Config, phases: Sequence[StoredPhase]) -> tuple[str, bool]:
     """What would happen to the slot, and whether every table would be copied again for it."""
     slot = inspect_slot(connection, config.pipeline.slot)
     if slot is not None and not slot.lost:
         return f"is there, at {slot.confirmed_flush_lsn}", False
     what = "is lost" if slot is not None else "is gone"
-    if slot is None and not any(isinstance(phase, SyncDone | Ready) for phase in phases.values()):
+    if slot is None and not any(isinstance(phase, SyncDone | Ready) for phase in phases):
         return "would be created", False
     if config.pipeline.on_lost_slot is OnLostSlot.ERROR:
         return f'{what}: the start WOULD BE REFUSED (on_lost_slot = "error")', False

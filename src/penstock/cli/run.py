@@ -6,8 +6,8 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +22,7 @@ from penstock.errors import LeaseHeld, PenstockError, Retry
 from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
 from penstock.observe.logs import ROOT_LOGGER
-from penstock.pipeline import Pipeline
+from penstock.pipeline import Outputs, Pipeline
 from penstock.source import Role, connect
 from penstock.state import Errored, Ready, Store, WorkerType
 from penstock.workers.process_tasks import ProcessTasks
@@ -93,33 +93,40 @@ class _Talk:
 
 
 def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
-    destination = config.create_destination()
-    with config.open_store() as store:
+    destinations = {output.name: config.create_destination(output) for output in config.outputs}
+    with ExitStack() as stack:
+        stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.outputs}
         # Before Spark starts: a person should not wait for a refusal.
-        _refuse_second(config, store)
+        for store in stores.values():
+            _refuse_second(config, store)
         with ending.interruptible():
             connect(config.pipeline.source, Role.CATALOG).close()
         with _started_tasks(config, ending, talk) as (tasks, session):
-            pipeline = Pipeline(config.pipeline, store, destination, tasks, session)
+            outputs = Outputs(
+                [
+                    Pipeline(output.settings, stores[output.name], destinations[output.name], tasks, session)
+                    for output in config.outputs
+                ]
+            )
             try:
                 with ending.interruptible():
-                    pipeline.start()
-                tables = len(pipeline.phases)
-                talk.say(
-                    f"following publication {config.pipeline.publication} on {config.pipeline.source.location} "
-                    f"by slot {config.pipeline.slot}, {tables} table{'s' * (tables != 1)}, into {destination.name}; "
-                    "Ctrl-C ends it"
-                )
-                with LagWatch(config.pipeline.source) as lag:
-                    caught_up = _watch(config, store, pipeline, ending, talk, lag, once=once)
+                    outputs.start()
+                talk.say(_greeting(config, outputs, [destination.name for destination in destinations.values()]))
+                caught_up = _watch(config, outputs, ending, talk, once=once)
                 talk.say("caught up, stopping" if caught_up else "stopping: the batch at hand is finished first")
-                failed = [name for name, phase in pipeline.phases.items() if isinstance(phase, Errored)]
+                failed = [
+                    _prefixed(outputs, pipeline, name)
+                    for pipeline in outputs
+                    for name, phase in pipeline.phases.items()
+                    if isinstance(phase, Errored)
+                ]
             finally:
-                pipeline.stop()
+                outputs.stop()
                 tasks.close()
-                pipeline.shutdown()
-        position = store.get_replication_progress(WorkerType.apply())
-        talk.say(f"stopped at {position or 'the beginning'}")
+                outputs.shutdown()
+        for pipeline in outputs:
+            position = pipeline.store.get_replication_progress(WorkerType.apply())
+            talk.say(_prefixed(outputs, pipeline, f"stopped at {position or 'the beginning'}"))
     if once and failed:
         raise PenstockError(
             f"{len(failed)} table{'s' * (len(failed) > 1)} stopped: {', '.join(failed)}",
@@ -127,34 +134,58 @@ def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
         )
 
 
-def _watch(
-    config: Config, store: Store, pipeline: Pipeline, ending: Ending, talk: _Talk, lag: LagWatch, *, once: bool
-) -> bool:
-    """Look until the pipeline ends, or should; whether it has caught up with where `once` ends."""
-    progress = Progress(
+def _greeting(config: Config, outputs: Outputs, into: Sequence[str]) -> str:
+    settings = config.pipeline
+    tables = max(len(pipeline.phases) for pipeline in outputs)
+    return (
+        f"following publication {settings.publication} on {settings.source.location} by slot {settings.slot}, "
+        f"{tables} table{'s' * (tables != 1)}, into {' and '.join(into)}; Ctrl-C ends it"
+    )
+
+
+def _prefixed(outputs: Outputs, pipeline: Pipeline, text: str) -> str:
+    """What is said about one of several outputs."""
+    return f"{pipeline.output}: {text}" if len(outputs) > 1 else text
+
+
+def _watch(config: Config, outputs: Outputs, ending: Ending, talk: _Talk, *, once: bool) -> bool:
+    """Look until an output ends, or all should; whether they have caught up with where `once` ends."""
+    with ExitStack() as stack:
+        shown = [
+            _progress(outputs, pipeline, stack.enter_context(LagWatch(config.pipeline.source)), talk)
+            for pipeline in outputs
+        ]
+        target: Lsn | None = None
+        while not ending.stop.is_set():
+            if outputs.wait(0):
+                return False
+            for progress in shown:
+                progress.update()
+            if once and all(_is_settled(pipeline) for pipeline in outputs):
+                target = target or current_position(config.pipeline.source)
+                if all(_has_reached(pipeline, target) for pipeline in outputs):
+                    for progress in shown:
+                        progress.update()
+                    return True
+            ending.stop.wait(_POLL_SECONDS)
+        return False
+
+
+def _progress(outputs: Outputs, pipeline: Pipeline, lag: LagWatch, talk: _Talk) -> Progress:
+    # Several lines cannot be written over in place; where there are several outputs, each gets a line now and then.
+    alone = len(outputs) == 1
+    return Progress(
         pipeline,
         lambda status: lag.behind(status.applied, status.last_commit_time),
-        talk.say,
+        lambda text: talk.say(_prefixed(outputs, pipeline, text)),
         seconds=talk.seconds,
-        overwrite=talk.overwrite,
+        overwrite=talk.overwrite if alone else None,
     )
-    target: Lsn | None = None
-    while not ending.stop.is_set():
-        if pipeline.wait(0):
-            return False
-        progress.update()
-        if once and _is_settled(store, pipeline):
-            target = target or current_position(config.pipeline.source)
-            if _has_reached(pipeline, target):
-                progress.update()
-                return True
-        ending.stop.wait(_POLL_SECONDS)
-    return False
 
 
-def _is_settled(store: Store, pipeline: Pipeline) -> bool:
+def _is_settled(pipeline: Pipeline) -> bool:
     """Nothing is copied any more, nothing is tried again by itself, and no command waits that could change that."""
-    return all(command.answered for command in store.get_commands()) and all(
+    return all(command.answered for command in pipeline.store.get_commands()) and all(
         isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)
         for phase in pipeline.phases.values()
     )

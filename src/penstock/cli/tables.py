@@ -13,13 +13,15 @@ from rich.text import Text
 from penstock.cli.configured import (
     DEFAULT_PATH,
     ConfigPath,
+    OutputName,
+    chosen_outputs,
     configured,
     existing_store,
     require_shared_state,
     running,
     table_names,
 )
-from penstock.config import Config
+from penstock.config import Config, OutputChoice
 from penstock.errors import Retry
 from penstock.lsn import Lsn
 from penstock.observe import scrub
@@ -32,6 +34,7 @@ _PIPE_WIDTH = 160
 
 def tables(
     config_path: ConfigPath = DEFAULT_PATH,
+    output: OutputName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Show the phase and the position of every table, and what to do about those that stopped.
@@ -40,16 +43,20 @@ def tables(
     """
     with configured(config_path) as config:
         require_shared_state(config)
-        with existing_store(config) as store:
-            driver = None if store is None else running(store)
-            found = [] if store is None else _describe(config, store)
-            if as_json:
-                typer.echo(json.dumps(_to_json(config, driver, found), indent=2, ensure_ascii=False))
-            else:
-                _print(config, driver, found)
+        driver: LeaseInfo | None = None
+        found: list[dict[str, Any]] = []
+        for each in chosen_outputs(config, output):
+            with existing_store(config, each) as store:
+                if store is not None:
+                    driver = running(store) or driver
+                    found += _describe(config, each, store)
+        if as_json:
+            typer.echo(json.dumps(_to_json(config, driver, found), indent=2, ensure_ascii=False))
+        else:
+            _print(config, driver, found)
 
 
-def _describe(config: Config, store: Store) -> list[dict[str, Any]]:
+def _describe(config: Config, output: OutputChoice, store: Store) -> list[dict[str, Any]]:
     """One record per table, by name."""
     stored = store.get_stored_progress()
     positions: dict[int, Lsn] = {}
@@ -63,6 +70,7 @@ def _describe(config: Config, store: Store) -> list[dict[str, Any]]:
             {
                 "table": names.get(table_id, f"oid {table_id}"),
                 "id": table_id,
+                "output": output.name,
                 "phase": phase.name,
                 "position": _text(_position(phase, positions.get(table_id), stored.position if stored else None)),
                 "error": _error(config, phase),
@@ -120,11 +128,13 @@ def _print(config: Config, driver: LeaseInfo | None, found: list[dict[str, Any]]
         console = Console(width=_PIPE_WIDTH, highlight=False)
     if found:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for title in ("table", "phase", "position"):
+        several = len(config.outputs) > 1
+        for title in ("table", *(["output"] * several), "phase", "position"):
             table.add_column(title, overflow="fold")
         for each in found:
             phase = Text(each["phase"], style=_STYLES.get(each["phase"], "yellow"))
-            table.add_row(Text(each["table"]), phase, Text(each["position"] or ""))
+            output = [Text(each["output"])] * several
+            table.add_row(Text(each["table"]), *output, phase, Text(each["position"] or ""))
         console.print(table)
         console.print()
     for each in found:

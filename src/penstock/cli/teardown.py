@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +14,13 @@ import typer
 from psycopg import sql
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, existing_store, running
-from penstock.config import Config
-from penstock.errors import LeaseHeld
+from penstock.config import Config, OutputChoice
+from penstock.errors import ConfigError, LeaseHeld
 from penstock.source import Role, connect
 from penstock.source.faults import translated
 from penstock.source.publications import inspect_publication
 from penstock.source.slots import drop_slot, inspect_slot
+from penstock.spool import Readers
 from penstock.spool.folder import SpoolFolder
 from penstock.state import Store
 
@@ -33,22 +35,38 @@ class _Step:
 
 def teardown(
     config_path: ConfigPath = DEFAULT_PATH,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            help="Only this one of several destinations, also one that is not in the config any more.",
+            metavar="NAME",
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a pipeline: its slot, its publication, its spool and its state.
 
     Shows what it will remove, and asks. The publication goes only if manage_publication is true; what is at the
-    destination stays. The pipeline must not run.
+    destination stays. The pipeline must not run. With --output the others keep theirs, and the slot waits no longer for
+    the one that is removed.
     """
-    with (
-        configured(config_path) as config,
-        existing_store(config) as store,
-        connect(config.pipeline.source, Role.CATALOG) as connection,
-    ):
-        _refuse_running(config, store)
-        steps = _plan(config, store, connection)
+    with configured(config_path) as config, ExitStack() as stack:
+        readers = Readers(SpoolFolder(config.pipeline.spool.path)) if config.pipeline.spool.path.is_dir() else None
+        registered = list(readers.positions()) if readers is not None else []
+        names = list(dict.fromkeys([*(each.name for each in config.outputs), *registered]))
+        if output is not None and output not in names:
+            raise ConfigError(f"there is no output called {output!r}", hint=f"There are: {', '.join(names)}.")
+        stores = {name: stack.enter_context(existing_store(config, _choice(config, name))) for name in names}
+        _refuse_running(config, stores.values())
+        if output is None:
+            connection = stack.enter_context(connect(config.pipeline.source, Role.CATALOG))
+            steps = _plan(config, stores, connection)
+        else:
+            steps = _plan_output(config, output, stores[output], readers)
         if not steps:
-            typer.echo(f"pipeline {config.pipeline.id} has left nothing to remove")
+            what = f"output {output}" if output is not None else f"pipeline {config.pipeline.id}"
+            typer.echo(f"{what} has left nothing to remove")
             return
         typer.echo("this will be removed:")
         for step in steps:
@@ -56,14 +74,19 @@ def teardown(
         typer.echo("what is at the destination stays")
         if not yes:
             typer.confirm("go on?", abort=True)
-        if store is not None:
-            store.acquire_lease()
+        for store in stores.values():
+            if store is not None:
+                store.acquire_lease()
         for step in steps:
             step.remove()
             typer.echo(f"removed {step.what}")
 
 
-def _plan(config: Config, store: Store | None, connection: psycopg.Connection[Any]) -> list[_Step]:
+def _choice(config: Config, name: str) -> OutputChoice:
+    return OutputChoice(replace(config.pipeline, output=name), destination_type="")
+
+
+def _plan(config: Config, stores: Mapping[str, Store | None], connection: psycopg.Connection[Any]) -> list[_Step]:
     """In this order: as long as there is a state, a teardown that was cut short can be run again."""
     settings = config.pipeline
     where = settings.source.location
@@ -73,23 +96,37 @@ def _plan(config: Config, store: Store | None, connection: psycopg.Connection[An
     if settings.manage_publication and inspect_publication(connection, settings.publication) is not None:
         what = f"publication {settings.publication} on {where}"
         steps.append(_Step(what, lambda: _drop_publication(connection, settings.publication)))
+    # While the spool is there, its readers name outputs whose state is to be removed.
+    for name, store in stores.items():
+        steps += _plan_state(config, name, store)
     if settings.spool.path.is_dir():
         steps.append(_Step(f"spool {settings.spool.path}", lambda: _remove_spool(settings.spool.path)))
-    if store is not None:
-        what = f"state of pipeline {settings.id} in {config.state_location}"
-        if _has_state(store):
-            steps.append(_Step(what, store.delete_pipeline_state))
     return steps
+
+
+def _plan_output(config: Config, name: str, store: Store | None, readers: Readers | None) -> list[_Step]:
+    """The state first: an output that is registered without a state has no tables, and is made known again."""
+    steps = _plan_state(config, name, store)
+    if readers is not None and readers.position(name) is not None:
+        steps.append(_Step(f"what the slot keeps for {name}", lambda: readers.unregister(name)))
+    return steps
+
+
+def _plan_state(config: Config, name: str, store: Store | None) -> list[_Step]:
+    if store is None or not _has_state(store):
+        return []
+    settings = _choice(config, name).settings
+    return [_Step(f"state of pipeline {settings.output_id} in {config.state_location}", store.delete_pipeline_state)]
 
 
 def _has_state(store: Store) -> bool:
     return bool(store.get_table_replication_states() or store.get_stored_progress() or store.get_commands())
 
 
-def _refuse_running(config: Config, store: Store | None) -> None:
-    driver = None if store is None else running(store)
-    if driver is not None:
-        raise LeaseHeld(f"pipeline {config.pipeline.id} runs: it is driven by {driver}", hint="Stop it first.")
+def _refuse_running(config: Config, stores: Iterable[Store | None]) -> None:
+    for driver in (running(store) for store in stores if store is not None):
+        if driver is not None:
+            raise LeaseHeld(f"pipeline {config.pipeline.id} runs: it is driven by {driver}", hint="Stop it first.")
 
 
 def _drop_publication(connection: psycopg.Connection[Any], name: str) -> None:

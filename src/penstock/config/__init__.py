@@ -1,5 +1,5 @@
 """The config file: read, checked, and turned into the settings of the packages that it is about."""
 
-from penstock.config.loading import Config, SparkChoice, load_config
+from penstock.config.loading import Config, OutputChoice, SparkChoice, load_config
 
-__all__ = ["Config", "SparkChoice", "load_config"]
+__all__ = ["Config", "OutputChoice", "SparkChoice", "load_config"]

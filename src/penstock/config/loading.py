@@ -11,14 +11,14 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from penstock.config.environment import Substitution, join
-from penstock.config.models import NO_SPARK, ConfigFile
+from penstock.config.models import NO_SPARK, ConfigFile, DestinationSection
 from penstock.copy import CopySettings
 from penstock.destinations.base import Destination
 from penstock.destinations.registry import create_destination
@@ -47,19 +47,43 @@ class SparkChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputChoice:
+    """One of the places that the tables go to."""
+
+    settings: PipelineSettings
+    destination_type: str
+    destination_options: Mapping[str, Any] = field(repr=False, default_factory=dict[str, Any])
+
+    @property
+    def name(self) -> str:
+        return self.settings.output
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """A config file that was understood."""
 
     path: Path
-    pipeline: PipelineSettings
+    outputs: tuple[OutputChoice, ...]
     spark: SparkChoice
-    destination_type: str
     copy_tasks: int | None = None
     """How many tasks may read tables at the same time; None leaves it to whoever runs them."""
     state_url: str = field(repr=False, default="memory:")
-    destination_options: Mapping[str, Any] = field(repr=False, default_factory=dict[str, Any])
     secrets: frozenset[str] = field(repr=False, default=frozenset())
     """What came from the environment; not to be shown."""
+
+    @property
+    def pipeline(self) -> PipelineSettings:
+        """What all outputs share: the stream's settings, and how it is copied and written."""
+        return self.outputs[0].settings
+
+    def output(self, name: str) -> OutputChoice:
+        """An output by its name."""
+        found = [output for output in self.outputs if output.name == name]
+        if not found:
+            known = ", ".join(output.name for output in self.outputs)
+            raise ConfigError(f"{self.path} has no destination called {name!r}", hint=f"It has: {known}.")
+        return found[0]
 
     @property
     def state_file(self) -> Path | None:
@@ -73,8 +97,8 @@ class Config:
             return str(self.state_file)
         return "memory" if self.state_url == "memory:" else SourceSettings(self.state_url).location
 
-    def open_store(self) -> Store:
-        """The pipeline's store; a missing folder of its file is created."""
+    def open_store(self, output: OutputChoice | None = None) -> Store:
+        """The store of an output, of the first if none is named; a missing folder of its file is created."""
         if self.state_file is not None:
             try:
                 self.state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,17 +107,18 @@ class Config:
                     f"cannot create the folder {self.state_file.parent}: {error.strerror}",
                     hint="Choose another state.url, or another path for the spool.",
                 ) from None
-        return open_store(self.state_url, self.pipeline.id)
+        return open_store(self.state_url, (output or self.outputs[0]).settings.output_id)
 
-    def create_destination(self) -> Destination:
-        """The destination, not started."""
+    def create_destination(self, output: OutputChoice | None = None) -> Destination:
+        """The destination of an output, of the first if none is named; not started."""
+        chosen = output or self.outputs[0]
         try:
-            return create_destination(self.destination_type, self.destination_options)
+            return create_destination(chosen.destination_type, chosen.destination_options)
         except PenstockError:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.path}: destination: {self.destination_type!r} does not take these options: {error}"
+                f"{self.path}: destination: {chosen.destination_type!r} does not take these options: {error}"
             ) from None
 
     @contextmanager
@@ -158,7 +183,8 @@ def _error(path: Path, problems: list[str]) -> ConfigError:
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_input=False, include_url=False, include_context=False):
-        parts = [str(part) for part in problem["loc"]]
+        # A number says which of several destinations; there is mostly one.
+        parts = [str(part) for part in problem["loc"] if part != 0]
         where = join("", *parts)
         match problem["type"]:
             case "extra_forbidden" if parts == ["index"]:
@@ -242,19 +268,21 @@ def _build(path: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
             out_of_range=file.types.out_of_range, numeric=file.types.numeric, unknown_types=file.types.unknown_types
         ),
     )
-    options = dict(file.destination.model_extra or {})
-    if isinstance(options.get("path"), str) and "://" not in options["path"]:
-        options["path"] = str(folder / options["path"])
     return Config(
         path=path,
-        pipeline=settings,
+        outputs=tuple(_output_choice(each, settings, folder) for each in file.destination),
         spark=_spark_choice(file),
-        destination_type=file.destination.type,
         copy_tasks=file.copy_.max_connections,
         state_url=_state_url(file, folder, spool),
-        destination_options=options,
         secrets=secrets,
     )
+
+
+def _output_choice(section: DestinationSection, settings: PipelineSettings, folder: Path) -> OutputChoice:
+    options = dict(section.model_extra or {})
+    if isinstance(options.get("path"), str) and "://" not in options["path"]:
+        options["path"] = str(folder / options["path"])
+    return OutputChoice(replace(settings, output=section.name), section.type, options)
 
 
 def _state_url(file: ConfigFile, folder: Path, spool: Path) -> str:

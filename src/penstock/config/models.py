@@ -9,10 +9,10 @@ import re
 from datetime import timedelta
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from penstock.config.units import Duration, Size
-from penstock.pipeline import OnLostSlot
+from penstock.pipeline import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 
 NO_SPARK = "none"
@@ -108,6 +108,15 @@ class DestinationSection(Section):
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
+    name: Annotated[str, AfterValidator(_check_id)] = DEFAULT_OUTPUT
+
+
+def _check_names(destinations: list[DestinationSection]) -> list[DestinationSection]:
+    if not destinations:
+        raise ValueError("should have at least one")
+    if len({each.name for each in destinations}) < len(destinations):
+        raise ValueError("several of them need a name each, and different ones")
+    return destinations
 
 
 class TypesSection(Section):
@@ -126,7 +135,15 @@ class ConfigFile(Section):
     state: StateSection = StateSection()
     copy_: Annotated[CopySection, Field(alias="copy")] = CopySection()
     spark: SparkSection = SparkSection()
-    destination: DestinationSection
+    destination: Annotated[
+        list[DestinationSection],
+        BeforeValidator(
+            lambda written: [written] if isinstance(written, dict) else written,
+            json_schema_input_type=DestinationSection | list[DestinationSection],
+        ),
+        AfterValidator(_check_names),
+    ]
+    """[destination] for one, [[destination]] for each of several."""
     types: TypesSection = TypesSection()
     tables: dict[str, dict[str, Any]] = {}
 

@@ -50,7 +50,7 @@ def test_the_smallest_config_has_defaults_beside_the_file(load, tmp_path):
     assert settings.publication == settings.slot == "penstock_shop"
     assert settings.spool.path == tmp_path / ".penstock/shop/spool"
     assert config.state_file == tmp_path / ".penstock/shop/state.db"
-    assert config.destination_options == {"path": str(tmp_path / "lake")}
+    assert config.outputs[0].destination_options == {"path": str(tmp_path / "lake")}
     assert config.spark.master == "local[*]"
     assert settings.tables == ("*.*",)
 
@@ -158,7 +158,7 @@ def test_empty_table_sections_are_fine(load):
 def test_the_environment_is_put_in(load):
     config = load(SMALLEST.replace("reader@", "reader:${PW}@") + 'compression = "$${x}"', PW="hunter2hunter2")
     assert config.pipeline.source.parameters()["password"] == "hunter2hunter2"
-    assert config.destination_options["compression"] == "${x}"
+    assert config.outputs[0].destination_options["compression"] == "${x}"
     assert "hunter2" not in repr(config)
 
 
@@ -169,7 +169,7 @@ def test_a_variable_that_is_not_set_is_an_error(load):
 
 def test_a_variable_cannot_become_a_key(load):
     config = load(SMALLEST.replace('"lake"', '"${P}"'), P='x"\nmore = 1')
-    assert set(config.destination_options) == {"path"}
+    assert set(config.outputs[0].destination_options) == {"path"}
 
 
 @pytest.mark.parametrize(
@@ -225,3 +225,44 @@ def test_durations(text, seconds):
             parse_duration(text)
     else:
         assert parse_duration(text).total_seconds() == seconds
+
+
+TWO = """
+[pipeline]
+id = "shop"
+[source]
+url = "postgresql://reader@db/shop"
+[[destination]]
+name = "tables"
+type = "parquet"
+path = "lake"
+[[destination]]
+name = "copy"
+type = "parquet"
+path = "second"
+"""
+
+
+def test_several_destinations_share_all_but_their_state(load, tmp_path):
+    config = load(TWO)
+    first, second = config.outputs
+    assert (first.name, second.name) == ("tables", "copy")
+    assert second.destination_options == {"path": str(tmp_path / "second")}
+    assert first.settings.slot == second.settings.slot
+    assert (first.settings.output_id, second.settings.output_id) == ("shop", "shop:copy")
+    assert config.output("copy") == second
+    with pytest.raises(ConfigError, match="no destination called 'search'"):
+        config.output("search")
+
+
+def test_several_destinations_need_different_names(load):
+    assert "destination: several of them need a name each" in refusal(load, TWO.replace('"copy"', '"tables"'))
+    assert "destination: should have at least one" in refusal(
+        load, TWO[: TWO.index("[[")].replace("[pipeline]", "destination = []\n[pipeline]")
+    )
+
+
+def test_an_error_says_which_of_several_destinations_is_meant(load):
+    assert "destination.1.type: is missing" in refusal(
+        load, TWO.replace('name = "copy"\ntype = "parquet"', 'name = "copy"')
+    )
