@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -46,25 +47,26 @@ class Lag:
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, Lsn]] = deque(maxlen=_LOOKS)
-        self._first: Lsn | None = None
 
     def add(self, now: float, server: Lsn) -> None:
         """A look; `now` is Unix time."""
-        self._first = server if self._first is None else self._first
         if not self._looks or self._looks[-1][1] != server:
             self._looks.append((now, server))
 
     def behind(self, now: float, applied: Lsn, last_commit_time: int) -> Behind | None:
-        """How far `applied` is behind; None before the first look. The commit time is in Unix microseconds."""
-        if self._first is None:
+        """How far `applied` is behind; None before the first look. The commit time is in Unix microseconds.
+
+        May be asked for several outputs in turn.
+        """
+        if not self._looks:
             return None
-        while len(self._looks) > 1 and reaches(applied, self._looks[0][1]):
-            self._looks.popleft()
-        since, server = self._looks[0][0], self._looks[-1][1]
+        server = self._looks[-1][1]
         if reaches(applied, server):
             return Behind(0, 0.0)
-        seconds = now - since
-        if not reaches(applied, self._first) and last_commit_time:
+        first_beyond = bisect_left(self._looks, True, key=lambda look: not reaches(applied, look[1]))
+        seconds = now - self._looks[first_beyond][0]
+        if first_beyond == 0 and last_commit_time:
+            # It was written before the first look that is remembered.
             seconds = max(seconds, now - last_commit_time / 1e6)
         return Behind(server - applied, max(0.0, seconds))
 

@@ -31,3 +31,12 @@ def test_a_backlog_from_before_goes_by_the_time_of_what_was_applied():
     lag = Lag()
     lag.add(1000.0, Lsn(100))
     assert lag.behind(1002.0, Lsn(50), 400_000_000) == Behind(50, 602.0)
+
+
+def test_an_output_that_is_ahead_does_not_change_the_lag_of_another():
+    lag = Lag()
+    for moment in range(10):
+        lag.add(float(moment), Lsn(100 * moment))
+    assert lag.behind(10.0, Lsn(900), 0) == Behind(0, 0.0)
+    assert lag.behind(10.0, Lsn(850), 0) == Behind(50, 1.0)
+    assert lag.behind(10.0, Lsn(150), 0) == Behind(750, 8.0)
