@@ -1,0 +1,46 @@
+"""Index specifications: what people write, and what it means."""
+
+from penstock.documents.specification.loading import load_specification, parse_specification
+from penstock.documents.specification.tree import (
+    Aggregate,
+    Constant,
+    Field,
+    Filter,
+    Geo,
+    Group,
+    IndexSpecification,
+    Join,
+    Junction,
+    Operation,
+    OrderBy,
+    Relation,
+    Scalar,
+    ScalarType,
+    SoftDelete,
+    Transform,
+    Verb,
+    relations_in,
+)
+
+__all__ = [
+    "Aggregate",
+    "Constant",
+    "Field",
+    "Filter",
+    "Geo",
+    "Group",
+    "IndexSpecification",
+    "Join",
+    "Junction",
+    "Operation",
+    "OrderBy",
+    "Relation",
+    "Scalar",
+    "ScalarType",
+    "SoftDelete",
+    "Transform",
+    "Verb",
+    "load_specification",
+    "parse_specification",
+    "relations_in",
+]

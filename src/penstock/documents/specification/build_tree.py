@@ -1,0 +1,236 @@
+"""From what was written to what it means: defaults filled in, names of columns and schemas decided.
+
+What a model alone cannot see is refused here: a junction's columns outside of a many-to-many relation, keys of
+different lengths, a soft delete by a field that is no column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.documents.specification.models import (
+    AggregateModel,
+    BelongsToModel,
+    ConstantModel,
+    CustomModel,
+    FieldModel,
+    FilterModel,
+    GeoModel,
+    HasManyModel,
+    HasOneModel,
+    ManyToManyModel,
+    MapModel,
+    ObjectModel,
+    OrderModel,
+    ScalarModel,
+    SpecificationModel,
+    ThroughModel,
+    fold_identifier,
+)
+from penstock.documents.specification.tree import (
+    Aggregate,
+    Constant,
+    Field,
+    Filter,
+    Geo,
+    Group,
+    IndexSpecification,
+    Join,
+    Junction,
+    Operation,
+    OrderBy,
+    Relation,
+    Scalar,
+    ScalarType,
+    SoftDelete,
+    Transform,
+    Verb,
+)
+from penstock.documents.specification.yaml_positions import Path
+from penstock.source.patterns import TableName
+
+Mistakes = list[tuple[Path, str]]
+_JoinModel = BelongsToModel | HasOneModel | HasManyModel | ManyToManyModel
+
+
+def build_tree(model: SpecificationModel, name: str) -> tuple[IndexSpecification, Mistakes]:
+    """The specification, and what is wrong with it (then it is of no use)."""
+    builder = _Builder(model.schema_)
+    primary_key = tuple(model.primary_key or ())
+    fields = builder.fields(model.fields, primary_key, False, ())
+    filters = builder.filters(model.filters, ("filters",))
+    tree = IndexSpecification(
+        name=name,
+        table=TableName(model.schema_, model.table),
+        fields=fields,
+        primary_key=primary_key,
+        doc_id=tuple(model.doc_id or ()),
+        filters=filters,
+        soft_delete=builder.soft_delete(model, fields),
+        transform=model.transform or "",
+    )
+    return tree, builder.mistakes
+
+
+class _Builder:
+    def __init__(self, schema: str) -> None:
+        self._schema = schema
+        self.mistakes: Mistakes = []
+
+    def fields(
+        self, models: Sequence[FieldModel], parent_key: tuple[str, ...], junction: bool, path: Path
+    ) -> tuple[Field, ...]:
+        return tuple(
+            self._field(each, parent_key, junction, (*path, "fields", index)) for index, each in enumerate(models)
+        )
+
+    def filters(self, models: Sequence[FilterModel], path: Path, junction: bool = False) -> tuple[Filter, ...]:
+        for index, each in enumerate(models):
+            self._check_junction(each.from_, junction, (*path, index, "from"))
+        return tuple(
+            Filter(
+                column=each.column or "",
+                operator=each.op or "",
+                values=tuple(_text(value) for value in (each.value if isinstance(each.value, list) else [each.value]))
+                if each.value is not None
+                else (),
+                raw=each.raw or "",
+                junction=each.from_ is not None,
+            )
+            for each in models
+        )
+
+    def soft_delete(self, model: SpecificationModel, fields: Sequence[Field]) -> SoftDelete | None:
+        if model.soft_delete is None:
+            return None
+        when = self.filters(model.soft_delete.when, ("soft_delete", "when"))
+        column = model.soft_delete.column
+        if column is None:
+            named = [each for each in fields if each.name == model.soft_delete.field]
+            if not named or not isinstance(named[0], Scalar):
+                self.mistakes.append((("soft_delete", "field"), "names no field of the root that has a column"))
+                return None
+            column = named[0].column
+        return SoftDelete(column, when)
+
+    def _field(self, model: FieldModel, parent_key: tuple[str, ...], junction: bool, path: Path) -> Field:
+        match model:
+            case ScalarModel():
+                self._check_junction(model.from_, junction, (*path, "from"))
+                return Scalar(
+                    name=model.name,
+                    type=ScalarType(model.kind),
+                    column=self._column(model.column, model.name, path),
+                    junction=model.from_ is not None,
+                    required=model.required,
+                    options=model.options,
+                    transforms=tuple(Transform(each) for each in model.transforms),
+                    default=model.default,
+                    variants=tuple(model.variants or ()),
+                )
+            case CustomModel():
+                self._check_junction(model.from_, junction, (*path, "from"))
+                return Scalar(
+                    name=model.name,
+                    type=ScalarType.CUSTOM,
+                    column=self._column(model.column, model.name, path),
+                    junction=model.from_ is not None,
+                    required=model.required,
+                    options=model.options,
+                    default=model.default,
+                    postgres=tuple(model.postgres),
+                    opensearch=model.opensearch,
+                )
+            case MapModel():
+                return Scalar(
+                    name=model.name,
+                    type=ScalarType.MAP,
+                    column=self._column(model.column, model.name, path),
+                    required=model.required,
+                    options=model.options,
+                    values=ScalarType(model.values),
+                )
+            case GeoModel():
+                column = "" if model.lat else self._column(model.column, model.name, path)
+                return Geo(model.name, model.lat or "", model.lon or "", column, model.required, model.options)
+            case ConstantModel():
+                return Constant(model.name, model.value)
+            case ObjectModel():
+                return Group(model.name, self.fields(model.fields, parent_key, junction, path), model.options)
+            case AggregateModel():
+                return self._aggregate(model, parent_key, path)
+            case _:
+                return self._join(model, parent_key, path)
+
+    def _join(self, model: _JoinModel, parent_key: tuple[str, ...], path: Path) -> Join:
+        key = tuple(model.primary_key)
+        through = isinstance(model, ManyToManyModel)
+        own, parent = key, parent_key
+        if isinstance(model, BelongsToModel):
+            parent = tuple(model.column or [self._column(None, model.name, path)])
+            self._check_lengths(parent, key, (*path, "column"))
+        elif isinstance(model, HasOneModel | HasManyModel):
+            own = tuple(model.foreign_key)
+            self._check_lengths(own, parent_key, (*path, "foreign_key"))
+        relation = Relation(
+            table=TableName(model.schema_ or self._schema, model.table),
+            primary_key=key,
+            parent_columns=parent,
+            columns=own,
+            junction=self._junction(model.through, parent_key, key, (*path, "through")) if through else None,
+            filters=self.filters(model.filters, (*path, "filters"), through),
+            order_by=() if isinstance(model, BelongsToModel) else self._order(model.order_by, through, path),
+            limit=model.limit if isinstance(model, HasManyModel | ManyToManyModel) else None,
+        )
+        fields = self.fields(model.fields, key, through, path)
+        required = isinstance(model, BelongsToModel | HasOneModel) and model.required
+        return Join(model.name, Verb(model.kind), relation, fields, required, model.options)
+
+    def _aggregate(self, model: AggregateModel, parent_key: tuple[str, ...], path: Path) -> Aggregate:
+        foreign_key = tuple(model.foreign_key or ())
+        if foreign_key:
+            self._check_lengths(foreign_key, parent_key, (*path, "foreign_key"))
+        relation = Relation(
+            table=TableName(model.schema_ or self._schema, model.table),
+            primary_key=(),
+            parent_columns=parent_key,
+            columns=foreign_key,
+            junction=self._junction(model.through, parent_key, (), (*path, "through")) if model.through else None,
+            filters=self.filters(model.filters, (*path, "filters"), model.through is not None),
+        )
+        value_type = model.value_type or model.element_type
+        return Aggregate(
+            model.name,
+            Operation(model.kind),
+            relation,
+            model.column or "",
+            ScalarType(value_type) if value_type else None,
+            model.options,
+        )
+
+    def _junction(self, model: ThroughModel, parent_key: tuple[str, ...], key: tuple[str, ...], path: Path) -> Junction:
+        left, right = tuple(model.left_key), tuple(model.right_key)
+        self._check_lengths(left, parent_key, (*path, "left_key"))
+        self._check_lengths(right, key, (*path, "right_key"))
+        return Junction(TableName(model.schema_ or self._schema, model.table), left, right)
+
+    def _order(self, models: Sequence[OrderModel], junction: bool, path: Path) -> tuple[OrderBy, ...]:
+        for index, each in enumerate(models):
+            self._check_junction(each.from_, junction, (*path, "order_by", index, "from"))
+        return tuple(OrderBy(each.column, each.direction == "desc", each.from_ is not None) for each in models)
+
+    def _column(self, column: str | None, name: str, path: Path) -> str:
+        return column if column is not None else fold_identifier(name)
+
+    def _check_junction(self, source: str | None, junction: bool, path: Path) -> None:
+        if source is not None and not junction:
+            self.mistakes.append((path, "there is no junction here; only many_to_many and aggregates through one have"))
+
+    def _check_lengths(self, columns: tuple[str, ...], key: tuple[str, ...], path: Path) -> None:
+        """Keys from the catalog are empty here; their lengths are compared by the checks."""
+        if columns and key and len(columns) != len(key):
+            self.mistakes.append((path, f"has {len(columns)} columns, and the key that it points at {len(key)}"))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,382 @@
+"""What an index specification may hold. docs/reference/index-specification.md describes every key.
+
+Fields are written type first (`- keyword: email`). `loading` turns that into `kind` and `name` before it gets here, and
+turns what comes out into the plain objects of `tree`. Names of tables and columns follow Postgres: plain ones are
+folded to lower case, those in double quotes are taken as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.documents.specification.tree import ScalarType
+
+_PLAIN = re.compile(r"[a-z_][a-z0-9_$]*")
+_QUOTED = re.compile(r'"((?:[^"]|"")+)"')
+_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_NAME_LIMIT = 63
+
+ScalarKind = Literal[
+    "text", "identifier", "keyword", "enum", "uuid", "boolean", "short", "integer", "long", "float", "double",
+    "decimal", "date", "timestamp", "binary", "json",
+]  # fmt: skip
+MapValues = Literal[
+    "text", "identifier", "keyword", "enum", "uuid", "short", "integer", "long", "float", "double", "decimal",
+    "date", "timestamp",
+]  # fmt: skip
+Operator = Literal[
+    "eq", "neq", "lt", "lte", "gt", "gte", "like", "ilike", "in", "not_in", "between", "is_null", "is_not_null"
+]
+Constant = str | int | float | bool | None
+
+
+def refuse(key: str, message: str) -> PydanticCustomError:
+    """An error about one key of the model that is being checked."""
+    return PydanticCustomError("key", "{message}", {"key": key, "message": message})
+
+
+def fold_identifier(text: str) -> str:
+    """The name that Postgres would understand."""
+    text = text.strip()
+    quoted = _QUOTED.fullmatch(text)
+    name = quoted[1].replace('""', '"') if quoted else text.lower()
+    if not quoted and not _PLAIN.fullmatch(name):
+        raise ValueError(f"{text!r} is no plain name; write '\"{text}\"' if the table or column is really called so")
+    if len(name.encode()) > _NAME_LIMIT:
+        raise ValueError(f"names in Postgres have at most {_NAME_LIMIT} bytes")
+    return name
+
+
+def _check_field_name(text: str) -> str:
+    if not _FIELD_NAME.fullmatch(text.strip()):
+        raise ValueError("a field's name has letters, digits and '_', at most 63, and does not begin with a digit")
+    return text.strip()
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Identifier = Annotated[str, AfterValidator(fold_identifier)]
+Identifiers = Annotated[list[Identifier], BeforeValidator(_as_list), Field(min_length=1)]
+FieldName = Annotated[str, AfterValidator(_check_field_name)]
+
+
+class Model(BaseModel):
+    """Unknown keys are errors, and errors do not show values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+
+class FilterModel(Model):
+    """A condition: `{column, op, value}`, or `{raw}`."""
+
+    column: Identifier | None = None
+    op: Operator | None = None
+    value: Any = None
+    raw: str | None = None
+    from_: Literal["junction"] | None = Field(None, alias="from")
+
+    @model_validator(mode="after")
+    def check_shape(self) -> FilterModel:
+        if self.raw is not None:
+            for key in ("column", "op", "value", "from"):
+                if key in {("from" if each == "from_" else each) for each in self.model_fields_set}:
+                    raise refuse(key, "does not go together with raw")
+            if not self.raw.strip():
+                raise refuse("raw", "is empty")
+            return self
+        if self.column is None or self.op is None:
+            missing = "column" if self.column is None else "op"
+            raise refuse(missing, "is missing; a condition has column and op, or raw")
+        self._check_value(self.op)
+        return self
+
+    def _check_value(self, op: str) -> None:
+        given = "value" in self.model_fields_set
+        if op in ("is_null", "is_not_null"):
+            if given:
+                raise refuse("value", f"{op} takes no value")
+        elif not given:
+            raise refuse("value", f"is missing; {op} needs one")
+        elif op in ("in", "not_in", "between"):
+            if not isinstance(self.value, list) or not all(_is_scalar(each) for each in self.value):
+                raise refuse("value", f"{op} takes a list of plain values")
+            if op == "between" and len(self.value) != 2:
+                raise refuse("value", "between takes exactly two values")
+        elif not _is_scalar(self.value):
+            raise refuse("value", f"{op} takes one plain value")
+
+
+class OrderModel(Model):
+    """One column by which rows are ordered."""
+
+    column: Identifier
+    direction: Literal["asc", "desc"] = "asc"
+    from_: Literal["junction"] | None = Field(None, alias="from")
+
+
+class ThroughModel(Model):
+    """The junction of a many-to-many relation."""
+
+    table: Identifier
+    schema_: Identifier | None = Field(None, alias="schema")
+    left_key: Identifiers
+    right_key: Identifiers
+
+
+class ScalarModel(Model):
+    """A column of the row."""
+
+    kind: ScalarKind
+    name: FieldName
+    column: Identifier | None = None
+    from_: Literal["junction"] | None = Field(None, alias="from")
+    required: bool = False
+    options: dict[str, Any] = {}
+    transforms: list[Literal["lowercase", "trim"]] = []
+    default: Any = None
+    variants: list[str] | None = None
+
+    @model_validator(mode="after")
+    def check_enum(self) -> ScalarModel:
+        if not _is_scalar(self.default) and self.default is not None:
+            raise refuse("default", "should be a plain value")
+        if self.variants is None:
+            return self
+        if self.kind != "enum":
+            raise refuse("variants", f"only an enum has them, not {self.kind}")
+        if len(set(self.variants)) != len(self.variants):
+            raise refuse("variants", "has a value twice")
+        if any(not each.strip() or "=>" in each or "\n" in each for each in self.variants):
+            raise refuse("variants", "has a value that is empty or contains '=>' or a line break")
+        return self
+
+
+class CustomModel(Model):
+    """A column of a type that the others do not cover."""
+
+    kind: Literal["custom"]
+    name: FieldName
+    column: Identifier | None = None
+    from_: Literal["junction"] | None = Field(None, alias="from")
+    required: bool = False
+    options: dict[str, Any] = {}
+    default: Any = None
+    postgres: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    opensearch: Annotated[str, Field(min_length=1)]
+
+
+class MapModel(Model):
+    """A jsonb column whose keys are not known beforehand."""
+
+    kind: Literal["map"]
+    name: FieldName
+    column: Identifier | None = None
+    required: bool = False
+    options: dict[str, Any] = {}
+    values: MapValues
+
+
+class GeoModel(Model):
+    """A point."""
+
+    kind: Literal["geo"]
+    name: FieldName
+    lat: Identifier | None = None
+    lon: Identifier | None = None
+    column: Identifier | None = None
+    required: bool = False
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def check_shape(self) -> GeoModel:
+        if (self.lat is None) != (self.lon is None):
+            raise refuse("lat" if self.lat is None else "lon", "is missing; a point has lat and lon, or column")
+        if self.lat is not None and self.column is not None:
+            raise refuse("column", "does not go together with lat and lon")
+        return self
+
+
+class ConstantModel(Model):
+    """The same value in every document."""
+
+    kind: Literal["constant"]
+    name: FieldName
+    value: Constant = None
+
+
+class ObjectModel(Model):
+    """Columns of the same row under one key."""
+
+    kind: Literal["object"]
+    name: FieldName
+    options: dict[str, Any] = {}
+    fields: list[FieldModel]
+
+
+class _RelatedModel(Model):
+    table: Identifier
+    schema_: Identifier | None = Field(None, alias="schema")
+    filters: list[FilterModel] = []
+
+
+class BelongsToModel(_RelatedModel):
+    """The row that a column of this one points at."""
+
+    kind: Literal["belongs_to"]
+    name: FieldName
+    primary_key: Identifiers
+    column: Identifiers | None = None
+    required: bool = False
+    options: dict[str, Any] = {}
+    fields: list[FieldModel]
+
+
+class HasOneModel(_RelatedModel):
+    """One row that points at this one."""
+
+    kind: Literal["has_one"]
+    name: FieldName
+    primary_key: Identifiers
+    foreign_key: Identifiers
+    order_by: list[OrderModel] = []
+    required: bool = False
+    options: dict[str, Any] = {}
+    fields: list[FieldModel]
+
+
+class HasManyModel(_RelatedModel):
+    """All rows that point at this one."""
+
+    kind: Literal["has_many"]
+    name: FieldName
+    primary_key: Identifiers
+    foreign_key: Identifiers
+    order_by: list[OrderModel] = []
+    limit: Annotated[int, Field(ge=1)] | None = None
+    options: dict[str, Any] = {}
+    fields: list[FieldModel]
+
+
+class ManyToManyModel(_RelatedModel):
+    """Rows that a junction connects with this one."""
+
+    kind: Literal["many_to_many"]
+    name: FieldName
+    primary_key: Identifiers
+    through: ThroughModel
+    order_by: list[OrderModel] = []
+    limit: Annotated[int, Field(ge=1)] | None = None
+    options: dict[str, Any] = {}
+    fields: list[FieldModel]
+
+
+class AggregateModel(_RelatedModel):
+    """One value made of related rows."""
+
+    kind: Literal["count", "sum", "avg", "min", "max", "ids"]
+    name: FieldName
+    foreign_key: Identifiers | None = None
+    through: ThroughModel | None = None
+    column: Identifier | None = None
+    value_type: ScalarKind | None = None
+    element_type: ScalarKind | None = None
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def check_keys(self) -> AggregateModel:
+        if (self.foreign_key is None) == (self.through is None):
+            raise refuse("foreign_key", f"{self.kind} needs exactly one of foreign_key and through")
+        takes = {
+            "column": self.kind in ("sum", "avg", "min", "max"),
+            "value_type": self.kind in ("sum", "min", "max"),
+            "element_type": self.kind == "ids",
+        }
+        for key, wanted in takes.items():
+            if wanted and getattr(self, key) is None:
+                raise refuse(key, f"is missing; {self.kind} needs it")
+            if not wanted and getattr(self, key) is not None:
+                raise refuse(key, f"{self.kind} does not take it")
+        return self
+
+
+FieldModel = Annotated[
+    ScalarModel
+    | CustomModel
+    | MapModel
+    | GeoModel
+    | ConstantModel
+    | ObjectModel
+    | BelongsToModel
+    | HasOneModel
+    | HasManyModel
+    | ManyToManyModel
+    | AggregateModel,
+    Field(discriminator="kind"),
+]
+
+
+class SoftDeleteModel(Model):
+    """Rows that count as deleted."""
+
+    column: Identifier | None = None
+    field: FieldName | None = None
+    when: list[FilterModel] = []
+
+    @model_validator(mode="after")
+    def check_one(self) -> SoftDeleteModel:
+        if (self.column is None) == (self.field is None):
+            raise refuse("column", "needs exactly one of column and field")
+        return self
+
+
+class SpecificationModel(Model):
+    """The whole file."""
+
+    version: Literal[1]
+    table: Identifier
+    schema_: Identifier = Field("public", alias="schema")
+    primary_key: Identifiers | None = None
+    doc_id: Identifiers | None = None
+    soft_delete: SoftDeleteModel | None = None
+    filters: list[FilterModel] = []
+    transform: str | None = None
+    fields: Annotated[list[FieldModel], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def check_transform(self) -> SpecificationModel:
+        if self.transform is not None and not _FUNCTION.fullmatch(self.transform):
+            raise refuse("transform", "should be module:function")
+        return self
+
+
+FIELD_MODELS: dict[str, type[Model]] = {
+    **{kind.value: ScalarModel for kind in ScalarType if kind not in (ScalarType.MAP, ScalarType.CUSTOM)},
+    "custom": CustomModel,
+    "map": MapModel,
+    "geo": GeoModel,
+    "constant": ConstantModel,
+    "object": ObjectModel,
+    "belongs_to": BelongsToModel,
+    "has_one": HasOneModel,
+    "has_many": HasManyModel,
+    "many_to_many": ManyToManyModel,
+    **dict.fromkeys(("count", "sum", "avg", "min", "max", "ids"), AggregateModel),
+}
+"""The model of each type key."""
+
+
+def keys_of(model: type[BaseModel]) -> list[str]:
+    """What people may write in the place that a model describes; of fields without the type key."""
+    names = [info.alias or name for name, info in model.model_fields.items()]
+    return [name for name in names if name not in ("kind", "name")]
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool)

@@ -1,0 +1,129 @@
+"""YAML as plain values that know where they stood: line and column of every key and of every value.
+
+Plain scalars are read by the core schema of YAML 1.2: `yes`, `12:30` and `2026-01-01` are texts, so a value means what
+it looks like and reaches Postgres as it was written. A key that stands twice in one mapping is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+Path = tuple[str | int, ...]
+
+_NODE_LIMIT = 100_000
+_NULL = re.compile(r"~|null|Null|NULL|")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """A place in a text; both count from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Misplaced(Exception):
+    """Something about the text itself, before any key means anything."""
+
+    message: str
+    position: Position
+    path: Path = ()
+
+
+@dataclass(slots=True)
+class Located:
+    """Values with the places of their keys and of themselves."""
+
+    value: Any = None
+    keys: dict[Path, Position] = field(default_factory=dict[Path, Position])
+    values: dict[Path, Position] = field(default_factory=dict[Path, Position])
+
+    def key_position(self, path: Path) -> Position:
+        """Where the key at this path stands; for what has no key, where its value does."""
+        return self.keys.get(path) or self.value_position(path)
+
+    def value_position(self, path: Path) -> Position:
+        """Where the value stands, or the nearest around it."""
+        while path and path not in self.values:
+            path = path[:-1]
+        return self.values.get(path, Position(1, 1))
+
+
+def parse_yaml(text: str) -> Located:
+    """The one document in a text; raises `Misplaced`."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = Position(1, 1) if mark is None else Position(mark.line + 1, mark.column + 1)
+        raise Misplaced(f"is not YAML: {error.problem or error.context}", place) from None
+    except yaml.YAMLError as error:
+        raise Misplaced(f"is not YAML: {error}", Position(1, 1)) from None
+    located = Located()
+    if node is not None:
+        located.value = _Reader(located).read(node, ())
+    return located
+
+
+class _Reader:
+    def __init__(self, located: Located) -> None:
+        self._located = located
+        self._open: set[int] = set()
+        self._count = 0
+
+    def read(self, node: yaml.Node, path: Path) -> Any:
+        place = _position(node)
+        self._count += 1
+        if id(node) in self._open or self._count > _NODE_LIMIT:
+            raise Misplaced("repeats itself without end through aliases", place, path)
+        self._open.add(id(node))
+        self._located.values[path] = place
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+            return _scalar(node)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = _position(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise Misplaced("keys are texts", place, path)
+            key = str(key_node.value)
+            if key in found:
+                raise Misplaced(f"{key!r} stands twice in the same place", place, (*path, key))
+            self._located.keys[(*path, key)] = place
+            found[key] = self.read(value_node, (*path, key))
+        return found
+
+
+def _scalar(node: yaml.Node) -> Any:
+    text: str = node.value
+    if isinstance(node, yaml.ScalarNode) and node.style is not None:
+        return text
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text):
+        return True
+    if _FALSE.fullmatch(text):
+        return False
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def _position(node: yaml.Node) -> Position:
+    return Position(node.start_mark.line + 1, node.start_mark.column + 1)
