@@ -3,6 +3,16 @@
 from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold
 from penstock.workers.batches import BatchSettings
 from penstock.workers.board import Board
-from penstock.workers.table_sync import CopyStatus, SyncPool, TableSync
+from penstock.workers.table_sync import CopyStatus, SnapshotWait, SyncPool, TableSync
 
-__all__ = ["ApplyStatus", "ApplyWorker", "BatchSettings", "Board", "CopyStatus", "ErrorHold", "SyncPool", "TableSync"]
+__all__ = [
+    "ApplyStatus",
+    "ApplyWorker",
+    "BatchSettings",
+    "Board",
+    "CopyStatus",
+    "ErrorHold",
+    "SnapshotWait",
+    "SyncPool",
+    "TableSync",
+]
