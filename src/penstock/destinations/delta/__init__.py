@@ -1,0 +1,39 @@
+"""Delta tables that follow their source at a cost that follows the changes: deletion vectors and appended files.
+
+Storage, from the bottom up; each can be read alone:
+
+| module | |
+|---|---|
+| `storage` | a folder or an object store: put-if-absent, durable when it returns |
+| `actions` | what a log says, as values, and its JSON |
+| `statistics` | bounds by which readers skip files |
+| `vectors` | deleted rows as bitmaps |
+| `schema` | types, protocols, properties; what is refused |
+| `files` | data files: write one with statistics, read one without its dead rows |
+| `snapshot` | a table at one version; what others' commits mean for a writer (`Verdict`) |
+| `checkpoint` | reading checkpoints of all kinds |
+| `log` | the newest version, and taking the next one |
+| `maintenance` | compaction, checkpoints, retention, vacuum, pins, on a schedule |
+
+How a commit is made:
+
+    table = open_storage(path, options).child("public/orders")
+    log = DeltaLog(table, "public.orders")
+    snapshot = log.refresh()                             # None: no table yet
+    application = Application(pipeline, "public.orders", lineage, attempt)
+    boundary = snapshot.position(application)            # what the table has already
+    added = write_data_file(table, fit(rows, snapshot.schema))          # in tasks
+    [vector] = write_vectors(table, [vector_of(table, old).union(Vector.of(matched_rows))])
+    answer = log.commit(snapshot, [
+        CommitInfo(now_milliseconds(), "MERGE"),         # with an id of its own
+        Txn(application.id, int(end), now_milliseconds()),
+        old.removed(now_milliseconds()), old.with_vector(vector),
+        added,
+    ])
+    match answer:
+        case Committed(snapshot): ...
+        case Lost(): match answer.verdict(application): ...
+
+A new table begins with `protocol_for(schema)`, and `Metadata(id, schema_string(schema), table_configuration(…))`.
+A file without live rows left is removed instead of getting a vector of all its rows.
+"""

@@ -1,0 +1,310 @@
+"""The log of a table: what it says now, and how the next version is taken.
+
+Our own, because delta-rs shows no deletion vectors and adds features that shut readers out. A log is read once, from
+its newest checkpoint; after that a refresh asks for the next version, until there is none.
+
+A version is taken by creating its file, which succeeds for one writer. Whoever loses gets what came in between, and
+decides by `Verdict`; a commit that was made although nobody heard the answer is recognised by its id. A log is never
+deleted, nor is a version number used twice: a writer that slept while the log before it was cleaned up finds out.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.destinations.delta.actions import (
+    Action,
+    Add,
+    CommitInfo,
+    Metadata,
+    Protocol,
+    Txn,
+    parse_commit,
+    serialize_commit,
+)
+from penstock.destinations.delta.checkpoint import (
+    LOG_FOLDER,
+    Checkpoint,
+    find_checkpoints,
+    last_checkpoint_hint,
+    read_checkpoint,
+)
+from penstock.destinations.delta.schema import refuse_unknown
+from penstock.destinations.delta.snapshot import (
+    Application,
+    Commit,
+    Snapshot,
+    Verdict,
+    removed_files,
+)
+from penstock.destinations.delta.storage import Storage
+from penstock.errors import DestinationUnavailable, PenstockError, TableRejected
+
+_COMMIT = re.compile(rf"{LOG_FOLDER}/(\d{{20}})\.json")
+_STALE_SECONDS = 60.0
+"""After that long without a look at the log, commits that we have not seen may have been cleaned up."""
+_READ_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The version is ours."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Others were first; nothing was written."""
+
+    between: tuple[Commit, ...]
+    """Their commits, oldest first; empty when they cannot be read any more, which is as bad as foreign ones."""
+    snapshot: Snapshot
+    """The table with them."""
+
+    def verdict(self, application: Application) -> Verdict:
+        """The gravest one of all of them."""
+        verdicts = {commit.verdict(application) for commit in self.between}
+        for verdict in (Verdict.FOREIGN, Verdict.SUPERSEDED, Verdict.OWN_POSITION):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.MAINTENANCE if self.between else Verdict.OWN_POSITION
+
+
+class DeltaLog:
+    """The log of one table. May be used from several threads; does not pickle, so tasks make one from the storage."""
+
+    def __init__(self, storage: Storage, table: str | None = None) -> None:
+        self.storage = storage
+        self._table = table or storage.url
+        self._lock = threading.RLock()
+        self._snapshot: Snapshot | None = None
+        self._removed: dict[str, int] = {}
+        self._looked_at = 0.0
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """What the last refresh or commit gave."""
+        return self._snapshot
+
+    def refresh(self) -> Snapshot | None:
+        """The newest version; None if there is no table. Raises `TableRejected` for a table that is not for us."""
+        with self._lock:
+            if self._snapshot is None:
+                return self._load()
+            self._advance(self._snapshot)
+            return self._snapshot
+
+    def read_at(self, version: int) -> Snapshot:
+        """The table as it was at a version; `TableRejected` if its log has been cleaned up."""
+        snapshot = self._snapshot
+        if snapshot is not None and snapshot.version == version:
+            return snapshot
+        found = self._read(until=version)
+        if found is None or found[0].version != version:
+            raise TableRejected(
+                f"{self._table} has no version {version}, or none any more",
+                hint="Raise the retention of its log, or read a newer version.",
+            )
+        return found[0]
+
+    def commits_since(self, version: int) -> list[Commit]:
+        """The commits after a version, oldest first, as far as they are there without a gap."""
+        found: list[Commit] = []
+        while (commit := self._get(version + 1 + len(found))) is not None:
+            found.append(commit)
+        return found
+
+    def commit(self, snapshot: Snapshot | None, actions: Sequence[Action]) -> Committed | Lost:
+        """Take the version after `snapshot` (None: the first of all) with these actions, one of which is a CommitInfo.
+
+        All files that the actions name are durable before. Of an error nothing is known: the commit may have been made;
+        a refresh tells, then or later, by the position.
+        """
+        info = next((action for action in actions if isinstance(action, CommitInfo)), None)
+        if info is None:
+            raise ValueError("a commit needs a CommitInfo, by whose id it is recognised")
+        commit = Commit(0 if snapshot is None else snapshot.version + 1, tuple(actions))
+        try:
+            created = self.storage.put_if_absent(_path(commit.version), serialize_commit(actions))
+        except DestinationUnavailable:
+            created = self._is_there(commit.version, info)
+            if not created:
+                raise
+        with self._lock:
+            if created and not self._was_overtaken(commit.version):
+                return Committed(self._accept(snapshot, commit))
+            return self._lost(snapshot, info)
+
+    def removed(self) -> dict[str, int]:
+        """The files that the log has taken out of use, with the times in milliseconds, as far as it remembers."""
+        with self._lock:
+            self.refresh()
+            live = set(self._snapshot.stored_files()) if self._snapshot is not None else set[str]()
+            return {path: when for path, when in self._removed.items() if path not in live}
+
+    def forget_removed(self, paths: Iterable[str]) -> None:
+        """Files that are deleted now need not be remembered."""
+        with self._lock:
+            for path in paths:
+                self._removed.pop(path, None)
+
+    def _accept(self, snapshot: Snapshot | None, commit: Commit) -> Snapshot:
+        base = snapshot or _first(self._table, commit)
+        after = base.followed_by(commit)
+        if self._snapshot is None or self._snapshot.version < after.version:
+            self._snapshot = after
+            self._removed.update(removed_files(commit.actions))
+            self._looked_at = _now()
+        return after
+
+    def _lost(self, snapshot: Snapshot | None, info: CommitInfo) -> Committed | Lost:
+        before = -1 if snapshot is None else snapshot.version
+        between = tuple(self.commits_since(before))
+        current = self.refresh()
+        if current is None:
+            raise self._incomplete()
+        # The put was tried twice, and the answer to the first was lost.
+        if any(commit.info is not None and commit.info.commit_id == info.commit_id for commit in between):
+            return Committed(current)
+        return Lost(between, current)
+
+    def _is_there(self, version: int, info: CommitInfo) -> bool:
+        """Whether our put succeeded although it failed."""
+        commit = self._get(version)
+        return commit is not None and commit.info is not None and commit.info.commit_id == info.commit_id
+
+    def _was_overtaken(self, version: int) -> bool:
+        """Whether a version that we took had been used long ago, and cleaned up since: then ours counts for nobody."""
+        if self._snapshot is not None and _now() - self._looked_at < _STALE_SECONDS:
+            return False
+        hint = last_checkpoint_hint(self.storage)
+        if hint is None or hint < version:
+            return False
+        self.storage.delete([_path(version)])
+        self._snapshot = None
+        return True
+
+    def _advance(self, snapshot: Snapshot) -> None:
+        """Read on from a snapshot."""
+        start = snapshot.version
+        while (commit := self._get(snapshot.version + 1)) is not None:
+            snapshot = snapshot.followed_by(commit)
+            self._removed.update(removed_files(commit.actions))
+        if snapshot.version == start and _now() - self._looked_at >= _STALE_SECONDS:
+            hint = last_checkpoint_hint(self.storage)
+            if hint is not None and hint > start:
+                self._load()
+                return
+        if snapshot.version != start:
+            refuse_unknown(self._table, snapshot.protocol, snapshot.metadata)
+        self._snapshot = snapshot
+        self._looked_at = _now()
+
+    def _load(self) -> Snapshot | None:
+        found = self._read()
+        self._looked_at = _now()
+        if found is None:
+            self._snapshot = None
+            return None
+        self._snapshot, removed = found
+        self._removed.update(removed)
+        return self._snapshot
+
+    def _read(self, until: int | None = None) -> tuple[Snapshot, dict[str, int]] | None:
+        """From the newest usable checkpoint; again from the start when the log is cleaned up meanwhile."""
+        for _ in range(_READ_ATTEMPTS):
+            try:
+                return self._read_once(until)
+            except FileNotFoundError:
+                continue
+        raise self._incomplete()
+
+    def _read_once(self, until: int | None) -> tuple[Snapshot, dict[str, int]] | None:
+        checkpoint, versions = self._find(until)
+        if checkpoint is None and not versions:
+            return None
+        first = 0 if checkpoint is None else checkpoint.version + 1
+        if versions and versions != list(range(first, first + len(versions))):
+            raise self._incomplete()
+        removed: dict[str, int] = {}
+        snapshot = None
+        if checkpoint is not None:
+            actions = tuple(read_checkpoint(self.storage, checkpoint))
+            removed.update(removed_files(actions))
+            commit = Commit(checkpoint.version, tuple(each for each in actions if not _is_tombstone(each)))
+            snapshot = _first(self._table, commit).followed_by(commit)
+        for version in versions:
+            commit = self._get(version)
+            if commit is None:
+                raise FileNotFoundError(_path(version))
+            snapshot = (snapshot or _first(self._table, commit)).followed_by(commit)
+            removed.update(removed_files(commit.actions))
+        assert snapshot is not None
+        refuse_unknown(self._table, snapshot.protocol, snapshot.metadata)
+        return snapshot, removed
+
+    def _find(self, until: int | None) -> tuple[Checkpoint | None, list[int]]:
+        """The newest checkpoint, and the versions of the commits after it."""
+        hint = last_checkpoint_hint(self.storage)
+        starts = [""] if hint is None or (until is not None and hint > until) else [f"{LOG_FOLDER}/{hint:020d}", ""]
+        checkpoint: Checkpoint | None = None
+        versions: list[int] = []
+        for after in starts:
+            paths = [file.path for file in self.storage.list(LOG_FOLDER, after=after)]
+            usable = [each for each in find_checkpoints(paths) if until is None or each.version <= until]
+            checkpoint = usable[-1] if usable else None
+            matches = (_COMMIT.fullmatch(path) for path in paths)
+            numbers = sorted(int(match[1]) for match in matches if match is not None)
+            floor = -1 if checkpoint is None else checkpoint.version
+            versions = [each for each in numbers if each > floor and (until is None or each <= until)]
+            if checkpoint is not None:
+                break
+        return checkpoint, versions
+
+    def _get(self, version: int) -> Commit | None:
+        content = self.storage.get(_path(version))
+        if content is None:
+            return None
+        try:
+            return Commit(version, tuple(parse_commit(content)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TableRejected(
+                f"{self._table}: version {version} of its log cannot be read",
+                hint="Whoever wrote it may be in the middle of it, or it is damaged: look at the file.",
+            ) from error
+
+    def _incomplete(self) -> PenstockError:
+        return TableRejected(
+            f"{self._table}: its log has gaps, or files of it are missing",
+            hint="Somebody has removed files of the log: move the table away and copy it again.",
+        )
+
+
+def _path(version: int) -> str:
+    return f"{LOG_FOLDER}/{version:020d}.json"
+
+
+def _first(table: str, commit: Commit) -> Snapshot:
+    """What stands before the commit that a log, or what is left of it, begins with."""
+    protocol = next((action for action in commit.actions if isinstance(action, Protocol)), None)
+    metadata = next((action for action in commit.actions if isinstance(action, Metadata)), None)
+    if protocol is None or metadata is None:
+        raise TableRejected(
+            f"{table}: its log does not begin with a protocol and metadata",
+            hint="Somebody has removed files of the log: move the table away and copy it again.",
+        )
+    return Snapshot(commit.version - 1, protocol, metadata)
+
+
+def _is_tombstone(action: Action) -> bool:
+    return not isinstance(action, Add | Txn | Metadata | Protocol | CommitInfo)
+
+
+def _now() -> float:
+    # Goes on while the machine sleeps.
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

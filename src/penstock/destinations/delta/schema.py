@@ -1,0 +1,266 @@
+"""Schemas and protocols: which Arrow types a Delta table holds, and which tables we can read and write.
+
+A table gets no feature that it does not need: each one shuts readers out. And a table with a feature that is not known
+here is refused by its name, because to write it all the same would break it for others.
+
+| Arrow | Delta |
+|---|---|
+| int8 … int64, float, double, bool, string, binary, date | the same |
+| decimal128(p, s) | decimal(p,s) |
+| timestamp with zone / without | timestamp / timestamp_ntz (feature `timestampNtz`) |
+| time | string, as Postgres prints it: Delta has no type for it |
+| list, map, struct | array, map, struct |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.destinations.delta.actions import Metadata, Protocol, compact_json
+from penstock.destinations.refusals import rejected
+
+OWNER = "penstock.owner"
+"""The table property that says which pipeline writes it."""
+DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT = "deletionVectors", "timestampNtz", "v2Checkpoint"
+_APPEND_ONLY, _INVARIANTS = "appendOnly", "invariants"
+_READER_FEATURES = frozenset({DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT})
+_WRITER_FEATURES = _READER_FEATURES | {_APPEND_ONLY, _INVARIANTS}
+_LEGACY_READER, _LEGACY_WRITER = 1, 2
+_FEATURE_READER, _FEATURE_WRITER = 3, 7
+
+_PRIMITIVES: dict[pa.DataType, str] = {
+    pa.bool_(): "boolean",
+    pa.int8(): "byte",
+    pa.int16(): "short",
+    pa.int32(): "integer",
+    pa.int64(): "long",
+    pa.float32(): "float",
+    pa.float64(): "double",
+    pa.string(): "string",
+    pa.binary(): "binary",
+    pa.date32(): "date",
+    pa.timestamp("us"): "timestamp_ntz",
+    pa.timestamp("us", "UTC"): "timestamp",
+}
+_FROM_PRIMITIVES = {name: arrow for arrow, name in _PRIMITIVES.items()}
+_DECIMAL = re.compile(r"decimal\((\d+),\s*(\d+)\)")
+_FORBIDDEN_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
+_DIGEST_LENGTH = 10
+
+
+def delta_type(arrow_type: pa.DataType) -> pa.DataType:
+    """The type in which a Delta table holds these values; `TypeError` if there is none."""
+    if arrow_type in _PRIMITIVES:
+        return arrow_type
+    if pa.types.is_decimal128(arrow_type) and 0 <= arrow_type.scale <= arrow_type.precision:
+        return arrow_type
+    if pa.types.is_large_string(arrow_type) or pa.types.is_time(arrow_type):
+        return pa.string()
+    if pa.types.is_large_binary(arrow_type) or pa.types.is_fixed_size_binary(arrow_type):
+        return pa.binary()
+    if pa.types.is_timestamp(arrow_type):
+        return pa.timestamp("us", "UTC" if arrow_type.tz is not None else None)
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        return pa.list_(delta_type(arrow_type.value_type))
+    if pa.types.is_map(arrow_type):
+        return pa.map_(delta_type(arrow_type.key_type), delta_type(arrow_type.item_type))
+    if pa.types.is_struct(arrow_type):
+        return pa.struct([field.with_type(delta_type(field.type)) for field in arrow_type])
+    raise TypeError(f"a Delta table has no type for {arrow_type}")
+
+
+def delta_schema(schema: pa.Schema) -> pa.Schema:
+    """The same columns in the types of Delta, all of them nullable: what Postgres promises may change tomorrow."""
+    return pa.schema([pa.field(field.name, delta_type(field.type)) for field in schema])
+
+
+def fit(data: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The data in the columns and types of `schema`, which `delta_schema` gave; a column that is not there is NULL."""
+    columns = [
+        data[field.name].cast(field.type)
+        if field.name in data.column_names
+        else pa.chunked_array([pa.nulls(data.num_rows, field.type)], field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def schema_string(schema: pa.Schema) -> str:
+    """The schema as a table's metadata has it; `TypeError` for types that Delta does not hold."""
+    return compact_json({"type": "struct", "fields": [_field_to_json(field) for field in schema]})
+
+
+def arrow_schema(text: str) -> pa.Schema:
+    """What `schema_string` gave, or another writer; `TypeError` for types that are not ours."""
+    return pa.schema([_field_from_json(record) for record in json.loads(text)["fields"]])
+
+
+def column_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names that columns get in a Delta table, where some letters are forbidden and case makes no difference.
+
+    A name with a forbidden letter, or with capitals where another one is the same but for them, gets a digest of itself
+    behind what is left of it: it stays the same when columns come and go around it.
+    """
+    counts = Counter(name.lower() for name in names)
+    return tuple(
+        _with_digest(name)
+        if _FORBIDDEN_IN_NAMES.search(name) or (counts[name.lower()] > 1 and name != name.lower())
+        else name
+        for name in names
+    )
+
+
+def protocol_for(schema: pa.Schema, *, deletion_vectors: bool = True) -> Protocol:
+    """The least that readers and writers of such a table have to know."""
+    features: set[str] = {DELETION_VECTORS} if deletion_vectors else set()
+    if any(_has_timestamp_ntz(field.type) for field in schema):
+        features.add(TIMESTAMP_NTZ)
+    if not features:
+        return Protocol(_LEGACY_READER, _LEGACY_WRITER)
+    return Protocol(_FEATURE_READER, _FEATURE_WRITER, frozenset(features), frozenset(features))
+
+
+def merge_protocols(present: Protocol, wanted: Protocol) -> Protocol | None:
+    """What a table's protocol becomes when it needs more; None if it suffices. Features are never taken away."""
+    reader = max(present.min_reader_version, wanted.min_reader_version)
+    writer = max(present.min_writer_version, wanted.min_writer_version)
+    reader_features = present.reader_features | wanted.reader_features
+    writer_features = present.writer_features | wanted.writer_features
+    if writer >= _FEATURE_WRITER and present.min_writer_version < _FEATURE_WRITER:
+        # What the old number stood for is spelled out.
+        writer_features |= {_APPEND_ONLY, _INVARIANTS}
+    merged = Protocol(reader, writer, reader_features, writer_features)
+    return None if merged == present else merged
+
+
+def table_configuration(
+    owner: str, *, deletion_vectors: bool = True, log_retention_hours: float, file_retention_hours: float
+) -> dict[str, str]:
+    """The properties of a table that we create. Without retention of its own, tombstones would fill its checkpoints."""
+    configuration = {
+        OWNER: owner,
+        "delta.logRetentionDuration": _interval(log_retention_hours),
+        "delta.deletedFileRetentionDuration": _interval(file_retention_hours),
+    }
+    if deletion_vectors:
+        configuration["delta.enableDeletionVectors"] = "true"
+    return configuration
+
+
+def retention_seconds(configuration: Mapping[str, str], name: str, default: float) -> float:
+    """An interval among a table's properties, in seconds."""
+    match = re.fullmatch(r"(?:interval\s+)?(\d+)\s+(\w+?)s?", configuration.get(name, "").strip().lower())
+    if match is None or match[2] not in _SECONDS:
+        return default
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def refuse_unknown(table: str, protocol: Protocol, metadata: Metadata) -> None:
+    """Raise `TableRejected` if the table needs something of its readers or writers that is not known here."""
+    reader = _unknown(protocol.min_reader_version, _LEGACY_READER, protocol.reader_features, _READER_FEATURES)
+    writer = _unknown(protocol.min_writer_version, _LEGACY_WRITER, protocol.writer_features, _WRITER_FEATURES)
+    unknown = sorted(reader | writer)
+    if unknown:
+        raise rejected(
+            table,
+            f"it has table features that Penstock does not know: {', '.join(unknown)}",
+            hint="Use a table of its own for Penstock, or remove the features with the tool that added them.",
+        )
+    if metadata.partition_columns:
+        raise rejected(table, "it is partitioned", hint="Use a table of its own for Penstock.")
+    if metadata.configuration.get("delta.appendOnly", "false").lower() == "true":
+        raise rejected(table, "it is append-only", hint="Set its property delta.appendOnly to false.")
+    if '"delta.invariants"' in metadata.schema_string:
+        raise rejected(table, "a column of it has an invariant", hint="Use a table of its own for Penstock.")
+
+
+_SECONDS = {
+    "millisecond": 0.001,
+    "second": 1,
+    "minute": 60,
+    "hour": 3600,
+    "day": 86_400,
+    "week": 604_800,
+}
+
+
+def _with_digest(name: str) -> str:
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGEST_LENGTH]
+    return f"{_FORBIDDEN_IN_NAMES.sub('_', name)}_{digest}"
+
+
+def _unknown(version: int, legacy: int, features: frozenset[str], known: frozenset[str]) -> frozenset[str]:
+    if version <= legacy:
+        return frozenset()
+    newest = _FEATURE_READER if legacy == _LEGACY_READER else _FEATURE_WRITER
+    if version != newest:
+        kind = "reader" if legacy == _LEGACY_READER else "writer"
+        return frozenset({f"{kind} version {version}"})
+    return features - known
+
+
+def _interval(hours: float) -> str:
+    return f"interval {max(1, round(hours * 3600))} seconds"
+
+
+def _has_timestamp_ntz(arrow_type: pa.DataType) -> bool:
+    if pa.types.is_timestamp(arrow_type):
+        return arrow_type.tz is None
+    if pa.types.is_map(arrow_type):
+        return _has_timestamp_ntz(arrow_type.key_type) or _has_timestamp_ntz(arrow_type.item_type)
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        return _has_timestamp_ntz(arrow_type.value_type)
+    return pa.types.is_struct(arrow_type) and any(_has_timestamp_ntz(field.type) for field in arrow_type)
+
+
+def _field_to_json(field: pa.Field) -> dict[str, Any]:
+    return {"name": field.name, "type": _type_to_json(field.type), "nullable": field.nullable, "metadata": {}}
+
+
+def _type_to_json(arrow_type: pa.DataType) -> Any:
+    if arrow_type in _PRIMITIVES:
+        return _PRIMITIVES[arrow_type]
+    if pa.types.is_decimal128(arrow_type):
+        return f"decimal({arrow_type.precision},{arrow_type.scale})"
+    if pa.types.is_list(arrow_type):
+        return {"type": "array", "elementType": _type_to_json(arrow_type.value_type), "containsNull": True}
+    if pa.types.is_map(arrow_type):
+        return {
+            "type": "map",
+            "keyType": _type_to_json(arrow_type.key_type),
+            "valueType": _type_to_json(arrow_type.item_type),
+            "valueContainsNull": True,
+        }
+    if pa.types.is_struct(arrow_type):
+        return {"type": "struct", "fields": [_field_to_json(field) for field in arrow_type]}
+    raise TypeError(f"a Delta table has no type for {arrow_type}")
+
+
+def _field_from_json(record: Mapping[str, Any]) -> pa.Field:
+    return pa.field(record["name"], _type_from_json(record["type"]), nullable=record["nullable"])
+
+
+def _type_from_json(record: Any) -> pa.DataType:
+    if isinstance(record, str):
+        decimal = _DECIMAL.fullmatch(record)
+        if decimal is not None:
+            return pa.decimal128(int(decimal[1]), int(decimal[2]))
+        if record in _FROM_PRIMITIVES:
+            return _FROM_PRIMITIVES[record]
+        raise TypeError(f"a type of Delta that Penstock does not know: {record}")
+    match record["type"]:
+        case "array":
+            return pa.list_(_type_from_json(record["elementType"]))
+        case "map":
+            return pa.map_(_type_from_json(record["keyType"]), _type_from_json(record["valueType"]))
+        case "struct":
+            return pa.struct([_field_from_json(field) for field in record["fields"]])
+        case other:
+            raise TypeError(f"a type of Delta that Penstock does not know: {other}")

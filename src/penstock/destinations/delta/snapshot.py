@@ -1,0 +1,181 @@
+"""A table at one version, as its log says: the live files with their vectors, positions, schema and protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from urllib.parse import quote, unquote
+
+import pyarrow as pa
+
+from penstock.destinations.delta.actions import ENGINE, Action, Add, CommitInfo, Metadata, Protocol, Remove, Txn
+from penstock.destinations.delta.schema import OWNER, arrow_schema
+from penstock.destinations.delta.vectors import vector_file
+
+_APPLICATION = "penstock"
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """Who records positions in a table: a pipeline, for one table, of one lineage, since one attempt of a copy."""
+
+    pipeline: str
+    table: str
+    lineage: str
+    attempt: str
+
+    @property
+    def id(self) -> str:
+        """As `txn` actions have it."""
+        parts = (self.pipeline, self.table, self.lineage, self.attempt)
+        return "/".join((_APPLICATION, *(quote(part, safe="") for part in parts)))
+
+    @classmethod
+    def parse(cls, app_id: str) -> Application | None:
+        """The application behind an id; None if it is not one of ours."""
+        parts = app_id.split("/")
+        return cls(*map(unquote, parts[1:])) if len(parts) == 5 and parts[0] == _APPLICATION else None
+
+
+class Verdict(Enum):
+    """What commits of others mean for a writer that wanted to commit at the same version."""
+
+    MAINTENANCE = auto()
+    """The rows are the same, stored differently: match again."""
+    OWN_POSITION = auto()
+    """The same application has recorded a position: read it, leave out what is in, and do the rest again."""
+    SUPERSEDED = auto()
+    """The same pipeline has copied the table anew, or reads another lineage: nothing more may be written."""
+    FOREIGN = auto()
+    """Somebody else has changed data or metadata: the table stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One version of the log."""
+
+    version: int
+    actions: tuple[Action, ...]
+
+    @property
+    def info(self) -> CommitInfo | None:
+        return next((action for action in self.actions if isinstance(action, CommitInfo)), None)
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether readers may see other rows, columns or features after it."""
+        return any(
+            action.data_change if isinstance(action, Add | Remove) else isinstance(action, Metadata | Protocol)
+            for action in self.actions
+        )
+
+    def verdict(self, application: Application) -> Verdict:
+        """What it means for the writer of a table."""
+        found = [Application.parse(action.app_id) for action in self.actions if isinstance(action, Txn)]
+        own = [each for each in found if each is not None and _same_table(each, application)]
+        if own:
+            return Verdict.OWN_POSITION if application in own else Verdict.SUPERSEDED
+        return Verdict.FOREIGN if self.changes_rows else Verdict.MAINTENANCE
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a Penstock made it, whichever."""
+        info = self.info
+        return info is not None and info.engine == ENGINE
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A version of a table. `files` has the live ones by the path that the log gives them."""
+
+    version: int
+    protocol: Protocol
+    metadata: Metadata
+    files: Mapping[str, Add] = field(default_factory=dict[str, Add])
+    transactions: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns, in the types in which files have them."""
+        return arrow_schema(self.metadata.schema_string)
+
+    @property
+    def owner(self) -> str | None:
+        """The pipeline that writes the table; None if no Penstock does."""
+        return self.metadata.configuration.get(OWNER)
+
+    def position(self, application: Application) -> int | None:
+        """The boundary that is recorded with the rows; None if this application has recorded none."""
+        return self.transactions.get(application.id)
+
+    @property
+    def row_count(self) -> int | None:
+        """Of the live rows; None if some writer left it out."""
+        counts = [_live_rows(add) for add in self.files.values()]
+        return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
+
+    def stored_files(self) -> Iterator[str]:
+        """What must exist below the table's folder for a reader of this version: data and vectors."""
+        for add in self.files.values():
+            yield add.file
+            vector = None if add.vector is None else vector_file(add.vector)
+            if vector is not None:
+                yield vector
+
+    def followed_by(self, commit: Commit) -> Snapshot:
+        """The table after the next commit."""
+        files = dict(self.files)
+        apply_files(files, commit.actions)
+        protocols = [action for action in commit.actions if isinstance(action, Protocol)]
+        metadata = [action for action in commit.actions if isinstance(action, Metadata)]
+        return replace(
+            self,
+            version=commit.version,
+            protocol=protocols[-1] if protocols else self.protocol,
+            metadata=metadata[-1] if metadata else self.metadata,
+            files=files,
+            transactions={**self.transactions, **apply_transactions(commit.actions)},
+        )
+
+
+def apply_files(files: dict[str, Add], actions: Iterable[Action]) -> None:
+    """Change the live files by the actions of one version, whose order means nothing."""
+    adds: list[Add] = []
+    for action in actions:
+        if isinstance(action, Remove):
+            live = files.get(action.path)
+            if live is not None and _vector_id(live) == _vector_id(action):
+                del files[action.path]
+        elif isinstance(action, Add):
+            adds.append(action)
+    files.update((add.path, add) for add in adds)
+
+
+def apply_transactions(actions: Iterable[Action]) -> dict[str, int]:
+    """The positions that the actions of one version record."""
+    return {action.app_id: action.version for action in actions if isinstance(action, Txn)}
+
+
+def removed_files(actions: Iterable[Action]) -> Iterator[tuple[str, int]]:
+    """What stored files the actions take out of use, each with the time, in milliseconds."""
+    for action in actions:
+        if isinstance(action, Remove):
+            time = action.deletion_timestamp or 0
+            yield action.file, time
+            vector = None if action.vector is None else vector_file(action.vector)
+            if vector is not None:
+                yield vector, time
+
+
+def _same_table(one: Application, other: Application) -> bool:
+    return one.pipeline == other.pipeline and one.table == other.table
+
+
+def _vector_id(action: Add | Remove) -> str | None:
+    return None if action.vector is None else action.vector.unique_id
+
+
+def _live_rows(add: Add) -> int | None:
+    count = add.row_count
+    return None if count is None else count - (0 if add.vector is None else add.vector.cardinality)

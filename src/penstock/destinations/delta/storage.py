@@ -1,0 +1,353 @@
+"""Where tables lie: a folder of this machine, or an object store (`s3://bucket/lake`), behind one small interface.
+
+Two things make a commit safe, and both are here. `put_if_absent` creates a file with its whole content for one caller
+only. And what has returned is durable: in a folder the file and the names above it are synced, an object store answers
+when it has the object.
+
+    lake = open_storage("s3://lake", {"aws_endpoint": "…"})
+    table = lake.child("public/orders")
+    table.put_if_absent("_delta_log/00000000000000000000.json", content)
+
+Paths are relative to the storage, with slashes. Storages pickle: tasks open what they need where they run.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, Protocol, cast
+
+import obstore
+import obstore.exceptions as store_errors
+import pyarrow as pa
+from obstore.store import from_url
+
+from penstock.destinations.refusals import out_of_reach, unusable
+from penstock.errors import PenstockError
+
+_LOCAL_SCHEME = "file://"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What a listing says of a file."""
+
+    path: str
+    bytes: int
+    modified: float
+    """Seconds since the epoch, by the clock of whoever stores it."""
+
+
+class Storage(Protocol):
+    """A place for files."""
+
+    @property
+    def url(self) -> str:
+        """The place, as other libraries take it."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """What other libraries need besides; may hold secrets."""
+        ...
+
+    def child(self, path: str) -> Storage:
+        """The storage of a folder below."""
+        ...
+
+    def get(self, path: str) -> bytes | None:
+        """The content of a file; None if there is none."""
+        ...
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes | None:
+        """A part of a file; None if there is no such file."""
+        ...
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a file, durably, whether or not it exists."""
+        ...
+
+    def put_if_absent(self, path: str, content: bytes) -> bool:
+        """Create a file with its whole content, durably; False if it exists, and then it is unchanged."""
+        ...
+
+    def create(self, path: str) -> Any:
+        """Context manager with a binary file to write to; it is durable after the block, and absent if that fails."""
+        ...
+
+    def open(self, path: str) -> Any:
+        """A file that can be read at any place, as pyarrow takes it; `FileNotFoundError` if there is none."""
+        ...
+
+    def list(self, folder: str = "", *, after: str = "") -> Iterator[StoredFile]:
+        """All files below a folder, in no order; with `after`, only those whose whole path sorts behind it."""
+        ...
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Remove files; those that are gone already do not matter."""
+        ...
+
+    def local_path(self, path: str) -> Path | None:
+        """Where a file is on this machine; None in an object store."""
+        ...
+
+
+def open_storage(path: str | Path, options: Mapping[str, str] | None = None) -> Storage:
+    """The storage behind a path or URL. Options are those of the object store, in the words of `obstore`.
+
+    What they leave out comes from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_REGION` …).
+    """
+    text = str(path)
+    if text.startswith(_LOCAL_SCHEME):
+        text = text.removeprefix(_LOCAL_SCHEME)
+    if "://" not in text:
+        if options:
+            raise unusable("a folder takes no storage options", hint="Remove them, or use a URL like s3://bucket/lake.")
+        return LocalStorage(Path(text).absolute())
+    return ObjectStorage(text.rstrip("/"), dict(options or {}))
+
+
+@dataclass(frozen=True)
+class LocalStorage:
+    """A folder that the driver and all tasks see, on a file system with hard links."""
+
+    root: Path
+
+    @property
+    def url(self) -> str:
+        return str(self.root)
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        return {}
+
+    def child(self, path: str) -> LocalStorage:
+        return LocalStorage(self.root / path)
+
+    def get(self, path: str) -> bytes | None:
+        try:
+            return (self.root / path).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes | None:
+        try:
+            with (self.root / path).open("rb") as file:
+                return os.pread(file.fileno(), length, offset)
+        except FileNotFoundError:
+            return None
+
+    def put(self, path: str, content: bytes) -> None:
+        target = self.root / path
+        temporary = self._write_aside(target, content)
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+
+    def put_if_absent(self, path: str, content: bytes) -> bool:
+        target = self.root / path
+        temporary = self._write_aside(target, content)
+        # A link appears with the whole content or not at all, and for one of those who try it.
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+        return True
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[IO[bytes]]:
+        target = self.root / path
+        _make_folder(target.parent)
+        try:
+            with target.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            raise
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+        _sync_folder(target.parent)
+
+    def open(self, path: str) -> pa.NativeFile:
+        return pa.memory_map(str(self.root / path))
+
+    def list(self, folder: str = "", *, after: str = "") -> Iterator[StoredFile]:
+        top = self.root / folder
+        for parent, _, names in os.walk(top):
+            for name in names:
+                full = os.path.join(parent, name)
+                path = os.path.relpath(full, self.root)
+                if path <= after:
+                    continue
+                try:
+                    status = os.stat(full)
+                except FileNotFoundError:
+                    continue
+                yield StoredFile(path, status.st_size, status.st_mtime)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            (self.root / path).unlink(missing_ok=True)
+
+    def local_path(self, path: str) -> Path | None:
+        return self.root / path
+
+    def _write_aside(self, target: Path, content: bytes) -> Path:
+        _make_folder(target.parent)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return temporary
+
+
+@dataclass(frozen=True)
+class ObjectStorage:
+    """An object store with conditional puts."""
+
+    url: str
+    options: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+
+    def child(self, path: str) -> ObjectStorage:
+        return ObjectStorage(f"{self.url}/{path}", self.options)
+
+    def get(self, path: str) -> bytes | None:
+        with self._reachable():
+            try:
+                return obstore.get(self._store, path).bytes().to_bytes()
+            except (FileNotFoundError, store_errors.NotFoundError):
+                return None
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes | None:
+        with self._reachable():
+            try:
+                return obstore.get_range(self._store, path, start=offset, length=length).to_bytes()
+            except (FileNotFoundError, store_errors.NotFoundError):
+                return None
+
+    def put(self, path: str, content: bytes) -> None:
+        with self._reachable():
+            obstore.put(self._store, path, content)
+
+    def put_if_absent(self, path: str, content: bytes) -> bool:
+        with self._reachable():
+            try:
+                obstore.put(self._store, path, content, mode="create", use_multipart=False)
+            except (store_errors.AlreadyExistsError, store_errors.PreconditionError):
+                return False
+            return True
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[IO[bytes]]:
+        # An object appears when all of it is there; files are of a size that fits into memory.
+        with self._reachable():
+            sink = pa.BufferOutputStream()
+            yield cast("IO[bytes]", sink)
+            obstore.put(self._store, path, memoryview(sink.getvalue()))
+
+    def open(self, path: str) -> Any:
+        with self._reachable():
+            try:
+                return obstore.open_reader(self._store, path)
+            except store_errors.NotFoundError as error:
+                raise FileNotFoundError(path) from error
+
+    def list(self, folder: str = "", *, after: str = "") -> Iterator[StoredFile]:
+        with self._reachable():
+            for chunk in obstore.list(self._store, prefix=folder or None, offset=after or None):
+                for found in chunk:
+                    yield StoredFile(found["path"], found["size"], found["last_modified"].timestamp())
+
+    def delete(self, paths: Sequence[str]) -> None:
+        with self._reachable():
+            for path in paths:
+                try:
+                    obstore.delete(self._store, path)
+                except (FileNotFoundError, store_errors.NotFoundError):
+                    continue
+
+    def local_path(self, path: str) -> Path | None:
+        return None
+
+    @cached_property
+    def _store(self) -> Any:
+        options = dict(self.options)
+        client: dict[str, Any] = {}
+        if options.pop("allow_http", options.pop("aws_allow_http", "")).lower() == "true":
+            client["allow_http"] = True
+        try:
+            return from_url(self.url, config=cast("Any", options), client_options=cast("Any", client) or None)
+        except (store_errors.BaseError, ValueError) as error:
+            raise unusable(
+                f"{self.url} cannot be opened: {type(error).__name__}",
+                hint="Use a path, or a URL like s3://bucket/lake, with the options that its store needs.",
+            ) from error
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except (store_errors.PermissionDeniedError, store_errors.UnauthenticatedError) as error:
+            raise unusable(
+                f"{self.url}: access denied ({type(error).__name__})",
+                hint="Check the credentials, and that they may read, write, list and delete below this URL.",
+            ) from error
+        except store_errors.NotSupportedError as error:
+            raise unusable(
+                f"{self.url}: the store cannot create an object only if it is absent",
+                hint="Use a store with conditional puts, as S3 has them.",
+            ) from error
+        except store_errors.BaseError as error:
+            raise out_of_reach(self.url, type(error).__name__) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
+
+def join(*parts: str) -> str:
+    """A path from its parts, the empty ones left out."""
+    return posixpath.join(*(part for part in parts if part))
+
+
+def _make_folder(path: Path) -> None:
+    """Create a folder and those above it, durably."""
+    if path.is_dir():
+        return
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    for each in missing:
+        _sync_folder(each.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _not_writable(path: Path, error: OSError) -> PenstockError:
+    return unusable(
+        f"{path} cannot be written: {error.strerror}",
+        hint="The folder must be writable for the user that runs Penstock.",
+    )
