@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.frames import frame_of_files, spark_columns
-from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE
+from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, require_representable
 from penstock.changes.steps import Message, Segment, Step, Truncation
 from penstock.lsn import Lsn, OrderKey, are_in, is_in, reaches
 from penstock.schema import TableSchema
@@ -37,23 +37,33 @@ class SegmentFile:
     """Changes that this boundary covers are not meant; None when there are none in the file."""
     until: Lsn | None = None
     """Changes that this boundary does not cover are not meant; None when there are none in the file."""
+    refused_of: str | None = None
+    """The table's name, if cells that their type cannot hold are refused (`out_of_range = "error"`) and there are some
+    in the file; None otherwise."""
 
     def read(self, columns: list[str] | None = None) -> pa.Table:
-        """The rows that are meant."""
+        """The rows that are meant. Raises `ValueOutOfRange` if one of them has a cell that is refused."""
         whole = self.after is None and self.until is None
-        wanted = columns if columns is None or whole else list(dict.fromkeys([*columns, COMMIT_LSN]))
+        needed = [] if whole else [COMMIT_LSN]
+        if self.refused_of is not None:
+            needed.append(UNREPRESENTABLE)
+        wanted = None if columns is None else list(dict.fromkeys([*columns, *needed]))
         with pq.ParquetFile(self.path) as file:
             table = file.read(columns=wanted)
-        if whole:
-            return table
+        if not whole:
+            table = self._cut(table)
+        if self.refused_of is not None:
+            require_representable(table, self.refused_of)
+        return table if columns is None or table.column_names == columns else table.select(columns)
+
+    def _cut(self, table: pa.Table) -> pa.Table:
         commits = table.column(COMMIT_LSN).to_numpy()
         keep = np.ones(len(commits), np.bool_)
         if self.after is not None:
             keep &= ~are_in(commits, self.after)
         if self.until is not None:
             keep &= are_in(commits, self.until)
-        table = table.filter(pa.array(keep))
-        return table if columns is None else table.select(columns)
+        return table.filter(pa.array(keep))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,12 @@ class Rows:
 
         Columns as in `arrow`, with `_unrepresentable` if some segment has it. The order of a frame means nothing: sort
         by `_commit_lsn` and `_ordinal`. It can be computed until the result of the batch is known; executors elsewhere
-        must see the spool under the same path.
+        must see the spool under the same path. Raises `ValueOutOfRange` if a cell is refused.
         """
+        for segment in self.segments:
+            if segment.refused_of is not None:
+                # Rare, and one narrow column: here, because Spark would say it as an error of its own.
+                segment.read([])
         # Segments with the same boundaries are one scan: in most batches there is one, or two.
         parts: dict[tuple[Lsn | None, Lsn | None], list[str]] = {}
         for segment in self.segments:
@@ -180,11 +194,13 @@ def build_batch(
     schemas: Mapping[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
     root: Path,
+    refuse_unrepresentable: bool = False,
 ) -> EventBatch:
     """The changes between two boundaries, of the tables in `positions` and from their positions on.
 
     `schemas` are those that tables have at the destination; where rows have another one, a change of the schema comes
-    before them.
+    before them. With `refuse_unrepresentable` reading a row with a cell that its type cannot hold raises: the batch is
+    handed over all the same, so that this concerns its table alone, and where the data work is done.
     """
     entries = [entry for entry in entries if not reaches(begin, entry.end) and not reaches(entry.begin, end)]
     steps: dict[int, list[TableStep]] = {}
@@ -202,7 +218,7 @@ def build_batch(
                         Truncate(step.key, step.commit_time, step.cascade, step.restart_identity)
                     )
                 continue
-            file = _part(step, after, end, root)
+            file = _part(step, after, end, root, refuse_unrepresentable)
             if file is not None:
                 names[step.table_id] = step.table
                 _append_rows(steps.setdefault(step.table_id, []), step, file, current, schema_of)
@@ -217,7 +233,7 @@ def build_batch(
     )
 
 
-def _part(segment: Segment, after: Lsn, until: Lsn, root: Path) -> SegmentFile | None:
+def _part(segment: Segment, after: Lsn, until: Lsn, root: Path, refuse: bool) -> SegmentFile | None:
     """The part of a segment between two boundaries; None if there is none."""
     if is_in(segment.last.commit_lsn, after) or not is_in(segment.first.commit_lsn, until):
         return None
@@ -227,6 +243,7 @@ def _part(segment: Segment, after: Lsn, until: Lsn, root: Path) -> SegmentFile |
         bytes=segment.bytes,
         after=after if is_in(segment.first.commit_lsn, after) else None,
         until=until if not is_in(segment.last.commit_lsn, until) else None,
+        refused_of=segment.table if refuse and segment.unrepresentable else None,
     )
 
 

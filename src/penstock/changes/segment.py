@@ -131,5 +131,9 @@ def require_representable(rows: pa.Table, table: str) -> None:
         entries = pc.list_flatten(rows.column(UNREPRESENTABLE).cast(pa.list_(_ENTRY_TYPE)))
         columns = sorted(set(pc.struct_field(entries, 0).unique().to_pylist()))
         raise ValueOutOfRange(
-            f"{table} has values that do not fit the type of: {', '.join(columns)}", table=table, columns=columns
+            f"{table} has values that do not fit the type of: {', '.join(columns)}",
+            hint='Choose another out_of_range policy ("keep" loses nothing) and roll the table back; or correct the '
+            "values at the source and copy the table again, because those that were sent stay what they are.",
+            table=table,
+            columns=columns,
         )

@@ -15,6 +15,7 @@ from penstock.changes.events import Event, Row, Unrepresentable, iterate_events
 from penstock.changes.segment import COMMIT_LSN, ORDINAL, UNREPRESENTABLE, field_names
 from penstock.changes.steps import Segment, Step, Truncation
 from penstock.destinations.refusals import unreadable
+from penstock.errors import ValueOutOfRange
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
 from penstock.schema import TableSchema
 
@@ -65,6 +66,9 @@ def read_segment(file: SegmentFile, rows: Rows, columns: list[str] | None = None
     """Read a file of a step; an error says of which table."""
     try:
         return file.read(columns)
+    except ValueOutOfRange as error:
+        error.facts["table_id"] = rows.schema.table_id
+        raise
     except Exception as error:
         raise unreadable(str(rows.schema), rows.schema.table_id, error) from error
 

@@ -25,6 +25,7 @@ from penstock.spool import Entry
 from penstock.state import Errored, PipelineStore, Ready, SyncDone, TableSchemaRetention
 from penstock.state.positions import earliest
 from penstock.state.transitions import lose_position, retry_is_due, roll_back
+from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
 from penstock.workers.board import Board
 from penstock.workers.failures import errored
@@ -69,11 +70,12 @@ class ApplyWorker:
         stop: threading.Event,
         settings: BatchSettings,
         error_hold: ErrorHold,
+        types: TypeSettings | None = None,
         each_round: Callable[[], None] = lambda: None,
     ) -> None:
         """`name` is the reader's in the spool. `each_round` runs between batches: commands, and new tables."""
         self._name = name
-        self._writer = BatchWriter(spool, store, destination, settings)
+        self._writer = BatchWriter(spool, store, destination, settings, types)
         self._board = board
         self._store = store
         self._stop = stop

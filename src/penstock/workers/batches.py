@@ -13,6 +13,7 @@ from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.spool import Entry, SpoolReader
 from penstock.state import PipelineStore, TableSchemaVersion, parse_version
+from penstock.values import OutOfRange, TypeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,20 @@ class Written:
 class BatchWriter:
     """Belongs to one thread: readers of the spool are not shared."""
 
-    def __init__(self, spool: Path, store: PipelineStore, destination: Destination, settings: BatchSettings) -> None:
+    def __init__(
+        self,
+        spool: Path,
+        store: PipelineStore,
+        destination: Destination,
+        settings: BatchSettings,
+        types: TypeSettings | None = None,
+    ) -> None:
         self.reader = SpoolReader(spool)
         self._spool = spool
         self._store = store
         self._destination = destination
         self._settings = settings
+        self._refuses = types is not None and types.out_of_range is OutOfRange.ERROR
 
     def take(self, after: Lsn, limit: Lsn, tables: Sequence[int] | None = None) -> list[Entry]:
         """Entries after a boundary and before another, as many as fit into a batch; at least one if there is any."""
@@ -69,6 +78,7 @@ class BatchWriter:
             schemas=self._schemas_at(positions),
             schema_of=self.reader.load_schema,
             root=self._spool,
+            refuse_unrepresentable=self._refuses,
         )
         durable = dict.fromkeys(positions, end)
         failed: dict[int, PenstockError] = {}

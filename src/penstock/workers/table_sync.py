@@ -103,7 +103,7 @@ class TableSync:
         self.waiting: SnapshotWait | None = None
         """Whom its snapshot waits for, while it does."""
         self._holds = Holds(SpoolFolder(spool))
-        self._writer = BatchWriter(spool, store, destination, batches)
+        self._writer = BatchWriter(spool, store, destination, batches, types)
 
     @property
     def copy_status(self) -> CopyStatus | None:
