@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 STAMP := $(VENV)/.installed
+JARS := $(VENV)/jars
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -17,7 +18,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
 .PHONY: setup
-setup: $(STAMP) ## create .venv with everything; as root also install missing system packages
+setup: $(STAMP) jars ## create .venv with everything; as root also install missing system packages
 
 .PHONY: system
 system:
@@ -31,6 +32,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
+.PHONY: jars
+jars: $(STAMP)
+	@$(BIN)/python scripts/delta-jars.py $(JARS)
+
 .PHONY: demo
 demo: $(STAMP) ## start a server and writers and watch the changes, for 20 seconds
 	$(BIN)/penstock demo $(ARGS)
@@ -43,7 +48,7 @@ unit: $(STAMP) ## the tests that need no service, in less than a minute
 	$(PYTEST) -q tests/unit $(ARGS)
 
 .PHONY: integration
-integration: $(STAMP) system ## the tests on real servers, and whole pipelines
+integration: $(STAMP) system jars ## the tests on real servers, and whole pipelines
 	$(PYTEST) -q $(wildcard tests/integration tests/e2e) $(ARGS)
 
 .PHONY: lint
