@@ -44,9 +44,7 @@ def main() -> int:
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else ""
             print(f"make: Delta's jars could not be fetched ({type(error).__name__}: {reason})", file=sys.stderr)
-            print(
-                "make: going on without them; tests that read tables with Spark are skipped by name.", file=sys.stderr
-            )
+            print("make: going on without them; tests that need them are skipped by name.", file=sys.stderr)
             return 0
         target.mkdir(parents=True, exist_ok=True)
         for jar in (Path(cache) / "jars").glob("io.delta_*.jar"):

@@ -2,7 +2,7 @@
 
 `database` is an empty database on PostgreSQL 18 (or on the server that PENSTOCK_TEST_DSN names); `any_database` runs
 its test once per version. `make_server` gives servers of one's own, for tests that restart, kill or reconfigure them.
-`spark` is a Spark session that all tests share.
+`spark` is a Spark session that all tests share; `delta_spark` is the same one where it can read Delta tables.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from penstock.errors import ConfigError
+from penstock.testing.delta_jars import delta_spark_options, find_delta_jars
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 
@@ -118,9 +119,18 @@ def spark() -> Iterator[Any]:
     # Imported here, so that tests without Spark start without it.
     from penstock.spark.session import SparkSettings, build_session
 
-    session = build_session(SparkSettings(master="local[2]", app_name="penstock-tests"))
+    options = delta_spark_options()
+    session = build_session(SparkSettings(master="local[2]", app_name="penstock-tests", options=options))
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def delta_spark(request: pytest.FixtureRequest) -> Any:
+    """The shared session, which reads Delta tables; tests that need it are skipped where its jars are missing."""
+    if not find_delta_jars():
+        pytest.skip("needs Delta's jars for Spark: make jars")
+    return request.getfixturevalue("spark")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
