@@ -1,0 +1,235 @@
+"""The changes of one table as columns: all steps of a batch in the shape of the last schema among them.
+
+A column is followed by its attribute number. Rows from before it was added have NULL in it, as the source has for an
+added column without a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from penstock.changes.batch import Rows
+from penstock.changes.segment import COMMIT_TIME, OLD, OP, UNCHANGED, UNREPRESENTABLE, Operation, field_names
+from penstock.changes.texts import Texts, split_texts
+from penstock.schema import ReplicaIdentity, TableSchema
+
+_Column = TypeVar("_Column")
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeColumns:
+    """Changes in order; every array is as long as there are changes, unless it says otherwise."""
+
+    schema: TableSchema
+    operations: NDArray[np.int8]
+    commit_times: NDArray[np.int64]
+    """Microseconds since the epoch."""
+    rows: pa.Table
+    """The table's columns, by their names in segments, each in one chunk."""
+    texts: Texts
+    """Of cells that their type cannot hold."""
+    not_sent: Mapping[str, NDArray[np.bool_]]
+    """Which cells of inserts and updates mean nothing; columns whose cells were all sent are left out."""
+    old_at: NDArray[np.int64]
+    """The changes that came with the row's identity from before, in order."""
+    old: pa.Table
+    """That identity, as long as `old_at`."""
+    old_texts: Texts
+
+    @property
+    def count(self) -> int:
+        return len(self.operations)
+
+    def fitted(self, names: Mapping[str, str], types: pa.Schema) -> ChangeColumns:
+        """The same, with columns of other names, in other types that hold the same values."""
+        return replace(
+            self,
+            rows=_fit(self.rows, names, types),
+            texts=_rename(self.texts, names),
+            not_sent=_rename(self.not_sent, names),
+            old=_fit(self.old, names, types),
+            old_texts=_rename(self.old_texts, names),
+        )
+
+
+def read_changes(steps: Sequence[Rows], schema: TableSchema) -> ChangeColumns:
+    """Read the files of steps, in order; `schema` is that of the last one."""
+    parts = [_read_step(step, schema) for step in steps]
+    return parts[0] if len(parts) == 1 else _concatenate(parts, schema)
+
+
+def concatenate_texts(texts: Sequence[Texts], counts: Sequence[int]) -> dict[str, pa.Array]:
+    """The texts of rows that stand behind each other, as many as `counts` says."""
+    names = {name for each in texts for name in each}
+    return {
+        name: pa.concat_arrays(
+            [
+                each[name].cast(pa.string()) if name in each else pa.nulls(count, pa.string())
+                for each, count in zip(texts, counts, strict=True)
+            ]
+        )
+        for name in names
+    }
+
+
+def _read_step(step: Rows, schema: TableSchema) -> ChangeColumns:
+    wanted = {OP, COMMIT_TIME, UNCHANGED, OLD, UNREPRESENTABLE, *field_names(step.schema)}
+    # Only some files have texts, or an old identity.
+    tables = [
+        segment.read([name for name in pq.read_schema(segment.path).names if name in wanted])
+        for segment in step.segments
+    ]
+    table = pa.concat_tables(tables, promote_options="default").combine_chunks()
+    operations = table.column(OP).to_numpy()
+    renamed = _renamed(step.schema, schema)
+    rows = pa.table({name: table.column(before) for name, before in renamed.items()})
+    not_sent = _not_sent(table, operations, step.schema, renamed)
+    all_texts = split_texts(table)
+    texts = {name: all_texts[before] for name, before in renamed.items() if before in all_texts}
+    old_at, old, old_texts = _old(table, all_texts, renamed)
+    if step.schema.replica_identity is ReplicaIdentity.FULL and not_sent:
+        # The whole old row is there, so nothing has to be looked for.
+        rows, texts, not_sent = _fill_from_old(rows, texts, not_sent, old_at, old, old_texts)
+    added = [name for name in field_names(schema) if name not in renamed]
+    if added:
+        rows = _with_nulls(rows, schema)
+        old = (
+            old if not old_at.size or schema.replica_identity is not ReplicaIdentity.FULL else _with_nulls(old, schema)
+        )
+    times = table.column(COMMIT_TIME).cast(pa.int64()).to_numpy()
+    return ChangeColumns(schema, operations, times, rows, texts, not_sent, old_at, old, old_texts)
+
+
+def _renamed(before: TableSchema, after: TableSchema) -> dict[str, str]:
+    """The columns that both schemas have: name now → name in the files."""
+    names = {column.attnum: name for column, name in zip(before.columns, field_names(before), strict=True)}
+    pairs = zip(after.columns, field_names(after), strict=True)
+    return {name: names[column.attnum] for column, name in pairs if column.attnum in names}
+
+
+def _not_sent(
+    table: pa.Table, operations: NDArray[np.int8], schema: TableSchema, renamed: Mapping[str, str]
+) -> dict[str, NDArray[np.bool_]]:
+    bitmaps = table.column(UNCHANGED)
+    if bitmaps.null_count == len(bitmaps):
+        return {}
+    present = bitmaps.is_valid().to_numpy() & (operations != Operation.DELETE)
+    at = np.flatnonzero(present)
+    if not at.size:
+        return {}
+    content = _bytes_of(bitmaps.filter(pa.array(present)))
+    # All have the same number of bytes.
+    bits = np.unpackbits(np.frombuffer(content, np.uint8).reshape(len(at), -1), axis=1, bitorder="little")
+    places = {name: index for index, name in enumerate(field_names(schema))}
+    found: dict[str, NDArray[np.bool_]] = {}
+    for name, before in renamed.items():
+        column = bits[:, places[before]].astype(np.bool_)
+        if column.any():
+            found[name] = np.zeros(len(operations), np.bool_)
+            found[name][at] = column
+    return found
+
+
+def _old(
+    table: pa.Table, texts: Texts, renamed: Mapping[str, str]
+) -> tuple[NDArray[np.int64], pa.Table, dict[str, pa.Array]]:
+    if OLD not in table.column_names or table.column(OLD).null_count == table.num_rows:
+        return np.zeros(0, np.int64), pa.table({}), {}
+    whole = table.column(OLD)
+    at = np.flatnonzero(whole.is_valid().to_numpy())
+    taken = whole.take(pa.array(at)).combine_chunks()
+    names = {field.name for field in whole.type}
+    columns = {name: pc.struct_field(taken, before) for name, before in renamed.items() if before in names}
+    prefixed = {name: f"{OLD}.{before}" for name, before in renamed.items()}
+    old_texts = {name: texts[there].take(pa.array(at)) for name, there in prefixed.items() if there in texts}
+    return at, pa.table(columns), old_texts
+
+
+def _fill_from_old(
+    rows: pa.Table,
+    texts: Texts,
+    not_sent: Mapping[str, NDArray[np.bool_]],
+    old_at: NDArray[np.int64],
+    old: pa.Table,
+    old_texts: Texts,
+) -> tuple[pa.Table, Texts, dict[str, NDArray[np.bool_]]]:
+    """Take cells that were not sent from the row's own old image, where there is one."""
+    filled = dict(texts)
+    left: dict[str, NDArray[np.bool_]] = {}
+    place = np.full(rows.num_rows, -1, np.int64)
+    place[old_at] = np.arange(len(old_at))
+    for name, missing in not_sent.items():
+        known = missing & (place >= 0)
+        index = np.where(known, rows.num_rows + place, np.arange(rows.num_rows))
+        cells = pa.concat_arrays([_array(rows.column(name)), _array(old.column(name))])
+        rows = rows.set_column(rows.schema.get_field_index(name), name, cells.take(pa.array(index)))
+        if name in filled or name in old_texts:
+            both = [filled.get(name, pa.nulls(rows.num_rows, pa.string())), old_texts.get(name)]
+            both[1] = both[1] if both[1] is not None else pa.nulls(len(old_at), pa.string())
+            filled[name] = pa.concat_arrays(both).take(pa.array(index))
+        if (missing & ~known).any():
+            left[name] = missing & ~known
+    return rows, filled, left
+
+
+def _with_nulls(rows: pa.Table, schema: TableSchema) -> pa.Table:
+    """All columns of a schema, in its order; NULL where there were none. Types of those are not known here."""
+    nothing = pa.nulls(rows.num_rows)
+    names = field_names(schema)
+    return pa.table({name: rows.column(name) if name in rows.column_names else nothing for name in names})
+
+
+def _concatenate(parts: Sequence[ChangeColumns], schema: TableSchema) -> ChangeColumns:
+    borders = np.cumsum([0, *(part.count for part in parts)])
+    names = {name for part in parts for name in part.not_sent}
+    not_sent = {
+        name: np.concatenate([part.not_sent.get(name, np.zeros(part.count, np.bool_)) for part in parts])
+        for name in names
+    }
+    return ChangeColumns(
+        schema,
+        np.concatenate([part.operations for part in parts]),
+        np.concatenate([part.commit_times for part in parts]),
+        _concatenate_tables([part.rows for part in parts]),
+        concatenate_texts([part.texts for part in parts], [part.count for part in parts]),
+        not_sent,
+        np.concatenate([part.old_at + border for part, border in zip(parts, borders, strict=False)]),
+        _concatenate_tables([part.old for part in parts if len(part.old_at)]),
+        concatenate_texts([part.old_texts for part in parts], [len(part.old_at) for part in parts]),
+    )
+
+
+def _concatenate_tables(tables: Sequence[pa.Table]) -> pa.Table:
+    return pa.concat_tables(tables, promote_options="permissive").combine_chunks() if tables else pa.table({})
+
+
+def _fit(table: pa.Table, names: Mapping[str, str], types: pa.Schema) -> pa.Table:
+    renamed = [names.get(name, name) for name in table.column_names]
+    wanted = pa.schema([pa.field(name, types.field(name).type) for name in renamed])
+    table = table if renamed == table.column_names else table.rename_columns(renamed)
+    return table if table.schema.types == wanted.types else table.cast(wanted)
+
+
+def _rename(columns: Mapping[str, _Column], names: Mapping[str, str]) -> dict[str, _Column]:
+    return {names.get(name, name): column for name, column in columns.items()}
+
+
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    """A column in one piece."""
+    combined = column.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
+
+
+def _bytes_of(values: pa.ChunkedArray) -> bytes:
+    """All bytes of a column without NULL, one behind the other."""
+    array = _array(values).cast(pa.large_binary())
+    ends = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
+    return array.buffers()[2][int(ends[0]) : int(ends[-1])].to_pybytes()
