@@ -1,28 +1,32 @@
-"""What `penstock run` tells while it runs: a line when a table's copy begins and ends, and one line of status.
+"""What there is to tell about a pipeline that runs: what has happened since the last look, and how it is now.
 
-In a terminal the status line is written over and over; elsewhere it comes every few seconds.
+Only looks and compares; `display` shows it, `status_file` keeps it for `penstock status`.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from penstock.cli.formats import count_of, format_bytes, format_seconds
 from penstock.cli.lag import Behind
 from penstock.copy.progress import CopyProgress
+from penstock.lsn import Lsn
 from penstock.state import DataSync, Errored, Init, Ready, TableReplicationPhase
 from penstock.workers import ApplyStatus, CopyStatus
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-_WINDOW_SECONDS = 5.0
+RATE_SECONDS = 5.0
+"""Changes per second are those of so long a time."""
 
 
 class Watched(Protocol):
     """What is looked at: a `Pipeline`."""
 
+    @property
+    def output(self) -> str: ...
     @property
     def phases(self) -> Mapping[str, TableReplicationPhase]: ...
     @property
@@ -33,130 +37,187 @@ class Watched(Protocol):
     def paused(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something has happened; `text` says it to people, the rest to machines."""
+
+    event: str
+    text: str
+    output: str
+    table: str
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLook:
+    """An output at one moment."""
+
+    output: str
+    paused: bool
+    phases: Mapping[str, TableReplicationPhase]
+    copies: tuple[CopyProgress, ...]
+    """Under way."""
+    changes: int
+    """Applied since the process started."""
+    changes_per_second: float
+    applied: Lsn
+    behind: Behind | None
+    """None before anything is known of the server."""
+
+    @property
+    def line(self) -> str:
+        """How it is, in one line."""
+        lag = "unknown"
+        if self.behind is not None:
+            lag = f"{format_bytes(self.behind.bytes)}, {format_seconds(self.behind.seconds)}"
+        state = "paused" if self.paused else "streaming"
+        return f"{state}: {count_phases(self.phases)}; {self.changes_per_second:,.0f} changes/s; lag {lag}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The same, for machines."""
+        return {
+            "output": self.output,
+            "paused": self.paused,
+            "tables": len(self.phases),
+            "ready": sum(isinstance(phase, Ready) for phase in self.phases.values()),
+            "errored": sum(isinstance(phase, Errored) for phase in self.phases.values()),
+            "changes": self.changes,
+            "changes_per_second": round(self.changes_per_second, 1),
+            "position": str(self.applied),
+            "lag_bytes": None if self.behind is None else self.behind.bytes,
+            "lag_seconds": None if self.behind is None else round(self.behind.seconds, 1),
+        }
+
+
 class Progress:
-    """Compares a pipeline with how it was when it was last looked at."""
+    """Compares one output with how it was when it was last looked at."""
 
     def __init__(
         self,
         pipeline: Watched,
         behind: Callable[[ApplyStatus], Behind | None],
-        notice: Callable[[str], None],
         *,
-        seconds: float,
-        overwrite: Callable[[str], None] | None = None,
+        prefix: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`overwrite` shows the status line in place; without it, it is a notice every `seconds` (0: never)."""
+        """`prefix` stands before what is said of one of several outputs."""
         self._pipeline = pipeline
         self._behind = behind
-        self._notice = notice
-        self._overwrite = overwrite
-        self._seconds = seconds
+        self._prefix = prefix
         self._clock = clock
-        self._told = clock()
         self._phases: dict[str, TableReplicationPhase] = {}
-        self._told_copies: dict[str, CopyStatus] = {}
-        self._samples: list[tuple[float, int]] = []
+        self._told: dict[str, CopyStatus] = {}
+        self._samples: deque[tuple[float, int]] = deque()
 
-    def update(self) -> None:
-        """Look, and tell what is new."""
-        now = self._clock()
-        self._tell_tables()
+    def look(self) -> tuple[list[Notice], OutputLook | None]:
+        """What is new, and how it is now; None before the start."""
+        phases = dict(self._pipeline.phases)
+        copies = dict(self._pipeline.copies)
+        notices = [*self._new_copies(copies), *self._new_phases(phases)]
+        self._phases = phases
         status = self._pipeline.status
         if status is None:
-            return
-        self._samples = [sample for sample in self._samples if now - sample[0] < _WINDOW_SECONDS]
-        self._samples.append((now, status.changes))
-        if self._overwrite is not None:
-            self._overwrite(self._line(status))
-        elif self._seconds and now - self._told >= self._seconds:
-            self._told = now
-            self._notice(self._line(status))
+            return notices, None
+        under_way = tuple(
+            copy.progress
+            for table, copy in copies.items()
+            if isinstance(phases.get(table), DataSync) and copy.seconds is None
+        )
+        look = OutputLook(
+            output=self._pipeline.output,
+            paused=self._pipeline.paused,
+            phases=phases,
+            copies=under_way,
+            changes=status.changes,
+            changes_per_second=self._rate(status.changes),
+            applied=status.applied,
+            behind=self._behind(status),
+        )
+        return notices, look
 
-    def _tell_tables(self) -> None:
-        phases = dict(self._pipeline.phases)
-        for table, copy in self._pipeline.copies.items():
-            if copy.seconds is not None and self._told_copies.get(table) != copy:
-                self._notice(f"copied {table}: {_describe(copy.progress)}, in {copy.seconds:.1f} s")
-            elif table not in self._told_copies or self._told_copies[table].attempt != copy.attempt:
-                self._notice(f"copying {table}: {_describe(copy.progress)}")
-            self._told_copies[table] = copy
-        for table, phase in phases.items():
-            if isinstance(phase, Errored) and self._phases.get(table) != phase:
-                self._notice(f"stopped {table}: {phase.reason}")
+    def _rate(self, changes: int) -> float:
+        now = self._clock()
+        self._samples.append((now, changes))
+        while now - self._samples[0][0] >= RATE_SECONDS:
+            self._samples.popleft()
+        since, count = self._samples[0]
+        return (changes - count) / (now - since) if now > since else 0.0
+
+    def _new_copies(self, copies: Mapping[str, CopyStatus]) -> list[Notice]:
+        notices: list[Notice] = []
+        for table, copy in copies.items():
+            told = self._told.get(table)
+            is_new = told is None or told.attempt != copy.attempt
+            if copy.seconds is not None and (is_new or told is None or told.seconds is None):
+                text = f"copied {table}: {describe_whole(copy.progress)}, in {format_seconds(copy.seconds)}"
+                facts = {**copy_facts(copy.progress), "seconds": round(copy.seconds, 3)}
+                notices.append(self._notice("copied", text, table, facts))
+            elif copy.seconds is None and is_new:
+                text = f"copying {table}: {describe_plan(copy.progress)}"
+                notices.append(self._notice("copying", text, table, copy_facts(copy.progress)))
+        self._told = dict(copies)
+        return notices
+
+    def _new_phases(self, phases: Mapping[str, TableReplicationPhase]) -> list[Notice]:
+        notices = [
+            self._notice("stopped", f"stopped {table}: {phase.reason}", table, {"reason": phase.reason})
+            for table, phase in phases.items()
+            if isinstance(phase, Errored) and self._phases.get(table) != phase
+        ]
         for table in self._phases.keys() - phases.keys():
-            self._notice(f"{table} left the publication; its data stays at the destination")
-        self._phases = phases
+            text = f"{table} left the publication; its data stays at the destination"
+            notices.append(self._notice("left", text, table, {}))
+        return notices
 
-    def _line(self, status: ApplyStatus) -> str:
-        (first, count), (last, changes) = self._samples[0], self._samples[-1]
-        rate = (changes - count) / (last - first) if last > first else 0.0
-        behind = self._behind(status)
-        lag = "unknown" if behind is None else f"{format_bytes(behind.bytes)}, {behind.seconds:.1f} s"
-        state = "paused" if self._pipeline.paused else "streaming"
-        return f"{state}: {self._counts()}; {rate:,.0f} changes/s; lag {lag}"
-
-    def _counts(self) -> str:
-        kinds = Counter(_kind(phase) for phase in self._phases.values())
-        ready = kinds.pop("ready", 0)
-        others = "".join(f", {count} {kind}" for kind, count in sorted(kinds.items()))
-        return f"{ready} of {len(self._phases)} tables ready{others}"
+    def _notice(self, event: str, text: str, table: str, facts: Mapping[str, Any]) -> Notice:
+        return Notice(event, f"{self._prefix}{text}", self._pipeline.output, table, facts)
 
 
-class StatusLine:
-    """A line at the bottom of a terminal, which other lines push down."""
-
-    def __init__(self, notice: Callable[[str], None], columns: Callable[[], int]) -> None:
-        self._notice = notice
-        self._columns = columns
-        self._shown = False
-
-    def show(self, text: str) -> None:
-        """Write over the line."""
-        sys.stderr.write(f"\r\x1b[K{text[: self._columns() - 1]}")
-        sys.stderr.flush()
-        self._shown = True
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.clear()
-        self._notice(text)
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-            self._shown = False
+def describe_plan(progress: CopyProgress) -> str:
+    """What there is to copy."""
+    rows = "" if progress.estimated_rows is None else f", about {count_of(progress.estimated_rows, 'row')}"
+    return f"{format_bytes(progress.bytes)}{rows}"
 
 
-class AboveLine:
-    """Standard error for log lines: they stand above the status line, not behind it."""
-
-    def __init__(self, line: StatusLine) -> None:
-        self._line = line
-
-    def write(self, text: str) -> int:
-        """Take the status line away first; it comes back by itself."""
-        self._line.clear()
-        return sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
+def describe_copy(progress: CopyProgress) -> str:
+    """How far a copy is."""
+    left = progress.seconds_left
+    return (
+        f"{progress.ranges_done} of {count_of(progress.ranges, 'range')}, {count_of(progress.rows_done, 'row')}, "
+        f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes)} ({progress.fraction:.0%})"
+        + ("" if left is None else f", about {format_seconds(left)} left")
+    )
 
 
-def format_bytes(size: float) -> str:
-    """`1.5 GB`; 1 kB is 1024 bytes, as in Postgres."""
-    for unit in _UNITS:
-        if size < 1024 or unit == _UNITS[-1]:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
+def describe_whole(progress: CopyProgress) -> str:
+    """A copy that is done. Whoever reads it by a data frame counts no rows."""
+    if progress.ranges_done < progress.ranges:
+        return describe_plan(progress)
+    return f"{count_of(progress.rows_done, 'row')}, {format_bytes(progress.bytes)}"
 
 
-def _describe(plan: CopyProgress) -> str:
-    rows = "" if plan.estimated_rows is None else f", about {plan.estimated_rows:,} rows"
-    return f"{format_bytes(plan.bytes)}{rows}"
+def copy_facts(progress: CopyProgress) -> dict[str, Any]:
+    """How far a copy is, for machines."""
+    left = progress.seconds_left
+    return {
+        "ranges": progress.ranges,
+        "ranges_done": progress.ranges_done,
+        "rows_done": progress.rows_done,
+        "estimated_rows": progress.estimated_rows,
+        "bytes": progress.bytes,
+        "bytes_done": progress.bytes_done,
+        "fraction": round(progress.fraction, 3),
+        "seconds_left": None if left is None else round(left, 1),
+    }
+
+
+def count_phases(phases: Mapping[str, TableReplicationPhase]) -> str:
+    """`4 of 5 tables ready, 1 copying`."""
+    kinds = Counter(_kind(phase) for phase in phases.values())
+    ready = kinds.pop("ready", 0)
+    others = "".join(f", {count} {kind}" for kind, count in sorted(kinds.items()))
+    return f"{ready} of {count_of(len(phases), 'table')} ready{others}"
 
 
 def _kind(phase: TableReplicationPhase) -> str:

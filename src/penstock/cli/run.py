@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, running
+from penstock.cli.display import Display, opened_display
 from penstock.cli.lag import LagWatch, current_position
 from penstock.cli.plan import plan_lines
-from penstock.cli.progress import AboveLine, Progress, StatusLine
-from penstock.cli.tail import Ending, say
+from penstock.cli.progress import OutputLook, Progress
+from penstock.cli.status_file import StatusFile
+from penstock.cli.tail import Ending
 from penstock.config import Config
 from penstock.errors import LeaseHeld, PenstockError, Retry
 from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
-from penstock.observe.logs import ROOT_LOGGER
 from penstock.pipeline import Outputs, Pipeline
 from penstock.source import Role, connect
 from penstock.state import Errored, Ready, Store, WorkerType
@@ -29,8 +27,6 @@ from penstock.workers.process_tasks import ProcessTasks
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 def run(
@@ -47,7 +43,7 @@ def run(
         typer.Option(
             "--status-every",
             min=0,
-            help="Where standard error is no terminal: a line of status so often; 0 for none.",
+            help="Where standard error is no terminal: lines of status so often; 0 for none.",
             metavar="SECONDS",
         ),
     ] = _STATUS_SECONDS,
@@ -63,36 +59,15 @@ def run(
             for line in plan_lines(config):
                 typer.echo(line)
             return
-        with Ending() as ending:
-            _run(config, ending, _Talk(context, quiet=quiet, seconds=status_seconds), once=once)
-
-
-class _Talk:
-    """Who hears what: people on standard error, or the log when that is JSON."""
-
-    def __init__(self, context: typer.Context, *, quiet: bool, seconds: float) -> None:
         as_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
-        self.seconds = 0.0 if quiet else seconds
-        self._line: StatusLine | None = None
-        if quiet:
-            self.say: Callable[[str], None] = lambda text: None
-        elif as_json:
-            self.say = lambda text: logger.info("%s", text)
-        elif sys.stderr.isatty():
-            self._line = StatusLine(say, lambda: shutil.get_terminal_size().columns)
-            self.say = self._line.say
-            for handler in logging.getLogger(ROOT_LOGGER).handlers:
-                if isinstance(handler, logging.StreamHandler):
-                    handler.setStream(AboveLine(self._line))
-        else:
-            self.say = say
-
-    @property
-    def overwrite(self) -> Callable[[str], None] | None:
-        return None if self._line is None else self._line.show
+        with (
+            Ending() as ending,
+            opened_display(quiet=quiet, as_json=as_json, seconds=status_seconds) as display,
+        ):
+            _run(config, ending, display, once=once)
 
 
-def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
+def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> None:
     destinations = {output.name: config.create_destination(output) for output in config.outputs}
     with ExitStack() as stack:
         stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.outputs}
@@ -101,7 +76,7 @@ def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
             _refuse_second(config, store)
         with ending.interruptible():
             connect(config.pipeline.source, Role.CATALOG).close()
-        with _started_tasks(config, ending, talk) as (tasks, session):
+        with _started_tasks(config, ending, display) as (tasks, session):
             outputs = Outputs(
                 [
                     Pipeline(output.settings, stores[output.name], destinations[output.name], tasks, session)
@@ -111,9 +86,9 @@ def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
             try:
                 with ending.interruptible():
                     outputs.start()
-                talk.say(_greeting(config, outputs, [destination.name for destination in destinations.values()]))
-                caught_up = _watch(config, outputs, ending, talk, once=once)
-                talk.say("caught up, stopping" if caught_up else "stopping: the batch at hand is finished first")
+                display.say(_greeting(config, outputs, [destination.name for destination in destinations.values()]))
+                caught_up = _watch(config, outputs, ending, display, once=once)
+                display.say("caught up, stopping" if caught_up else "stopping: the batch at hand is finished first")
                 failed = [
                     _prefixed(outputs, pipeline, name)
                     for pipeline in outputs
@@ -126,7 +101,7 @@ def _run(config: Config, ending: Ending, talk: _Talk, *, once: bool) -> None:
                 outputs.shutdown()
         for pipeline in outputs:
             position = pipeline.store.get_replication_progress(WorkerType.apply())
-            talk.say(_prefixed(outputs, pipeline, f"stopped at {position or 'the beginning'}"))
+            display.say(_prefixed(outputs, pipeline, f"stopped at {position or 'the beginning'}"))
     if once and failed:
         raise PenstockError(
             f"{len(failed)} table{'s' * (len(failed) > 1)} stopped: {', '.join(failed)}",
@@ -148,38 +123,42 @@ def _prefixed(outputs: Outputs, pipeline: Pipeline, text: str) -> str:
     return f"{pipeline.output}: {text}" if len(outputs) > 1 else text
 
 
-def _watch(config: Config, outputs: Outputs, ending: Ending, talk: _Talk, *, once: bool) -> bool:
+def _watch(config: Config, outputs: Outputs, ending: Ending, display: Display, *, once: bool) -> bool:
     """Look until an output ends, or all should; whether they have caught up with where `once` ends."""
-    with ExitStack() as stack:
-        shown = [
-            _progress(outputs, pipeline, stack.enter_context(LagWatch(config.pipeline.source)), talk)
-            for pipeline in outputs
-        ]
+    source = config.pipeline.source
+    with LagWatch(source) as lag:
+        watches = [_progress(outputs, pipeline, lag) for pipeline in outputs]
+        status_file = StatusFile(config.pipeline.spool.path)
         target: Lsn | None = None
         while not ending.stop.is_set():
             if outputs.wait(0):
                 return False
-            for progress in shown:
-                progress.update()
+            _look(watches, display, status_file)
             if once and all(_is_settled(pipeline) for pipeline in outputs):
-                target = target or current_position(config.pipeline.source)
+                target = target or current_position(source)
                 if all(_has_reached(pipeline, target) for pipeline in outputs):
-                    for progress in shown:
-                        progress.update()
+                    _look(watches, display, status_file)
                     return True
             ending.stop.wait(_POLL_SECONDS)
         return False
 
 
-def _progress(outputs: Outputs, pipeline: Pipeline, lag: LagWatch, talk: _Talk) -> Progress:
-    # Several lines cannot be written over in place; where there are several outputs, each gets a line now and then.
-    alone = len(outputs) == 1
+def _look(watches: Sequence[Progress], display: Display, status_file: StatusFile) -> None:
+    looks: list[OutputLook] = []
+    for watch in watches:
+        notices, look = watch.look()
+        for notice in notices:
+            display.tell(notice)
+        looks += [look] if look is not None else []
+    display.show(looks)
+    status_file.write(looks)
+
+
+def _progress(outputs: Outputs, pipeline: Pipeline, lag: LagWatch) -> Progress:
     return Progress(
         pipeline,
         lambda status: lag.behind(status.applied, status.last_commit_time),
-        lambda text: talk.say(_prefixed(outputs, pipeline, text)),
-        seconds=talk.seconds,
-        overwrite=talk.overwrite if alone else None,
+        prefix=_prefixed(outputs, pipeline, ""),
     )
 
 
@@ -213,7 +192,7 @@ def _refuse_second(config: Config, store: Store) -> None:
 
 
 @contextmanager
-def _started_tasks(config: Config, ending: Ending, talk: _Talk) -> Iterator[tuple[Any, Any]]:
+def _started_tasks(config: Config, ending: Ending, display: Display) -> Iterator[tuple[Any, Any]]:
     """Where the data work is done, and the Spark session if there is one."""
     choice = config.spark
     if choice.master is None:
@@ -229,7 +208,7 @@ def _started_tasks(config: Config, ending: Ending, talk: _Talk) -> Iterator[tupl
         memory=choice.memory,
         options=choice.options,
     )
-    talk.say(f"starting Spark on {choice.master}")
+    display.say(f"starting Spark on {choice.master}")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with ending.interruptible():
         session = build_session(settings)

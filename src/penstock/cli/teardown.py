@@ -139,7 +139,7 @@ def _remove_spool(path: Path) -> None:
     folder = SpoolFolder(path)
     for each in (folder.log, folder.segments, folder.schemas, folder.readers, folder.holds, folder.open):
         shutil.rmtree(each, ignore_errors=True)
-    for file in (folder.lineage, folder.lock):
+    for file in (folder.lineage, folder.lock, folder.status):
         file.unlink(missing_ok=True)
     if not any(path.iterdir()):
         path.rmdir()

@@ -36,7 +36,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: `time`, `level`, `logger`, `message`, `process`, and `exception` if there is one."""
+    """One object per line: `time`, `level`, `logger`, `message`, `process`, and `exception` if there is one.
+
+    A record with `extra={"facts": {…}}` has these as fields, too.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -46,6 +49,8 @@ class JsonFormatter(logging.Formatter):
             "message": redact(record.getMessage()),
             "process": record.process,
         }
+        facts: dict[str, object] = getattr(record, "facts", {})
+        fields |= {name: redact(value) if isinstance(value, str) else value for name, value in facts.items()}
         if record.exc_info and record.exc_info[0] is not None:
             fields["exception"] = redact(self.formatException(record.exc_info))
         return json.dumps(fields, ensure_ascii=False)

@@ -9,6 +9,7 @@ spool/
   readers/<name>.json   up to where each reader needs nothing more
   holds/16384.json      tables that are being copied: their changes are kept longer
   open/                 streamed transactions that have not ended
+  status.json           how the process that runs saw itself last, for `penstock status`
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class SpoolFolder:
     @property
     def open(self) -> Path:
         return self.root / "open"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
 
     def entry(self, number: int) -> Path:
         return self.segments / f"{number:012d}"

@@ -1,60 +1,91 @@
-"""What `penstock run` tells about a pipeline."""
+"""What `penstock run` has to tell about a pipeline."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from types import SimpleNamespace
+from typing import Any
 
+from penstock.cli.formats import format_bytes, format_seconds
 from penstock.cli.lag import Behind
-from penstock.cli.progress import Progress, format_bytes
+from penstock.cli.progress import Progress
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
 from penstock.state import DataSync, Errored, Init, Ready, RetryPolicy
 from penstock.workers import ApplyStatus, CopyStatus
 
-PLAN = CopyProgress("public.a", ranges=1, bytes=3 << 20, estimated_rows=1234)
+PLAN = CopyProgress("public.a", ranges=4, bytes=4 << 20, estimated_rows=1234, clock=lambda: 10.0, since=0.0)
+HALF = PLAN.advance(rows=700, bytes=2 << 20, ranges=2)
+WHOLE = HALF.advance(rows=500, bytes=2 << 20, ranges=2)
 
 
-def watched(phases, copies=None, changes=0, paused=False):
-    return SimpleNamespace(
-        phases=phases, copies=copies or {}, status=ApplyStatus(Lsn(1), Lsn(1), changes, 1, 0), paused=paused
-    )
+def watched(phases: Any, copies: Any = None, changes: int = 0, paused: bool = False) -> Any:
+    status = ApplyStatus(Lsn(1), Lsn(1), changes, 1, 0)
+    return SimpleNamespace(output="tables", phases=phases, copies=copies or {}, status=status, paused=paused)
 
 
 def test_copies_are_told_when_they_begin_and_end_and_each_once():
-    said: list[str] = []
     pipeline = watched({"public.a": DataSync(), "public.b": Init()}, {"public.a": CopyStatus("1", PLAN)})
-    progress = Progress(pipeline, lambda status: None, said.append, seconds=0)
-    progress.update()
-    progress.update()
-    pipeline.copies = {"public.a": CopyStatus("1", PLAN, 2.0), "public.b": CopyStatus("2", PLAN, 0.1)}
-    progress.update()
-    progress.update()
+    progress = Progress(pipeline, lambda status: None)
+    said = [notice.text for _ in range(2) for notice in progress.look()[0]]
+    assert said == ["copying public.a: 4.0 MB, about 1,234 rows"]
+    pipeline.copies = {"public.a": CopyStatus("1", HALF)}
+    notices, look = progress.look()
+    assert notices == []
+    assert look is not None
+    assert look.copies == (HALF,)
+    pipeline.copies = {"public.a": CopyStatus("1", WHOLE, 2.0), "public.b": CopyStatus("2", PLAN, 0.1)}
+    said = [notice.text for _ in range(2) for notice in progress.look()[0]]
+    # Nobody has counted the rows of the second: it was read by a data frame.
     assert said == [
-        "copying public.a: 3.0 MB, about 1,234 rows",
-        "copied public.a: 3.0 MB, about 1,234 rows, in 2.0 s",
-        "copied public.b: 3.0 MB, about 1,234 rows, in 0.1 s",
+        "copied public.a: 1,200 rows, 4.0 MB, in 2.0 s",
+        "copied public.b: 4.0 MB, about 1,234 rows, in 0.1 s",
     ]
 
 
-def test_the_status_line_has_tables_rate_and_lag():
-    said: list[str] = []
+def test_a_copy_that_failed_is_not_under_way_and_its_next_attempt_is_told():
+    failed = Errored("bad", None, RetryPolicy(), DataSync(), datetime.now(UTC))
+    pipeline = watched({"public.a": failed}, {"public.a": CopyStatus("1", HALF)})
+    progress = Progress(pipeline, lambda status: None, prefix="lake: ")
+    notices, look = progress.look()
+    assert [notice.text for notice in notices] == [
+        "lake: copying public.a: 4.0 MB, about 1,234 rows",
+        "lake: stopped public.a: bad",
+    ]
+    assert look is not None
+    assert look.copies == ()
+    pipeline.phases, pipeline.copies = {"public.a": DataSync()}, {"public.a": CopyStatus("2", PLAN)}
+    (notice,) = progress.look()[0]
+    assert (notice.event, notice.table, notice.output) == ("copying", "public.a", "tables")
+    assert notice.facts["ranges"] == 4
+
+
+def test_a_look_has_tables_rate_and_lag():
     now = [0.0]
     failed = Errored("bad", None, RetryPolicy(), DataSync(), datetime.now(UTC))
     pipeline = watched({"a.a": Ready(), "a.b": Ready(), "a.c": failed})
-    progress = Progress(
-        pipeline, lambda status: Behind(2048, 1.25), said.append, seconds=10, clock=lambda: now[0]
-    )  # fmt: skip
-    progress.update()
-    assert said == ["stopped a.c: bad"]
+    progress = Progress(pipeline, lambda status: Behind(2048, 1.25), clock=lambda: now[0])
+    notices, _ = progress.look()
+    assert [notice.text for notice in notices] == ["stopped a.c: bad"]
     now[0], pipeline.status = 8.0, ApplyStatus(Lsn(1), Lsn(1), 1000, 1, 0)
-    progress.update()
+    progress.look()
     now[0], pipeline.status = 10.0, ApplyStatus(Lsn(1), Lsn(1), 5000, 1, 0)
-    progress.update()
-    assert said[1:] == ["streaming: 2 of 3 tables ready, 1 errored; 2,000 changes/s; lag 2.0 kB, 1.2 s"]
+    notices, look = progress.look()
+    assert notices == []
+    assert look is not None
+    assert look.line == "streaming: 2 of 3 tables ready, 1 errored; 2,000 changes/s; lag 2.0 kB, 1.2 s"
+    assert look.facts["lag_bytes"] == 2048
+    pipeline.paused, pipeline.phases = True, {"a.a": Ready()}
+    notices, look = progress.look()
+    assert sorted(notice.event for notice in notices) == ["left", "left"]
+    assert look is not None
+    assert look.line.startswith("paused: 1 of 1 table ready; ")
 
 
-def test_sizes_for_people():
+def test_quantities_for_people():
     assert [format_bytes(size) for size in (0, 1023, 1536, 300 << 20, 5 << 50)] == [
         "0 B", "1023 B", "1.5 kB", "300 MB", "5120 TB"
+    ]  # fmt: skip
+    assert [format_seconds(seconds) for seconds in (0.04, 9.96, 45.2, 100, 7500, 270000)] == [
+        "0.0 s", "10.0 s", "45 s", "2 min", "2 h 05 min", "3 d 03 h"
     ]  # fmt: skip

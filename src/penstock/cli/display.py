@@ -1,0 +1,240 @@
+"""How `penstock run` shows what it does, on standard error: bars in a terminal, lines elsewhere, or log records.
+
+In a terminal each copy has a bar, below them stands a line of status for each output, and everything else is written
+above. Elsewhere both come as lines, every few seconds. With `--log-format json` they are log records with fields of
+their own, whatever the log level is: who asks for JSON wants to read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.formats import format_bytes, format_seconds
+from penstock.cli.progress import Notice, OutputLook, copy_facts, describe_copy
+from penstock.copy.progress import CopyProgress
+from penstock.observe.logs import ROOT_LOGGER
+
+MOST_BARS = 8
+"""More copies at the same time are only counted."""
+_WIDE = 100
+_NAME_WIDTH = 40
+_BAR_WIDTH = 24
+
+logger = logging.getLogger("penstock.run")
+
+
+class Display(Protocol):
+    """Where it is shown."""
+
+    def say(self, text: str) -> None:
+        """A sentence that stays."""
+        ...
+
+    def tell(self, notice: Notice) -> None:
+        """Something has happened."""
+        ...
+
+    def show(self, looks: Sequence[OutputLook]) -> None:
+        """How the outputs are now; called about twice a second."""
+        ...
+
+
+@contextmanager
+def opened_display(*, quiet: bool, as_json: bool, seconds: float) -> Iterator[Display]:
+    """The display that fits; `seconds` is how often lines and records of status come, 0 for never."""
+    if quiet:
+        yield Silence()
+    elif as_json:
+        logger.setLevel(logging.INFO)
+        try:
+            yield Records(seconds)
+        finally:
+            logger.setLevel(logging.NOTSET)
+    elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        with _above_bars(), Bars() as display:
+            yield display
+    else:
+        yield Lines(write_line, seconds)
+
+
+def write_line(text: str) -> None:
+    """A line on standard error, which may be closed."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+class Silence:
+    """Nothing but errors."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def tell(self, notice: Notice) -> None:
+        pass
+
+    def show(self, looks: Sequence[OutputLook]) -> None:
+        pass
+
+
+class Lines:
+    """For files and pipes."""
+
+    def __init__(
+        self, write: Callable[[str], None], seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._write = write
+        self._interval = Interval(seconds, clock)
+
+    def say(self, text: str) -> None:
+        self._write(text)
+
+    def tell(self, notice: Notice) -> None:
+        self._write(notice.text)
+
+    def show(self, looks: Sequence[OutputLook]) -> None:
+        if self._interval.is_over():
+            for look in looks:
+                prefix = f"{look.output}: " if len(looks) > 1 else ""
+                for copy in look.copies:
+                    self._write(f"{prefix}copying {copy.table}: {describe_copy(copy)}")
+                self._write(f"{prefix}{look.line}")
+
+
+class Records:
+    """For machines: log records whose fields say the same as their message."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = Interval(seconds, clock)
+
+    def say(self, text: str) -> None:
+        logger.info("%s", text)
+
+    def tell(self, notice: Notice) -> None:
+        facts = {"event": notice.event, "output": notice.output, "table": notice.table, **notice.facts}
+        _log(notice.text, facts)
+
+    def show(self, looks: Sequence[OutputLook]) -> None:
+        if self._interval.is_over():
+            for look in looks:
+                for copy in look.copies:
+                    facts = {"event": "copy", "output": look.output, "table": copy.table, **copy_facts(copy)}
+                    _log(f"copying {copy.table}: {describe_copy(copy)}", facts)
+                _log(look.line, {"event": "status", **look.facts})
+
+
+class Bars:
+    """For people: what changes stays at the bottom, what has happened goes up."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
+
+    def __enter__(self) -> Bars:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"), soft_wrap=True)
+
+    def tell(self, notice: Notice) -> None:
+        style = "bold red" if notice.event == "stopped" else "dim"
+        self._console.print(Text(notice.text, style=style), soft_wrap=True)
+
+    def show(self, looks: Sequence[OutputLook]) -> None:
+        self._live.update(render(looks, self._console.width), refresh=True)
+
+
+class Interval:
+    """Says now and then that it is time again."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._last = clock()
+
+    def is_over(self) -> bool:
+        """Whether it has been long enough; never if it is 0."""
+        now = self._clock()
+        if not self._seconds or now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+def render(looks: Sequence[OutputLook], width: int) -> RenderableType:
+    """Bars of all copies, and a line for each output."""
+    named = [(look.output if len(looks) > 1 else "", copy) for look in looks for copy in look.copies]
+    parts: list[RenderableType] = []
+    if named:
+        parts.append(_bars(named[:MOST_BARS], wide=width >= _WIDE))
+    if len(named) > MOST_BARS:
+        parts.append(Text(f"… and {len(named) - MOST_BARS} more copies"))
+    for look in looks:
+        prefix = f"{look.output}: " if len(looks) > 1 else ""
+        parts.append(Text(f"{prefix}{look.line}", no_wrap=True, overflow="ellipsis"))
+    return Group(*parts)
+
+
+def _bars(copies: Sequence[tuple[str, CopyProgress]], *, wide: bool) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=_NAME_WIDTH)
+    table.add_column(width=_BAR_WIDTH if wide else None)
+    for _ in range(5 if wide else 2):
+        table.add_column(justify="right", no_wrap=True)
+    for output, copy in copies:
+        name = Text(f"{output}: {copy.table}" if output else copy.table, style="cyan")
+        bar = ProgressBar(total=1.0, completed=copy.fraction, width=_BAR_WIDTH if wide else None)
+        left = copy.seconds_left
+        # All is read, and is being made durable.
+        remaining = "finishing" if copy.fraction == 1.0 else "" if left is None else f"{format_seconds(left)} left"
+        percent, rows = f"{copy.fraction:.0%}", f"{copy.rows_done:,} rows"
+        size = f"{format_bytes(copy.bytes_done)} of {format_bytes(copy.bytes)}"
+        ranges = f"{copy.ranges_done}/{copy.ranges} ranges"
+        more = (percent, ranges, rows, size, remaining) if wide else (percent, remaining)
+        table.add_row(name, bar, *(Text(each) for each in more))
+    return table
+
+
+@contextmanager
+def _above_bars() -> Iterator[None]:
+    """Log lines go through standard error as it is now, which the bars have replaced: they stand above."""
+    handlers = [each for each in logging.getLogger(ROOT_LOGGER).handlers if isinstance(each, logging.StreamHandler)]
+    streams = [(handler, handler.stream) for handler in handlers if handler.stream is sys.stderr]
+    for handler, _ in streams:
+        handler.setStream(_CurrentStandardError())
+    try:
+        yield
+    finally:
+        for handler, stream in streams:
+            handler.setStream(stream)
+
+
+class _CurrentStandardError:
+    """Whatever `sys.stderr` is at the moment of writing."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def _log(text: str, facts: dict[str, Any]) -> None:
+    logger.info("%s", text, extra={"facts": facts})
