@@ -28,6 +28,7 @@ from penstock.state.phases import (
 from penstock.state.positions import furthest
 
 _RESYNC = "Copy the table again: penstock resync <table>."
+_TOO_LATE = "It held back progress for too long. When the cause is gone, copy the table again: penstock resync <table>."
 
 
 def discover(current: StoredPhase | None) -> StoredPhase:
@@ -133,7 +134,8 @@ def lose_position(current: TableReplicationPhase) -> Errored:
     """The hold is over. To be stored *before* progress passes the table; afterwards only a new copy is legal."""
     if not isinstance(current, Errored) or current.position is None:
         raise _illegal(current, "errored with its position lost", "it holds no position")
-    return replace(current, position_lost=True, retry_policy=RetryPolicy(), solution=current.solution or _RESYNC)
+    # What was advised before may lead to a rollback, which is not legal any more.
+    return replace(current, position_lost=True, retry_policy=RetryPolicy(), solution=_TOO_LATE)
 
 
 def roll_back(current: TableReplicationPhase) -> Init | SyncDone:
