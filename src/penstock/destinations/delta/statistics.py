@@ -27,29 +27,57 @@ _DAY_MICROSECONDS = 86_400_000_000
 _TIGHT = re.compile(r'"tightBounds"\s*:\s*(true|false)')
 
 
+class StatisticsCollector:
+    """The statistics of a file that is written piece by piece."""
+
+    def __init__(self, schema: pa.Schema, columns: Sequence[str] | None = None) -> None:
+        names = schema.names[:INDEXED_COLUMNS] if columns is None else columns
+        self._types = {name: schema.field(name).type for name in names}
+        self._types = {name: kind for name, kind in self._types.items() if not pa.types.is_struct(kind)}
+        self._nulls = dict.fromkeys(self._types, 0)
+        self._bounds: dict[str, tuple[Any, Any]] = {}
+        self._unbounded = {name for name, kind in self._types.items() if not _has_bounds(kind)}
+        self._rows = 0
+
+    def add(self, data: pa.Table) -> None:
+        """Count in some rows, which have the schema's types."""
+        self._rows += data.num_rows
+        for name in self._types:
+            column = data[name]
+            self._nulls[name] += column.null_count
+            if name in self._unbounded or column.null_count == len(column):
+                continue
+            if pa.types.is_floating(column.type) and pc.any(pc.is_nan(column)).as_py():
+                self._unbounded.add(name)
+                continue
+            low, high = _min_max(column)
+            before = self._bounds.get(name, (low, high))
+            self._bounds[name] = min(low, before[0]), max(high, before[1])
+
+    def result(self) -> str:
+        """The `stats` of the file."""
+        lowest: dict[str, str] = {}
+        highest: dict[str, str] = {}
+        for name, (low, high) in self._bounds.items():
+            texts = None if name in self._unbounded else _texts(self._types[name], low, high)
+            if texts is not None:
+                lowest[name], highest[name] = texts
+        return _object(
+            {
+                "numRecords": str(self._rows),
+                "minValues": _object(lowest),
+                "maxValues": _object(highest),
+                "nullCount": _object({name: str(count) for name, count in self._nulls.items()}),
+                "tightBounds": "true",
+            }
+        )
+
+
 def collect_statistics(data: pa.Table, columns: Sequence[str] | None = None) -> str:
     """The `stats` of a file with these rows; of the named columns, or of the first ones."""
-    names = data.column_names[:INDEXED_COLUMNS] if columns is None else columns
-    lowest: dict[str, str] = {}
-    highest: dict[str, str] = {}
-    nulls: dict[str, str] = {}
-    for name in names:
-        column = data[name]
-        if pa.types.is_struct(column.type):
-            continue
-        nulls[name] = str(column.null_count)
-        bounds = _bounds(column)
-        if bounds is not None:
-            lowest[name], highest[name] = bounds
-    return _object(
-        {
-            "numRecords": str(data.num_rows),
-            "minValues": _object(lowest),
-            "maxValues": _object(highest),
-            "nullCount": _object(nulls),
-            "tightBounds": "true",
-        }
-    )
+    collector = StatisticsCollector(data.schema, columns)
+    collector.add(data)
+    return collector.result()
 
 
 def loosened(statistics: str) -> str:
@@ -66,42 +94,45 @@ def record_count(statistics: str | None) -> int | None:
     return None if statistics is None else json.loads(statistics).get("numRecords")
 
 
-def _bounds(column: pa.ChunkedArray) -> tuple[str, str] | None:
-    """The bounds of a column as JSON; None if it has none, or none that can be said."""
-    kind = column.type
-    if column.null_count == len(column):
-        return None
-    if pa.types.is_integer(kind):
-        low, high = _min_max(column)
-        return str(low), str(high)
-    if pa.types.is_decimal(kind):
-        low, high = _min_max(column)
-        return format(low, "f"), format(high, "f")
-    if pa.types.is_floating(kind):
-        low, high = _min_max(column)
-        if pc.any(pc.is_nan(column)).as_py() or not (math.isfinite(low) and math.isfinite(high)):
-            return None
-        return json.dumps(low), json.dumps(high)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        low, high = _min_max(column)
-        return _quoted(low[:_TEXT_LETTERS]), _quoted(_cut_upwards(high))
-    if pa.types.is_date32(kind):
-        low, high = _min_max(column.cast(pa.int32()))
-        if low < _FIRST_DAY or high > _LAST_DAY:
-            return None
-        return _quoted(str(np.datetime64(low, "D"))), _quoted(str(np.datetime64(high, "D")))
-    if pa.types.is_timestamp(kind):
-        low, high = _min_max(column.cast(pa.timestamp("us", kind.tz)).cast(pa.int64()))
-        if low < _FIRST_DAY * _DAY_MICROSECONDS or high >= (_LAST_DAY + 1) * _DAY_MICROSECONDS:
-            return None
-        zone = "" if kind.tz is None else "Z"
-        return _quoted(f"{np.datetime64(low, 'us')}{zone}"), _quoted(f"{np.datetime64(high, 'us')}{zone}")
-    return None
+def _has_bounds(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_integer(kind)
+        or pa.types.is_decimal(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_date32(kind)
+        or pa.types.is_timestamp(kind)
+    )
 
 
 def _min_max(column: pa.ChunkedArray) -> tuple[Any, Any]:
+    """Bounds that compare as their values do; of days and moments as numbers, which Python's own types cannot hold."""
+    if pa.types.is_date32(column.type):
+        column = column.cast(pa.int32())
+    elif pa.types.is_timestamp(column.type):
+        column = column.cast(pa.int64())
     found = pc.min_max(column).as_py()
     return found["min"], found["max"]
+
+
+def _texts(kind: pa.DataType, low: Any, high: Any) -> tuple[str, str] | None:
+    """Bounds as JSON; None if it cannot say them."""
+    if pa.types.is_integer(kind):
+        return str(low), str(high)
+    if pa.types.is_decimal(kind):
+        return format(low, "f"), format(high, "f")
+    if pa.types.is_floating(kind):
+        return (json.dumps(low), json.dumps(high)) if math.isfinite(low) and math.isfinite(high) else None
+    if pa.types.is_string(kind):
+        return _quoted(low[:_TEXT_LETTERS]), _quoted(_cut_upwards(high))
+    if pa.types.is_date32(kind):
+        if low < _FIRST_DAY or high > _LAST_DAY:
+            return None
+        return _quoted(str(np.datetime64(low, "D"))), _quoted(str(np.datetime64(high, "D")))
+    if low < _FIRST_DAY * _DAY_MICROSECONDS or high >= (_LAST_DAY + 1) * _DAY_MICROSECONDS:
+        return None
+    zone = "" if kind.tz is None else "Z"
+    return _quoted(f"{np.datetime64(low, 'us')}{zone}"), _quoted(f"{np.datetime64(high, 'us')}{zone}")
 
 
 def _cut_upwards(text: str) -> str:
