@@ -1,0 +1,216 @@
+"""What the source knows about the tables of a specification: columns with their types, keys, indexes, identity.
+
+Loaded once and handed around: building, resolving and checking need no catalog queries of their own. `complete` fills
+in what a specification leaves to the catalog, so that whatever comes after finds every key spelled out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from penstock.documents.specification import Aggregate, Field, Group, IndexSpecification, Join, Relation
+from penstock.errors import ConfigError
+from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
+from penstock.source.catalog import load_tables, load_types, unknown_type
+from penstock.source.columns import CatalogTable
+from penstock.source.faults import translated
+from penstock.source.patterns import TableName
+
+# A partitioned table and its leaves, or just the table.
+_TABLES = """
+    select w.namespace, w.name, c.oid::int8, coalesce(p.relid::pg_catalog.oid, c.oid)::int8
+    from unnest(%s::text[], %s::text[]) w (namespace, name)
+    join pg_catalog.pg_namespace n on n.nspname = w.namespace
+    join pg_catalog.pg_class c
+        on c.relnamespace = n.oid and c.relname = w.name and c.relkind in ('r', 'p', 'f', 'v', 'm')
+    left join lateral pg_catalog.pg_partition_tree(c.oid) p on c.relkind = 'p' and p.isleaf
+"""
+
+_INDEXES = """
+    select x.indrelid::int8, x.indisunique and x.indimmediate and x.indpred is null,
+           array(select coalesce(a.attname, '')
+                 from unnest((x.indkey::int2[])[0:x.indnkeyatts - 1]) with ordinality k (attnum, place)
+                 left join pg_catalog.pg_attribute a on a.attrelid = x.indrelid and a.attnum = k.attnum
+                 order by k.place)::text[]
+    from pg_catalog.pg_index x
+    where x.indrelid = any(%s::pg_catalog.oid[]) and x.indisvalid and x.indpred is null
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceColumn:
+    """A column of a source table."""
+
+    name: str
+    type: PostgresType
+    not_null: bool
+
+    @property
+    def base(self) -> PostgresType:
+        """Without the domains over it."""
+        return resolve_domain(self.type, -1)[0]
+
+    @property
+    def element(self) -> PostgresType:
+        """Of an array its elements, otherwise the type itself; without domains."""
+        base = self.base
+        return resolve_domain(base.element, -1)[0] if base.kind is TypeKind.ARRAY and base.element else base
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTable:
+    """A table, a partitioned table, or something else that has rows."""
+
+    name: TableName
+    kind: str
+    columns: Mapping[str, SourceColumn]
+    primary_key: tuple[str, ...]
+    identity: ReplicaIdentity
+    identity_columns: frozenset[str]
+    """What the server sends of a row before it is updated or deleted; of a partitioned table, what every leaf sends."""
+    indexes: tuple[tuple[str, ...], ...] = ()
+    """The columns of each; an expression is an empty name."""
+    unique: tuple[frozenset[str], ...] = ()
+    leaves: tuple[TableName, ...] = ()
+
+    def column(self, name: str) -> SourceColumn:
+        """The column; an error if there is none (any more)."""
+        found = self.columns.get(name)
+        if found is None:
+            raise ConfigError(
+                f"{self.name} has no column {name!r}", hint="Bring the index specification up to date with the table."
+            )
+        return found
+
+    def select(self, names: Iterable[str]) -> list[SourceColumn]:
+        """Several columns."""
+        return [self.column(name) for name in names]
+
+    def has_index_on(self, columns: Iterable[str]) -> bool:
+        """Whether some index begins with these columns, in any order."""
+        wanted = set(columns)
+        return any(set(index[: len(wanted)]) == wanted for index in self.indexes)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCatalog:
+    """The tables that one or more specifications name."""
+
+    tables: Mapping[TableName, SourceTable] = field(default_factory=dict[TableName, SourceTable])
+
+    def table(self, name: TableName) -> SourceTable:
+        """The table; an error if there is none."""
+        found = self.tables.get(name)
+        if found is None:
+            raise ConfigError(f"there is no table {name}", hint="Create it, or correct the index specification.")
+        return found
+
+    def top(self, name: TableName) -> TableName:
+        """The table that a leaf is a partition of, if it is one; otherwise the same."""
+        return next((each.name for each in self.tables.values() if name in each.leaves), name)
+
+
+def load_catalog(connection: psycopg.Connection[Any], names: Iterable[TableName]) -> SourceCatalog:
+    """The tables of these names, those that exist; a handful of statements, whatever their number."""
+    wanted = sorted(set(names))
+    with translated(connection, "find the tables of an index"), connection.cursor(row_factory=tuple_row) as cursor:
+        found = cursor.execute(_TABLES, [[each[0] for each in wanted], [each[1] for each in wanted]]).fetchall()
+        oids = {int(oid) for row in found for oid in row[2:]}
+        indexes = cursor.execute(_INDEXES, [sorted(oids)]).fetchall()
+    tables = load_tables(connection, oids)
+    types = load_types(connection, {each.type_oid for table in tables.values() for each in table.live_attributes})
+    built: dict[TableName, SourceTable] = {}
+    for oid in {int(row[2]) for row in found}:
+        leaves = [tables[row[3]] for row in found if row[2] == oid and row[3] in tables]
+        own = [(bool(unique), tuple(columns)) for table, unique, columns in indexes if table == oid]
+        table = _build(tables[oid], leaves, own, types)
+        built[table.name] = table
+    return SourceCatalog(built)
+
+
+def complete(specification: IndexSpecification, catalog: SourceCatalog) -> IndexSpecification:
+    """The same with every key spelled out; raises `ConfigError` for tables that are missing or have no key."""
+    root = catalog.table(specification.table)
+    key = specification.primary_key or _primary_key(root)
+    return replace(
+        specification,
+        primary_key=key,
+        doc_id=specification.doc_id or key,
+        fields=_complete_fields(specification.fields, key, catalog),
+    )
+
+
+def _complete_fields(fields: tuple[Field, ...], key: tuple[str, ...], catalog: SourceCatalog) -> tuple[Field, ...]:
+    completed: list[Field] = []
+    for each in fields:
+        if isinstance(each, Group):
+            each = replace(each, fields=_complete_fields(each.fields, key, catalog))
+        elif isinstance(each, Join):
+            relation = _complete_relation(each.relation, key, catalog)
+            inner = _complete_fields(each.fields, relation.primary_key, catalog)
+            each = replace(each, relation=relation, fields=inner)
+        elif isinstance(each, Aggregate):
+            each = replace(each, relation=_complete_relation(each.relation, key, catalog))
+        completed.append(each)
+    return tuple(completed)
+
+
+def _complete_relation(relation: Relation, parent_key: tuple[str, ...], catalog: SourceCatalog) -> Relation:
+    primary_key = relation.primary_key or catalog.table(relation.table).primary_key
+    columns = relation.columns or primary_key or _primary_key(catalog.table(relation.table))
+    parent_columns = relation.parent_columns or parent_key
+    junction = relation.junction
+    pairs = [(parent_columns, columns)]
+    if junction is not None:
+        pairs = [(parent_columns, junction.left_key), (columns, junction.right_key)]
+    for one, other in pairs:
+        if len(one) != len(other):
+            raise ConfigError(
+                f"{relation.table}: ({', '.join(one)}) and ({', '.join(other)}) cannot be compared",
+                hint="Name as many columns as the key that they point at has.",
+            )
+    return replace(relation, primary_key=primary_key, columns=columns, parent_columns=parent_columns)
+
+
+def _primary_key(table: SourceTable) -> tuple[str, ...]:
+    if not table.primary_key:
+        raise ConfigError(f"{table.name} has no primary key", hint="Add one, or name primary_key in the specification.")
+    return table.primary_key
+
+
+def _build(
+    table: CatalogTable,
+    leaves: list[CatalogTable],
+    indexes: list[tuple[bool, tuple[str, ...]]],
+    types: Mapping[int, PostgresType],
+) -> SourceTable:
+    columns = {
+        each.name: SourceColumn(each.name, types.get(each.type_oid) or unknown_type(each.type_oid), each.not_null)
+        for each in table.live_attributes
+    }
+    names = {each.attnum: each.name for each in table.attributes}
+    identities = [_identity_columns(each) for each in leaves or [table]]
+    kinds = {each.replica_identity for each in leaves or [table]}
+    return SourceTable(
+        name=TableName(table.namespace, table.name),
+        kind=table.kind,
+        columns=columns,
+        primary_key=tuple(names[each] for each in table.primary_key_attnums),
+        identity=table.replica_identity if len(kinds) > 1 else next(iter(kinds)),
+        identity_columns=frozenset.intersection(*identities),
+        indexes=tuple(each for _, each in indexes),
+        unique=tuple(frozenset(each) for unique, each in indexes if unique and "" not in each),
+        leaves=tuple(TableName(each.namespace, each.name) for each in leaves if each.oid != table.oid),
+    )
+
+
+def _identity_columns(table: CatalogTable) -> frozenset[str]:
+    if table.replica_identity is ReplicaIdentity.FULL:
+        return frozenset(each.name for each in table.live_attributes)
+    names = {each.attnum: each.name for each in table.attributes}
+    return frozenset(names[each] for each in table.identity_attnums)

@@ -1,0 +1,197 @@
+"""Pieces of SQL: names, comparisons, conditions, keys as text, and values as an index takes them.
+
+Nothing relies on `search_path`: tables, types and operators are written with their schema. Two columns are compared by
+the equality of their own type, which for types like `citext` is not the one of `pg_catalog`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from psycopg import sql
+
+from penstock.documents.catalog import SourceColumn, SourceTable
+from penstock.documents.specification import Filter, Geo, Scalar, ScalarType, SoftDelete, Transform
+from penstock.documents.statements import as_literal
+from penstock.schema import PostgresType, TypeKind
+from penstock.source.patterns import TableName
+
+Sql = sql.Composable
+
+TRUE = sql.SQL("true")
+_TEXTS = (ScalarType.TEXT, ScalarType.IDENTIFIER, ScalarType.KEYWORD, ScalarType.ENUM, ScalarType.UUID)
+_OPERATORS = {"eq": "=", "neq": "<>", "lt": "<", "lte": "<=", "gt": ">", "gte": ">=", "like": "~~", "ilike": "~~*"}
+
+KEY_TYPES = frozenset(
+    {
+        *("int2", "int4", "int8", "oid", "numeric", "bool", "uuid", "bytea"),
+        *("text", "varchar", "bpchar", "citext", "name", "date", "timestamp", "timestamptz"),
+    }
+)
+"""Types whose equal values can be brought to one text; enums too. Only these can name a document."""
+
+
+def table_name(table: TableName) -> Sql:
+    return sql.Identifier(table.namespace, table.name)
+
+
+def type_name(type_: PostgresType) -> Sql:
+    return sql.Identifier(type_.namespace, type_.name)
+
+
+def column(alias: str, name: str) -> Sql:
+    return sql.Identifier(alias, name)
+
+
+def conjunction(conditions: Sequence[Sql]) -> Sql:
+    """All of them; true if there are none."""
+    return sql.SQL(" and ").join(conditions) if conditions else TRUE
+
+
+def compare(operator: str, left: Sql, right: Sql, left_type: PostgresType, right_type: PostgresType) -> Sql:
+    """`left operator right`, with the operator of the types' own schema if they are of the same foreign type."""
+    own = left_type.oid == right_type.oid and left_type.kind is TypeKind.BASE
+    namespace = left_type.namespace if own else "pg_catalog"
+    return sql.SQL("({} operator({}.{}) {})").format(
+        left, sql.Identifier(namespace), sql.SQL(as_literal(operator)), right
+    )
+
+
+def equal_columns(
+    left: str, left_columns: Sequence[SourceColumn], right: str, right_columns: Sequence[SourceColumn]
+) -> Sql:
+    """Columns of one alias equal those of another, pair by pair."""
+    return conjunction(
+        [
+            compare("=", column(left, one.name), column(right, other.name), one.base, other.base)
+            for one, other in zip(left_columns, right_columns, strict=True)
+        ]
+    )
+
+
+def canonical(value: Sql, source: SourceColumn) -> Sql:
+    """The one text of a key's value, whichever of several equal values it is.
+
+    The only place that decides this: what resolving gives, what a map of relations holds and what names a document in
+    an index all went through here.
+    """
+    match source.base.name:
+        case "numeric":
+            return sql.SQL("pg_catalog.trim_scale({})::pg_catalog.text").format(value)
+        case "citext":
+            return sql.SQL("pg_catalog.lower({}::pg_catalog.text)").format(value)
+        case "bytea":
+            return sql.SQL("pg_catalog.encode({}, 'hex')").format(value)
+        case _:
+            return sql.SQL("{}::pg_catalog.text").format(value)
+
+
+def document_id(parts: Sequence[Sql]) -> Sql:
+    """One text of a key's canonical texts. Colons inside parts are escaped, so different keys have different texts."""
+    if len(parts) == 1:
+        return parts[0]
+    escape = sql.SQL("pg_catalog.replace(pg_catalog.replace({}, '%', '%25'), ':', '%3A')")
+    return sql.SQL(" || ':' || ").join([escape.format(part) for part in parts])
+
+
+def from_table(table: SourceTable, alias: str, filters: Sequence[Filter] = ()) -> Sql:
+    """The table under an alias, with SQL conditions applied where only its own columns are in scope."""
+    raw = raw_conditions(filters)
+    if not raw:
+        return sql.SQL("{} {}").format(table_name(table.name), sql.Identifier(alias))
+    return sql.SQL("(select * from {} where {}) {}").format(
+        table_name(table.name), conjunction(raw), sql.Identifier(alias)
+    )
+
+
+def conditions(filters: Sequence[Filter], alias: str, table: SourceTable) -> list[Sql]:
+    """Every filter that is not SQL, on the columns of one alias."""
+    return [_condition(each, column(alias, each.column), table.column(each.column)) for each in filters if not each.raw]
+
+
+def raw_conditions(filters: Sequence[Filter]) -> list[Sql]:
+    """Every filter that is SQL. The line break ends a comment in it."""
+    return [sql.SQL("({}\n)").format(sql.SQL(as_literal(each.raw))) for each in filters if each.raw]
+
+
+def is_deleted(marker: SoftDelete, alias: str, table: SourceTable) -> Sql:
+    """Whether the row counts as deleted; never null."""
+    value = column(alias, marker.column)
+    if table.column(marker.column).base.name != "bool":
+        value = sql.SQL("({} is not null)").format(value)
+    return sql.SQL("coalesce({}, false)").format(
+        conjunction([value, *conditions(marker.when, alias, table), *raw_conditions(marker.when)])
+    )
+
+
+def scalar_value(field: Scalar, alias: str, table: SourceTable) -> Sql:
+    """A column as its place in the document takes it."""
+    source = table.column(field.column)
+    value = convert(column(alias, field.column), field.type, source)
+    for transform in field.transforms:
+        if transform is Transform.LOWERCASE:
+            value = sql.SQL("pg_catalog.lower({})").format(value)
+        else:
+            value = sql.SQL(r"pg_catalog.btrim({}, E' \t\n\r\f\v')").format(value)
+    if field.default is not None:
+        literal = sql.Literal(json.dumps(field.default, ensure_ascii=False))
+        value = sql.SQL("coalesce(pg_catalog.to_json({}), {}::pg_catalog.json)").format(value, literal)
+    return value
+
+
+def convert(value: Sql, type_: ScalarType, source: SourceColumn) -> Sql:
+    """What JSON would render in a way that no index reads, rendered otherwise; arrays are left to JSON."""
+    if source.base.kind is TypeKind.ARRAY:
+        return value
+    if type_ in _TEXTS:
+        return sql.SQL("{}::pg_catalog.text").format(value)
+    if source.base.name == "bytea":
+        return sql.SQL(r"pg_catalog.translate(pg_catalog.encode({}, 'base64'), E'\n', '')").format(value)
+    if source.base.name == "money":
+        return sql.SQL("{}::pg_catalog.numeric").format(value)
+    return value
+
+
+def geo_value(field: Geo, alias: str) -> Sql:
+    """A point; null if a coordinate is."""
+    if field.column:
+        return column(alias, field.column)
+    latitude, longitude = column(alias, field.latitude), column(alias, field.longitude)
+    return sql.SQL(
+        "case when {0} is not null and {1} is not null then pg_catalog.json_build_object('lat', {0}, 'lon', {1}) end"
+    ).format(latitude, longitude)
+
+
+def json_literal(value: Any) -> Sql:
+    """A constant."""
+    return sql.SQL("{}::pg_catalog.json").format(sql.Literal(json.dumps(value, ensure_ascii=False)))
+
+
+def _condition(condition: Filter, value: Sql, source: SourceColumn) -> Sql:
+    def literal(text: str) -> Sql:
+        return sql.SQL("{}::{}").format(sql.Literal(text), type_name(source.base))
+
+    def compared(operator: str, text: str) -> Sql:
+        return compare(operator, value, literal(text), source.base, source.base)
+
+    operator = condition.operator
+    match operator:
+        case "is_null":
+            return sql.SQL("{} is null").format(value)
+        case "is_not_null":
+            return sql.SQL("{} is not null").format(value)
+        case "in":
+            either = [compared("=", each) for each in condition.values]
+            return sql.SQL("({})").format(sql.SQL(" or ").join(either)) if either else sql.SQL("false")
+        case "not_in":
+            return conjunction([compared("<>", each) for each in condition.values])
+        case "between":
+            return conjunction([compared(">=", condition.values[0]), compared("<=", condition.values[1])])
+        case "like" | "ilike":
+            return sql.SQL("({}::pg_catalog.text operator(pg_catalog.{}) {})").format(
+                value, sql.SQL(as_literal(_OPERATORS[operator])), sql.Literal(condition.values[0])
+            )
+        case _:
+            return compared(_OPERATORS[operator], condition.values[0])
