@@ -18,6 +18,9 @@ import pytest
 from penstock.destinations.parquet.reader import ParquetReader
 
 PATIENCE = 120.0
+ONE = '[destination]\ntype = "parquet"\npath = "lake"'
+SECOND = '[[destination]]\nname = "second"\ntype = "parquet"\npath = "second"'
+BOTH = f'[{ONE.replace("]", "]]", 1)}\nname = "tables"\n{SECOND}'
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Site:
     def slot(self) -> str:
         return f"run_{self.database.name[-12:]}"
 
-    def configure(self, *, master: str = "none", more: str = "") -> None:
+    def configure(self, *, master: str = "none", more: str = "", destination: str = ONE) -> None:
         (self.folder / "penstock.toml").write_text(
             f"""
             [pipeline]
@@ -46,9 +49,7 @@ class Site:
             slot = "{self.slot}"
             [spark]
             master = "{master}"
-            [destination]
-            type = "parquet"
-            path = "lake"
+            {destination}
             {more}
             """
         )
@@ -105,8 +106,8 @@ class Site:
             assert time.monotonic() < deadline, phases
             time.sleep(0.2)
 
-    def rows(self, table: str) -> list[tuple[Any, ...]]:
-        found = ParquetReader(self.folder / "lake").read_table(f"public.{table}").select(["id", "note"])
+    def rows(self, table: str, lake: str = "lake") -> list[tuple[Any, ...]]:
+        found = ParquetReader(self.folder / lake).read_table(f"public.{table}").select(["id", "note"])
         return sorted(tuple(row.values()) for row in found.to_pylist())
 
     def wait_rows(self, table: str) -> None:
@@ -338,3 +339,42 @@ def test_errors_of_the_config_end_with_1_and_without_values(site: Site):
     missing = site.run("tables", "-c", "none.toml")
     assert missing.returncode == 1
     assert "there is no config file 'none.toml'" in missing.stderr
+
+
+def test_two_destinations_share_a_slot(site: Site):
+    site.configure(destination=BOTH)
+    plan = site.run("run", "--plan")
+    assert "destination  second: parquet" in plan.stdout, plan.stderr
+    process = site.start("run", "--status-every", "0.5")
+    site.wait_output(process, "tables: streaming: 3 of 3 tables ready; ")
+    site.wait_output(process, "second: streaming: 3 of 3 tables ready; ")
+    paused = site.run("pause", "--output", "second")
+    assert paused.stdout == "second: paused; `penstock resume` lets it go on\n", paused.stderr
+    site.database.execute("insert into nothing values (1, 'for one of them')")
+    site.wait_rows("nothing")
+    assert site.rows("nothing", "second") == []
+    listing = json.loads(site.run("tables", "--json").stdout)["tables"]
+    assert sorted(each["output"] for each in listing) == ["second"] * 3 + ["tables"] * 3
+    assert "has no destination called 'third'" in site.run("resume", "--output", "third").stderr
+    # Whoever is killed with one of them behind goes on with both.
+    process.kill()
+    process.wait(PATIENCE)
+    site.database.execute("delete from orders where id % 2 = 0; update items set note = note || '!' where id < 50")
+    again = site.run("run", "--once")
+    assert again.returncode == 0, again.stderr
+    check_discreet(site, again.stderr)
+    for table in ("orders", "items", "nothing"):
+        assert site.rows(table) == site.source_rows(table)
+        assert site.rows(table, "second") == site.source_rows(table)
+    # One of them goes for good; the other keeps all of its own.
+    site.configure(destination=ONE)
+    held = site.run("run", "--once")
+    assert "holds back the slot output=second" in held.stderr
+    gone = site.run("teardown", "--output", "second", "--yes")
+    assert gone.returncode == 0, gone.stderr
+    assert "state of pipeline shop:second" in gone.stdout
+    assert "what the slot keeps for second" in gone.stdout
+    assert "there is no output called 'second'" in site.run("teardown", "--output", "second").stderr
+    free = site.run("run", "--once")
+    assert "holds back the slot" not in free.stderr
+    assert "copied" not in free.stderr
