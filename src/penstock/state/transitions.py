@@ -114,6 +114,7 @@ def fail(
     """
     if isinstance(current, Errored):
         policy = RetryPolicy() if current.position_lost else retry_policy
+        solution = current.solution if current.position_lost else solution
         attempts = current.attempts + 1
         return replace(current, reason=reason, solution=solution, retry_policy=policy, attempts=attempts)
     previous = stored_form(current)

@@ -72,7 +72,7 @@ def reachable(current: TableReplicationPhase) -> set[TableReplicationPhase]:
             found.add(call())
         except IllegalTransition:
             continue
-    return {replace(each, attempts=0) if isinstance(each, Errored) else each for each in found}
+    return {replace(each, attempts=0, solution="mend it") if isinstance(each, Errored) else each for each in found}
 
 
 def test_the_functions_and_the_relation_allow_the_same_steps() -> None:
@@ -134,6 +134,9 @@ def test_rollback_is_never_to_errored_and_never_to_ready() -> None:
 def test_after_its_position_is_lost_a_table_can_only_be_copied_again() -> None:
     lost = transitions.lose_position(errored())
     assert not lost.holds
+    assert lost.solution is not None
+    assert "penstock resync" in lost.solution
+    assert "mend it" not in lost.solution
     with pytest.raises(IllegalTransition) as refused:
         transitions.roll_back(lost)
     assert "resync" in refused.value.hint
@@ -142,6 +145,7 @@ def test_after_its_position_is_lost_a_table_can_only_be_copied_again() -> None:
     assert not transitions.is_legal(lost, errored())
     failed_again = transitions.fail(lost, reason="x", solution=None, retry_policy=RetryPolicy(), at=NOW)
     assert failed_again.position_lost
+    assert failed_again.solution == lost.solution
     assert failed_again.retry_policy.retry is Retry.OPERATOR
 
 
