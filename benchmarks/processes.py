@@ -83,7 +83,11 @@ class TreeWatch:
             if known is None:
                 known = ProcessUsage(pid, kind, usage.cpu_seconds if is_first else 0.0, 0.0, 0.0)
             self._seen[pid] = replace(
-                known, cpu_seconds=usage.cpu_seconds - known.cpu_before, peak_rss_mib=usage.peak_rss_mib
+                known,
+                # A shell may have become what it was to start.
+                kind=kind,
+                cpu_seconds=usage.cpu_seconds - known.cpu_before,
+                peak_rss_mib=usage.peak_rss_mib,
             )
 
 
@@ -126,7 +130,7 @@ def _kind(pid: int, parent: str) -> str:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
-        return "ended"
+        command = [""]
     if "pyspark.daemon" in command:
         return PYTHON_WORKER if parent == _PYTHON_DAEMON else _PYTHON_DAEMON
     if "penstock.capture" in command:

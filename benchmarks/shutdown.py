@@ -1,0 +1,225 @@
+"""How soon a pipeline ends after SIGTERM under load, and how soon it streams again; nothing may be lost by either.
+
+    python benchmarks/shutdown.py [--mode spark none] [--rounds 5] [--rate 200] [--rows 2000000] [--server 18]
+
+`penstock run` follows some tables that a writer changes all the time, with Spark (`local[2]`) and without
+(`master = "none"`). In each round it is sent SIGTERM, must end with exit code 0, and is started again; then the same
+with SIGKILL. The writer does not stop meanwhile. Timed are
+
+- from the signal to the end of the process, while changes flow, and once while a large table is copied;
+- from the start of the next process until everything that was committed when it was launched is durable and
+  acknowledged: Python, Spark, the lease, the slot, and what has gathered. Nobody helps: no command, no cleaning up.
+
+At the end the writer stops, and every table in the lake is compared with the source, row by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from harness import (
+    BenchmarkFailed,
+    cleaned_up,
+    describe_machine,
+    format_table,
+    load_average,
+    median,
+    print_result,
+    say,
+)
+from processes import merge_peaks
+from runs import Run, Site, Writer
+from workloads import PUBLICATION, create_orders
+
+from penstock.destinations.parquet import ParquetReader
+from penstock.state import DataSync
+from penstock.testing.postgres import PostgresServer
+
+MASTERS = {"spark": "local[2]", "none": "none"}
+LARGE = "large"
+TABLES = 5
+SMALL_ROWS = 2000
+UPDATED_PER_TRANSACTION = 5
+FLOW_SECONDS = 2.0
+"""Under load before each signal."""
+SERVER_SETTINGS = {"shared_buffers": "512MB", "max_wal_size": "64GB", "checkpoint_timeout": "1h", "autovacuum": "off"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds, in one mode."""
+
+    terminated: list[float]
+    terminated_copying: float
+    restarted: list[float]
+    restarted_after_kill: list[float]
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    results: dict[str, dict[str, float]] = {}
+    rows: list[Sequence[str]] = []
+    try:
+        with (
+            cleaned_up(),
+            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
+            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
+        ):
+            print(f"PostgreSQL {server.version}; {describe_machine()}")
+            for mode in arguments.mode:
+                database = server.create_database()
+                site = Site(server, database, Path(folder) / mode, MASTERS[mode])
+                site.configure()
+                measured = measure(site, mode, arguments)
+                server.drop_database(database)
+                results[mode] = _result(measured)
+                rows.append([mode, *(f"{value:.2f}" for value in results[mode].values())])
+    except BenchmarkFailed as error:
+        raise SystemExit(f"benchmark failed: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    print(f"\n{arguments.rate:g} transactions/s into {TABLES} tables; load average {load_average():.1f}")
+    header = ["seconds", "SIGTERM → exit", "at most", "while copying", "restart → durable", "after SIGKILL"]
+    print(format_table(header, rows), flush=True)
+    print_result(results)
+
+
+def measure(site: Site, mode: str, arguments: argparse.Namespace) -> Measured:
+    """All rounds of one mode, then the comparison."""
+    _make_tables(site, arguments.rows)
+    run = site.start()
+    terminated: list[float] = []
+    restarted: dict[str, list[float]] = {"SIGTERM": [], "SIGKILL": []}
+    watches = [run.watch]
+    with run:
+        run.wait_for(site.all_ready, "the tables to be Ready")
+        run.terminate()
+    with Writer(site, arguments.rate, _transact) as writer:
+        run, _ = _restart(site)
+        for signal in ("SIGTERM", "SIGKILL"):
+            for _ in range(arguments.rounds):
+                with run:
+                    time.sleep(FLOW_SECONDS)
+                    if signal == "SIGTERM":
+                        terminated.append(run.terminate())
+                        say(f"{mode}: ended {terminated[-1]:.2f} s after SIGTERM")
+                    else:
+                        run.kill()
+                run, seconds = _restart(site)
+                watches.append(run.watch)
+                restarted[signal].append(seconds)
+                say(f"{mode}: durable {seconds:.2f} s after the start that followed {signal}")
+        with run:
+            copying = _terminate_while_copying(site, run)
+            say(f"{mode}: ended {copying:.2f} s after SIGTERM in the middle of a copy")
+    say(f"{mode}: comparing, after {writer.transactions:,} transactions")
+    run, _ = _restart(site)
+    watches.append(run.watch)
+    with run:
+        run.wait_for(site.all_ready, "the copy that was begun anew", seconds=0.5)
+        run.wait_confirmed()
+        run.terminate()
+    _require_equal(site, arguments.rows)
+    print(f"\n{mode}: everything equal after {writer.transactions:,} transactions\n{merge_peaks(watches[-1:])}")
+    return Measured(terminated, copying, restarted["SIGTERM"], restarted["SIGKILL"])
+
+
+def _restart(site: Site) -> tuple[Run, float]:
+    """Start it; seconds until everything that was committed then is durable."""
+    # Something that the process before cannot have acknowledged.
+    site.server.execute("select pg_catalog.pg_logical_emit_message(true, 'bench', '')", database=site.database)
+    position = site.current_position()
+    began = time.monotonic()
+    run = site.start()
+    run.wait_for(lambda: site.has_confirmed(position), "changes to flow again", seconds=0.02)
+    return run, time.monotonic() - began
+
+
+def _terminate_while_copying(site: Site, run: Run) -> float:
+    site.server.execute(f"alter publication {PUBLICATION} add table {LARGE}", database=site.database)
+    table_id = site.tables()[LARGE]
+    run.wait_for(lambda: isinstance(site.phases().get(table_id), DataSync), "a copy", seconds=0.02)
+    # Somewhere in the middle: the snapshot is taken, tasks read.
+    time.sleep(1.0)
+    seconds = run.terminate()
+    if not isinstance(site.phases()[table_id], DataSync):
+        raise BenchmarkFailed("the copy was done before the signal: copy more rows")
+    return seconds
+
+
+def _make_tables(site: Site, large_rows: int) -> None:
+    small = [f"small_{number}" for number in range(TABLES)]
+    say(f"making a table of {large_rows:,} rows, and {TABLES} small ones")
+    with site.server.connect(site.database) as connection:
+        create_orders(connection, LARGE, large_rows)
+        for name in small:
+            create_orders(connection, name, SMALL_ROWS)
+        connection.execute(f"create publication {PUBLICATION} for table {', '.join(small)}".encode())
+        connection.execute("vacuum (freeze, analyze)")
+
+
+def _transact(connection: psycopg.Connection[Any], number: int) -> int:
+    """Updates some rows, and replaces one by a new one."""
+    table = f"small_{number % TABLES}"
+    turn = number // TABLES
+    first = turn * UPDATED_PER_TRANSACTION % (SMALL_ROWS - UPDATED_PER_TRANSACTION) + 1
+    with connection.transaction():
+        changed = connection.execute(
+            f"update {table} set quantity = quantity + 1 where id between %s and %s".encode(),
+            [first, first + UPDATED_PER_TRANSACTION - 1],
+        ).rowcount
+        changed += connection.execute(
+            f"insert into {table} (id, quantity) values (%s, 0)".encode(), [SMALL_ROWS + 1 + turn]
+        ).rowcount
+        changed += connection.execute(
+            f"delete from {table} where id = %s".encode(), [SMALL_ROWS - turn if turn % 2 else SMALL_ROWS + turn]
+        ).rowcount
+    return changed
+
+
+def _require_equal(site: Site, large_rows: int) -> None:
+    reader = ParquetReader(site.lake)
+    with site.server.connect(site.database) as connection:
+        for number in range(TABLES):
+            table = f"small_{number}"
+            source = connection.execute(f"select id, quantity from {table} order by id".encode()).fetchall()
+            found = reader.read_table(f"public.{table}").select(["id", "quantity"]).sort_by("id")
+            if list(zip(*(column.to_pylist() for column in found.columns), strict=True)) != source:
+                raise BenchmarkFailed(f"{table} differs: {found.num_rows:,} rows in the lake, {len(source):,} at home")
+    copied = reader.read_changes(f"public.{LARGE}").num_rows
+    if copied != large_rows:
+        raise BenchmarkFailed(f"{LARGE} has {copied:,} rows in the lake, and {large_rows:,} at home")
+
+
+def _result(measured: Measured) -> dict[str, float]:
+    return {
+        "sigterm_s": round(median(measured.terminated), 2),
+        "sigterm_max_s": round(max(measured.terminated), 2),
+        "sigterm_copying_s": round(measured.terminated_copying, 2),
+        "restart_s": round(median(measured.restarted), 2),
+        "restart_after_kill_s": round(median(measured.restarted_after_kill), 2),
+    }
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The end of a pipeline under load, and its next start.")
+    parser.add_argument("--mode", nargs="+", choices=list(MASTERS), default=list(MASTERS))
+    parser.add_argument("--rounds", type=int, default=5, help="of each signal")
+    parser.add_argument("--rate", type=float, default=200.0, help="transactions per second")
+    parser.add_argument("--rows", type=int, default=2_000_000, help="of the table whose copy is interrupted")
+    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    arguments = parser.parse_args()
+    if min(arguments.rounds, arguments.rate, arguments.rows) <= 0:
+        parser.error("--rounds, --rate and --rows must be above 0")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
