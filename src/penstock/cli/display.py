@@ -137,14 +137,13 @@ class Records:
 
 
 class Bars:
-    """For people: what changes stays at the bottom, what has happened goes up."""
+    """For people: what changes stays at the bottom, what has happened goes up. Leaves no bar behind."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> Bars:
-        self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -158,6 +157,8 @@ class Bars:
         self._console.print(Text(notice.text, style=style), soft_wrap=True)
 
     def show(self, looks: Sequence[OutputLook]) -> None:
+        # Not before there is something to show: an empty line would stand there.
+        self._live.start()
         self._live.update(render(looks, self._console.width), refresh=True)
 
 

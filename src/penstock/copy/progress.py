@@ -27,6 +27,8 @@ class CopyProgress:
     bytes_done: int = 0
     clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
     since: float = -1.0
+    advanced: float = -1.0
+    """When the last range was done."""
 
     @classmethod
     def of(cls, rows: CopyRows, clock: Callable[[], float] = time.monotonic) -> CopyProgress:
@@ -47,6 +49,7 @@ class CopyProgress:
             ranges_done=self.ranges_done + ranges,
             rows_done=self.rows_done + rows,
             bytes_done=self.bytes_done + bytes,
+            advanced=self.clock(),
         )
 
     @property
@@ -63,9 +66,11 @@ class CopyProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """If it goes on as it went so far; None before the first range is done."""
+        """If it goes on as it went until the last range was done; None before the first is."""
         done = self.fraction
-        return self.seconds * (1 - done) / done if done else None
+        if not done:
+            return None
+        return max(0.0, (self.advanced - self.since) * (1 - done) / done - (self.clock() - self.advanced))
 
 
 class CopyCounter:

@@ -20,6 +20,17 @@ def test_progress_goes_by_bytes() -> None:
     assert (progress.fraction, progress.seconds_left, progress.rows_done) == (1.0, 0.0, 8)
 
 
+def test_the_time_that_is_left_runs_down_until_the_next_range() -> None:
+    now = [0.0]
+    progress = CopyProgress("public.t", ranges=4, bytes=400, clock=lambda: now[0], since=0.0)
+    now[0] = 10.0
+    progress = progress.advance(rows=1, bytes=100)
+    seen: list[float | None] = []
+    for now[0] in (10.0, 15.0, 50.0):
+        seen.append(progress.seconds_left)
+    assert seen == [30.0, 25.0, 0.0]
+
+
 def test_empty_tables_are_done_when_their_range_is() -> None:
     progress = CopyProgress("public.t", ranges=1, bytes=0, clock=lambda: 1.0, since=0.0)
     assert progress.fraction == 0.0
