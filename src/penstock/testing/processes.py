@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,6 +11,36 @@ from pathlib import Path
 def children_of(pid: int) -> list[int]:
     """The direct children of a process."""
     return [child for child, parent in _parents() if parent == pid]
+
+
+def descendants_of(pid: int) -> list[int]:
+    """The children of a process, their children, and so on."""
+    found: list[int] = []
+    parents = list(_parents())
+    wanted = [pid]
+    while wanted:
+        above = wanted.pop()
+        below = [child for child, parent in parents if parent == above]
+        found += below
+        wanted += below
+    return found
+
+
+def command_of(pid: int) -> list[str]:
+    """How a process was called; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of a process that is in RAM; 0 when it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return pages * resource.getpagesize()
 
 
 def is_alive(pid: int) -> bool:

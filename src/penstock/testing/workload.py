@@ -4,6 +4,8 @@ One thread drives several sessions whose transactions interleave, so the seed de
 wait for whose lock: a statement that would wait gives up, and its savepoint or its transaction is rolled back.
 What was committed is counted on the way, and the tables are read at some points, with the position that goes with
 them: that is what capture is measured against.
+
+Backends may be killed meanwhile, and so may the server: their transactions are gone, `reconnect` goes on from there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from penstock.testing.planned_tables import PlannedColumn, PlannedTable, Size
 
 LOCK_TIMEOUT = "30ms"
 MESSAGE_PREFIX = "oracle"
+_PREPARED = "select gid from pg_prepared_xacts where database = current_database()"
 
 Rows = list[tuple[str | None, ...]]
 
@@ -69,16 +72,16 @@ class _Session:
 class Workload:
     """Runs random transactions; close it, or use it as a context manager."""
 
-    def __init__(self, dsn: str, random: Random, tables: Sequence[PlannedTable], size: Size) -> None:
+    def __init__(
+        self, dsn: str, random: Random, tables: Sequence[PlannedTable], size: Size, *, truncates: bool = True
+    ) -> None:
+        self._dsn = dsn
         self._random = random
         self._tables = list(tables)
         self._size = size
-        options = " ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
-        self._observer = psycopg.connect(dsn, autocommit=True, options=options)
-        self._sessions = [
-            _Session(psycopg.connect(dsn, autocommit=True, options=f"{options} -c lock_timeout={LOCK_TIMEOUT}"))
-            for _ in range(size.sessions)
-        ]
+        self._truncates = truncates
+        self._observer = self._connect()
+        self._sessions = [_Session(self._connect(LOCK_TIMEOUT)) for _ in range(size.sessions)]
         self._prepared: list[tuple[str, _Session]] = []
         self._number = 0
         self._used: dict[str, list[tuple[str, ...]]] = {table.name: [] for table in tables}
@@ -89,6 +92,25 @@ class Workload:
     def __exit__(self, *exception: object) -> None:
         for connection in (self._observer, *(session.connection for session in self._sessions)):
             connection.close()
+
+    @property
+    def backends(self) -> list[int]:
+        """The server's processes for the sessions."""
+        return [session.connection.info.backend_pid for session in self._sessions]
+
+    def reconnect(self) -> None:
+        """Open the sessions anew that were lost, with their transactions. Raises if the server is not there yet."""
+        if self._observer.closed or self._observer.broken:
+            self._observer = self._connect()
+        for session in self._sessions:
+            if session.connection.closed or session.connection.broken:
+                session.connection = self._connect(LOCK_TIMEOUT)
+                self._reset(session)
+        # An answer to PREPARE or COMMIT PREPARED that was lost.
+        there = {name for (name,) in self._observer.execute(_PREPARED).fetchall()}
+        self._prepared = [each for each in self._prepared if each[0] in there]
+        for name in sorted(there - {name for name, _ in self._prepared}):
+            self._observer.execute(sql.SQL("commit prepared {}").format(sql.Literal(name)))
 
     def create(self) -> Truth:
         """Create the tables with their first rows; gives the truth to be completed by `run`."""
@@ -109,15 +131,20 @@ class Workload:
     def run(self, truth: Truth) -> None:
         """Do all actions, end what is open, and look at the tables one last time."""
         for _ in range(self._size.actions):
-            self._act(truth)
+            self.act(truth)
             if self._random.random() < 0.03:
                 self._try_to_look(truth)
+        self.end(truth)
+        truth.checkpoints.append(self.look())
+
+    def end(self, truth: Truth) -> None:
+        """End what is open."""
         for session in self._sessions:
             if session.open:
                 self._end(session, truth)
         for name, session in self._prepared:
             self._commit_prepared(name, session, truth)
-        truth.checkpoints.append(self.look())
+        self._prepared.clear()
 
     def sweep(self, truth: Truth) -> None:
         """Every value of every column: inserted, changed into the next one, and deleted in part."""
@@ -138,6 +165,12 @@ class Workload:
             self._finish(session, truth)
         truth.checkpoints.append(self.look())
 
+    def _connect(self, lock_timeout: str = "0") -> psycopg.Connection[tuple[Any, ...]]:
+        options = [f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items()]
+        return psycopg.connect(
+            self._dsn, autocommit=True, options=" ".join([*options, f"-c lock_timeout={lock_timeout}"])
+        )
+
     def _try_to_look(self, truth: Truth) -> None:
         """Look, unless somebody is just truncating a table."""
         self._observer.execute(f"set lock_timeout = '{LOCK_TIMEOUT}'".encode())
@@ -148,7 +181,8 @@ class Workload:
         finally:
             self._observer.execute("reset lock_timeout")
 
-    def _act(self, truth: Truth) -> None:
+    def act(self, truth: Truth) -> None:
+        """One statement of one session, by chance."""
         session = self._random.choice(self._sessions)
         if not session.open:
             session.connection.execute("begin")
@@ -161,7 +195,7 @@ class Workload:
             self._do_change_keys: 10,
             self._do_move_keys: 5,
             self._do_delete: 9,
-            self._do_truncate: 2,
+            self._do_truncate: 2 if self._truncates else 0,
             self._do_savepoint: 9,
             self._do_message: 2,
             self._do_noise: 3,

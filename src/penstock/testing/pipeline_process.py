@@ -1,0 +1,197 @@
+"""A pipeline as its supervisor sees it: a process with children that can be watched, killed and started again.
+
+    driven = PipelineProcess(DriveSettings(dsn=…, folder=…, slot=…))
+    driven.start()
+    driven.wait_phases("ready", count=6)
+    driven.kill(Part.CAPTURE)
+    driven.stop()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from penstock import failpoints
+from penstock.lsn import Lsn, reaches
+from penstock.testing.drive_pipeline import DriveSettings
+from penstock.testing.processes import command_of, descendants_of, wait_until_gone
+
+HANG_SECONDS = 120.0
+"""Far longer than anything here takes: a guard, not a measure."""
+
+
+class Part(StrEnum):
+    """A process of a pipeline."""
+
+    DRIVER = "driver"
+    CAPTURE = "capture"
+    JVM = "jvm"
+    WORKER = "worker"
+    """A Python process that runs Spark's tasks."""
+
+
+class PipelineEnded(AssertionError):
+    """The process ended although nobody had told it to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a pipeline last said of itself."""
+
+    applied: Lsn | None = None
+    batches: int = 0
+    phases: Mapping[str, str] = field(default_factory=dict[str, str])
+    executors: int = 0
+
+    @classmethod
+    def parse(cls, line: str) -> Seen:
+        """A line of `penstock.testing.drive_pipeline`."""
+        record: dict[str, Any] = json.loads(line)
+        applied = record["applied"]
+        return cls(
+            None if applied is None else Lsn.parse(applied),
+            record["batches"],
+            record["phases"],
+            record.get("executors", 0),
+        )
+
+
+class PipelineProcess:
+    """Starts one process after the other over the same folder; not for several threads."""
+
+    def __init__(self, settings: DriveSettings) -> None:
+        self.settings = settings
+        self.starts = 0
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._seen = Seen()
+
+    @property
+    def seen(self) -> Seen:
+        """What it last said; nothing before its first line."""
+        return self._seen
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the driver."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *, armed: str = "", settings: DriveSettings | None = None) -> None:
+        """Start it; `armed` are failpoints as in `PENSTOCK_FAILPOINTS`, `settings` replace the usual ones this time."""
+        assert not self.running
+        self._close()
+        path = Path(self.settings.folder) / "drive.json"
+        (settings or self.settings).write(path)
+        environment = {name: value for name, value in os.environ.items() if name != failpoints.VARIABLE}
+        if armed:
+            environment[failpoints.VARIABLE] = armed
+        self._seen = Seen()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.testing.drive_pipeline", str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+        self.starts += 1
+
+    def processes(self) -> dict[Part, list[int]]:
+        """The processes that live, by what they are."""
+        found: dict[Part, list[int]] = {Part.DRIVER: [self.pid]} if self.running else {}
+        for pid in descendants_of(self.pid) if self.running else ():
+            command = " ".join(command_of(pid))
+            if "penstock.capture" in command:
+                found.setdefault(Part.CAPTURE, []).append(pid)
+            elif "org.apache.spark.deploy" in command:
+                found.setdefault(Part.JVM, []).append(pid)
+            elif "pyspark" in command:
+                found.setdefault(Part.WORKER, []).append(pid)
+        return found
+
+    def kill(self, part: Part = Part.DRIVER) -> bool:
+        """SIGKILL to one of its processes; False if there is none of this kind now.
+
+        A killed driver takes the others with it, all of them gone when this returns.
+        """
+        found = self.processes().get(part)
+        if not found:
+            return False
+        children = descendants_of(self.pid) if part is Part.DRIVER else []
+        with suppress(ProcessLookupError):
+            os.kill(found[-1], signal.SIGKILL)
+        if part is Part.DRIVER:
+            self.wait_ended()
+            if not wait_until_gone(children, timeout=HANG_SECONDS):
+                raise PipelineEnded("its children outlive a killed driver")
+        return True
+
+    def wait_ended(self, timeout: float = HANG_SECONDS) -> int:
+        """Wait for the end of the driver; gives its exit code, negative for a signal."""
+        assert self._process is not None
+        code = self._process.wait(timeout)
+        self._close()
+        return code
+
+    def stop(self) -> int:
+        """SIGTERM, and wait; gives the exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        return self.wait_ended()
+
+    def close(self) -> None:
+        """Kill it if it runs; for the end of tests that failed."""
+        if self.running:
+            self.kill()
+        self._close()
+
+    def wait_for(self, what: str, look: Callable[[Seen], object], timeout: float = HANG_SECONDS) -> None:
+        """Wait until what it says is so. Raises `PipelineEnded` if it ends meanwhile."""
+        deadline = time.monotonic() + timeout
+        while not look(self._seen):
+            if not self.running:
+                raise PipelineEnded(f"the pipeline ended while waiting for {what}; it was at {self._seen}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {timeout:g} s for {what}; it is at {self._seen}")
+            time.sleep(0.01)
+
+    def wait_phases(self, name: str, count: int, timeout: float = HANG_SECONDS) -> None:
+        """Wait until there are so many tables, all of them in one phase."""
+        wanted = [name] * count
+        self.wait_for(f"{count} tables {name}", lambda seen: list(seen.phases.values()) == wanted, timeout)
+
+    def wait_applied(self, position: Lsn, timeout: float = HANG_SECONDS) -> None:
+        """Wait until everything before a boundary is applied."""
+        self.wait_for(
+            f"apply to reach {position}",
+            lambda seen: seen.applied is not None and reaches(seen.applied, position),
+            timeout,
+        )
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._seen = Seen.parse(line)
+
+    def _close(self) -> None:
+        if self._process is not None and self._process.stdout is not None:
+            if self._reader is not None:
+                self._reader.join(HANG_SECONDS)
+            self._process.stdout.close()

@@ -1,0 +1,274 @@
+"""A trial: random tables, random writers, pipelines, SIGKILLs, and in the end the destination equals the source.
+
+    python -m penstock.testing.trial --seed 7 --kills 6 --pipelines 2 --master 'local[2]'
+
+Everything random comes from the seed: the tables, the statements and their order, whom a kill strikes and after how
+many statements. How far a pipeline is at that moment is up to the machine, so a seed that failed fails again often, not
+always. Victims are the pipeline's processes, and a writer's backend: its server then throws everybody out and recovers.
+A pipeline that has ended is started again, as its supervisor would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+
+import psycopg
+
+from penstock.destinations.parquet import ParquetReader
+from penstock.testing.drive_pipeline import DriveSettings
+from penstock.testing.oracle import current_position
+from penstock.testing.pipeline_process import HANG_SECONDS, Part, PipelineEnded, PipelineProcess
+from penstock.testing.planned_tables import PlannedTable, Size, plan_tables
+from penstock.testing.postgres import PostgresServer
+from penstock.testing.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
+from penstock.testing.samples import available_samples
+from penstock.testing.writers import Writers
+
+
+class Victim(StrEnum):
+    """Whom a kill strikes."""
+
+    DRIVER = "driver"
+    CAPTURE = "capture"
+    JVM = "jvm"
+    WORKER = "worker"
+    BACKEND = "backend"
+
+
+_LIKELIHOOD = {Victim.DRIVER: 5, Victim.CAPTURE: 3, Victim.JVM: 2, Victim.WORKER: 3, Victim.BACKEND: 2}
+_NEEDS_SPARK = (Victim.JVM, Victim.WORKER)
+
+
+class Milestone(StrEnum):
+    """How far a pipeline is when statements begin to be counted."""
+
+    STARTED = "started"
+    RUNNING = "running"
+    """It has said that capture and apply are there; tables are being copied."""
+    READY = "ready"
+    """All tables are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill."""
+
+    victim: Victim
+    pipeline: int
+    milestone: Milestone
+    after: int
+    """Statements of the writers since the milestone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSettings:
+    """What is tried."""
+
+    seed: int
+    kills: int = 5
+    pipelines: int = 1
+    """Each with a slot, a spool and a destination of its own."""
+    master: str | None = None
+    """Of Spark; None: tasks run in the pipelines' processes."""
+    size: Size = field(default_factory=lambda: Size(tables=6, columns=8, sessions=4, initial_rows=40))
+    destination: str = "parquet"
+
+    @property
+    def command(self) -> str:
+        """What repeats it."""
+        master = f" --master '{self.master}'" if self.master else ""
+        return (
+            f"python -m penstock.testing.trial --seed {self.seed} --kills {self.kills} "
+            f"--pipelines {self.pipelines}{master}"
+        )
+
+    def plan_kills(self) -> list[Kill]:
+        """By the seed."""
+        random = Random(f"{self.seed}-kills")
+        victims = {victim: odds for victim, odds in _LIKELIHOOD.items() if self.master or victim not in _NEEDS_SPARK}
+        kills: list[Kill] = []
+        for _ in range(self.kills):
+            victim = random.choices([*victims], [*victims.values()])[0]
+            # The parts of a pipeline are not there from the beginning.
+            whole = victim in (Victim.DRIVER, Victim.BACKEND)
+            milestone = random.choice([*Milestone] if whole else [Milestone.RUNNING, Milestone.READY])
+            after = random.choice([0, 30, 100, 300]) + random.randrange(60)
+            kills.append(Kill(victim, random.randrange(self.pipelines), milestone, after))
+        return kills
+
+
+@dataclass(slots=True)
+class TrialReport:
+    """What happened."""
+
+    seed: int
+    kills: dict[str, int] = field(default_factory=dict[str, int])
+    """By victim; `nobody` where there was none of the kind just then."""
+    starts: int = 0
+    statements: int = 0
+    transactions: int = 0
+    reconnects: int = 0
+    tables: int = 0
+    rows: int = 0
+    changes: int = 0
+
+
+def run_trial(
+    settings: TrialSettings,
+    folder: Path,
+    *,
+    server: PostgresServer | None = None,
+    readback_of: Callable[[DriveSettings], ReadBack] = lambda driven: ParquetReader(driven.lake),
+) -> TrialReport:
+    """Run it; raises what went wrong, with the command that repeats it. `server` crashes: no other test may use it."""
+    try:
+        with ExitStack() as stack:
+            server = server or stack.enter_context(PostgresServer())
+            return _Trial(settings, server, folder, readback_of).run(stack)
+    except BaseException as error:
+        error.add_note(f"to see it again: {settings.command}")
+        raise
+
+
+class _Trial:
+    def __init__(
+        self,
+        settings: TrialSettings,
+        server: PostgresServer,
+        folder: Path,
+        readback_of: Callable[[DriveSettings], ReadBack],
+    ) -> None:
+        self._settings = settings
+        self._database = server.create_database()
+        self._dsn = server.dsn(self._database)
+        self._readback_of = readback_of
+        self._report = TrialReport(settings.seed)
+        self._pipelines = [self._make_pipeline(folder, number) for number in range(settings.pipelines)]
+
+    def run(self, stack: ExitStack) -> TrialReport:
+        settings, report = self._settings, self._report
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            samples = available_samples(connection)
+        tables = plan_tables(Random(f"{settings.seed}-tables"), samples, settings.size)
+        writers = Writers(self._dsn, Random(f"{settings.seed}-writes"), tables, settings.size)
+        for pipeline in self._pipelines:
+            stack.callback(pipeline.close)
+            pipeline.start()
+        with writers:
+            for kill in settings.plan_kills():
+                self._strike(kill, writers, len(tables))
+            # Not all ends with a copy: something is streamed after the last kill too.
+            for pipeline in self._pipelines:
+                self._settle(pipeline, len(tables))
+            writers.wait_for_actions(writers.actions + 100)
+        report.statements, report.transactions = writers.actions, writers.transactions
+        report.reconnects = writers.reconnects
+        self._finish(tables)
+        report.starts = sum(pipeline.starts for pipeline in self._pipelines)
+        return report
+
+    def _make_pipeline(self, folder: Path, number: int) -> PipelineProcess:
+        own = folder / f"pipeline-{number}"
+        own.mkdir(parents=True)
+        return PipelineProcess(
+            DriveSettings(
+                dsn=self._dsn,
+                folder=str(own),
+                slot=f"trial_{number}_{self._database[-12:]}",
+                id=f"trial{number}",
+                destination=self._settings.destination,
+                master=self._settings.master,
+            )
+        )
+
+    def _strike(self, kill: Kill, writers: Writers, count: int) -> None:
+        pipeline = self._pipelines[kill.pipeline]
+        self._revive()
+        match kill.milestone:
+            case Milestone.RUNNING:
+                # A part that was killed before may just take it down.
+                with suppress(PipelineEnded):
+                    pipeline.wait_for("it to run", lambda seen: seen.applied is not None)
+            case Milestone.READY:
+                self._settle(pipeline, count)
+            case _:
+                pass
+        writers.wait_for_actions(writers.actions + kill.after)
+        if kill.victim is Victim.BACKEND:
+            struck = _kill_one(writers.backends)
+        else:
+            struck = pipeline.kill(Part(kill.victim.value))
+        name = kill.victim.value if struck else "nobody"
+        self._report.kills[name] = self._report.kills.get(name, 0) + 1
+
+    def _revive(self) -> None:
+        for pipeline in self._pipelines:
+            if not pipeline.running:
+                pipeline.start()
+
+    def _finish(self, tables: Sequence[PlannedTable]) -> None:
+        """Writers have ended: everything arrives, and nothing is missing or there twice."""
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            end = current_position(connection)
+        report, names = self._report, {("public", table.name) for table in tables}
+        for pipeline in self._pipelines:
+            self._settle(pipeline, len(names))
+            pipeline.wait_applied(end)
+            # One that was still behind then gets the rest in a later round.
+            pipeline.wait_phases("ready", len(names))
+            code = pipeline.stop()
+            if code != 0:
+                raise PipelineEnded(f"exit code {code} after SIGTERM")
+            readback = self._readback_of(pipeline.settings)
+            report.tables += len(names)
+            report.rows += check_equal(self._dsn, readback, names)
+            if isinstance(readback, ChangesReadBack):
+                report.changes += check_exactly_once(readback)
+
+    def _settle(self, pipeline: PipelineProcess, count: int) -> None:
+        """All tables ready; a driver whose JVM was the last victim ends first, and is started again."""
+        for attempt in (1, 2):
+            self._revive()
+            try:
+                pipeline.wait_phases("ready", count, 2 * HANG_SECONDS)
+                return
+            except PipelineEnded:
+                if attempt == 2:
+                    raise
+
+
+def _kill_one(backends: list[int]) -> bool:
+    try:
+        os.kill(backends[0], signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """One trial, and its report as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.testing.trial", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--pipelines", type=int, default=1)
+    parser.add_argument("--master", default=None, help="of Spark; without it tasks run in the pipelines' processes")
+    given = parser.parse_args(arguments)
+    settings = TrialSettings(given.seed, given.kills, given.pipelines, given.master)
+    with tempfile.TemporaryDirectory(prefix="penstock-trial-") as folder:
+        report = run_trial(settings, Path(folder))
+    sys.stdout.write(json.dumps(asdict(report)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Random transactions in the background, for as long as they are needed: `Workload` in a thread of its own.
+
+    with Writers(dsn, Random(seed), tables, size) as writers:
+        writers.wait_for_actions(500)
+
+What the sessions do comes from the seed alone, one statement after the other; how much of it has happened when
+something else happens does not. Lost connections are opened again, and counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+import psycopg
+
+from penstock.testing.planned_tables import PlannedTable, Size
+from penstock.testing.workload import Truth, Workload
+
+HANG_SECONDS = 120.0
+"""Far longer than a server takes to recover, or a statement to end."""
+_PAUSE_SECONDS = 0.002
+_LOSSES = ("57", "08")
+"""Classes of SQLSTATE: the server ends or starts, the connection is gone. Without one it was cut off."""
+
+
+class Writers:
+    """Sessions that change tables until the end of the `with` block; then what is open is ended."""
+
+    def __init__(
+        self,
+        dsn: str,
+        random: Random,
+        tables: Sequence[PlannedTable],
+        size: Size,
+        *,
+        truncates: bool = True,
+        pause: float = _PAUSE_SECONDS,
+    ) -> None:
+        """`pause` stands between two statements. A truncate makes a copy that runs start over."""
+        self._workload = Workload(dsn, random, tables, size, truncates=truncates)
+        self._pause = pause
+        self._truth = self._workload.create()
+        self._stop = threading.Event()
+        self._moved = threading.Condition()
+        self._actions = 0
+        self._reconnects = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="writers", daemon=True)
+
+    def __enter__(self) -> Writers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(HANG_SECONDS)
+        self._workload.__exit__()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def actions(self) -> int:
+        """How many statements there were."""
+        return self._actions
+
+    @property
+    def reconnects(self) -> int:
+        """How often connections were lost."""
+        return self._reconnects
+
+    @property
+    def backends(self) -> list[int]:
+        """The server's processes for these sessions, as of now."""
+        return self._workload.backends
+
+    @property
+    def transactions(self) -> int:
+        """How many have committed; not those whose answer was lost."""
+        return len(self._truth.transactions)
+
+    def wait_for_actions(self, count: int, timeout: float = HANG_SECONDS) -> None:
+        """Wait until there were so many in all; raises what has ended them."""
+        with self._moved:
+            if not self._moved.wait_for(lambda: self._actions >= count or self._error is not None, timeout):
+                raise TimeoutError(f"{self._actions} statements instead of {count} in {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._pause):
+                self._through_losses(self._workload.act)
+                with self._moved:
+                    self._actions += 1
+                    self._moved.notify_all()
+            while not self._through_losses(self._workload.end):
+                pass
+        except BaseException as error:
+            with self._moved:
+                self._error = error
+                self._moved.notify_all()
+
+    def _through_losses(self, step: Callable[[Truth], None]) -> bool:
+        """Do something; False when connections were lost meanwhile. They are there again then, and it is not done."""
+        try:
+            step(self._truth)
+        except psycopg.OperationalError as error:
+            if error.sqlstate is not None and error.sqlstate[:2] not in _LOSSES:
+                raise
+            self._reconnects += 1
+            self._reconnect()
+            return False
+        return True
+
+    def _reconnect(self) -> None:
+        deadline = time.monotonic() + HANG_SECONDS
+        while True:
+            try:
+                self._workload.reconnect()
+                return
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+                # The server recovers; it is asked again until it answers.
+                time.sleep(0.05)
