@@ -253,3 +253,39 @@ class Destination(Protocol):
     def shutdown(self) -> None:
         """Called once, after the last result; what was accepted and is not durable will come again."""
         ...
+
+
+class PinnedTable(Protocol):
+    """The rows of a table as they are now, and stay for whoever reads them, whatever is written meanwhile."""
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """Pieces that can be read in parallel; each row is in exactly one. They pickle."""
+        ...
+
+    @property
+    def reader(self) -> RangeReader:
+        """Reads a part: the columns with the names and types of segments (`penstock.changes.segment`), and
+        `_unrepresentable` where the table has it. Pickles, and is what tasks are shipped."""
+        ...
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        ...
+
+
+class ReadableDestination(Protocol):
+    """A destination whose tables can be compared with the source; `startup` is not needed for it."""
+
+    def pin(self, schema: TableSchema) -> PinnedTable | None:
+        """The table as it is at this moment; None if there is none. Nobody writes it while this is called.
+
+        Called from another process than the one that writes. Where versions are not kept (see `keeps_versions`), the
+        writer waits until `close`.
+        """
+        ...
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether what was pinned stays readable while the writer goes on."""
+        ...
