@@ -42,12 +42,15 @@ from penstock.destinations.delta.snapshot import (
     removed_files,
 )
 from penstock.destinations.delta.storage import Storage
+from penstock.destinations.delta.vectors import vector_file
 from penstock.errors import DestinationUnavailable, PenstockError, TableRejected
 
 _COMMIT = re.compile(rf"{LOG_FOLDER}/(\d{{20}})\.json")
 _STALE_SECONDS = 60.0
 """After that long without a look at the log, commits that we have not seen may have been cleaned up."""
 _READ_ATTEMPTS = 5
+_LOOK_ONE_BY_ONE = 64
+"""Up to so many files are looked for by themselves, more by listing the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Lost:
     """Others were first; nothing was written."""
 
     between: tuple[Commit, ...]
-    """Their commits, oldest first; empty when they cannot be read any more, which is as bad as foreign ones."""
+    """Their commits, oldest first; empty when they are so old that the log was cleaned up meanwhile."""
     snapshot: Snapshot
     """The table with them."""
 
@@ -72,7 +75,7 @@ class Lost:
         for verdict in (Verdict.FOREIGN, Verdict.SUPERSEDED, Verdict.OWN_POSITION):
             if verdict in verdicts:
                 return verdict
-        return Verdict.MAINTENANCE if self.between else Verdict.OWN_POSITION
+        return Verdict.MAINTENANCE if self.between else Verdict.SUPERSEDED
 
 
 class DeltaLog:
@@ -129,6 +132,7 @@ class DeltaLog:
         if info is None:
             raise ValueError("a commit needs a CommitInfo, by whose id it is recognised")
         commit = Commit(0 if snapshot is None else snapshot.version + 1, tuple(actions))
+        self._refuse_missing(snapshot, actions)
         try:
             created = self.storage.put_if_absent(_path(commit.version), serialize_commit(actions))
         except DestinationUnavailable:
@@ -152,6 +156,28 @@ class DeltaLog:
         with self._lock:
             for path in paths:
                 self._removed.pop(path, None)
+
+    def _refuse_missing(self, snapshot: Snapshot | None, actions: Sequence[Action]) -> None:
+        """A process that slept may find that what it wrote was taken for forgotten, and is deleted."""
+        known = {} if snapshot is None else snapshot.files
+        overslept = self._snapshot is not None and _now() - self._looked_at >= _STALE_SECONDS
+        long_ago = (time.time() - _STALE_SECONDS) * 1000
+        named = [action for action in actions if isinstance(action, Add)]
+        added = [add for add in named if add.path not in known and (overslept or add.modification_time < long_ago)]
+        suspects = {add.file for add in added}
+        vectors = (vector_file(add.vector) for add in named if overslept and add.vector is not None)
+        suspects.update(path for path in vectors if path is not None)
+        missing = self._missing(suspects)
+        if missing:
+            raise DestinationUnavailable(
+                f"{self._table}: {len(missing)} files that were written for a commit are gone",
+                hint="They were written so long ago that maintenance took them for forgotten; they are written again.",
+            )
+
+    def _missing(self, paths: set[str]) -> set[str]:
+        if len(paths) > _LOOK_ONE_BY_ONE:
+            return paths - {file.path for file in self.storage.list()}
+        return {path for path in paths if self.storage.get_range(path, 0, 1) is None}
 
     def _accept(self, snapshot: Snapshot | None, commit: Commit) -> Snapshot:
         base = snapshot or _first(self._table, commit)

@@ -1,0 +1,232 @@
+"""When maintenance is due, for all tables of a destination: a thread that looks every now and then.
+
+What is due of one kind is one job for all tables, in the pool of copies, so that changes never wait for it. The work of
+a table that fails is logged, counted and tried again at its next turn; it stops neither the other tables nor the
+stream, which needs none of this to be right.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from penstock.destinations.base import Tasks
+from penstock.destinations.delta.log import DeltaLog
+from penstock.destinations.delta.maintenance.checkpoints import commits_since_checkpoint, write_checkpoint
+from penstock.destinations.delta.maintenance.compaction import (
+    CompactionSettings,
+    Group,
+    Rewritten,
+    commit_rewritten,
+    plan_compaction,
+    rewrite_group,
+)
+from penstock.destinations.delta.maintenance.pins import WritesInFlight
+from penstock.destinations.delta.maintenance.retention import clean_log
+from penstock.destinations.delta.maintenance.vacuum import Vacuum, Vacuumed, vacuum
+from penstock.destinations.delta.storage import Storage
+from penstock.destinations.refusals import unexpected, unusable
+from penstock.errors import PenstockError
+
+_LEAST_RETENTION_HOURS = 0.25
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceSettings:
+    """How often, and how much is kept."""
+
+    interval_seconds: float = 15.0
+    """Between two looks at the tables."""
+    checkpoint_commits: int = 100
+    """A checkpoint after so many commits."""
+    compaction: CompactionSettings = field(default_factory=CompactionSettings)
+    log_retention_hours: float = 24.0
+    """How far back versions can be read, if their files are still there."""
+    file_retention_hours: float = 2.0
+    """How long files stay that the newest version does not need: the time that a reader of an old one has."""
+    orphan_hours: float = 2.0
+    """How long files stay that no commit names, counted from before all that is being written."""
+    clean_up_seconds: float = 600.0
+    """Between two clean-ups of log and files."""
+
+    def __post_init__(self) -> None:
+        for name in ("log_retention_hours", "file_retention_hours", "orphan_hours"):
+            if getattr(self, name) < _LEAST_RETENTION_HOURS:
+                raise unusable(
+                    f"{name} must be at least {_LEAST_RETENTION_HOURS}",
+                    hint="Readers, and writers that were paused, need some time to notice that files are gone.",
+                )
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What was done since the start."""
+
+    checkpoints: int = 0
+    compactions: int = 0
+    deleted_files: int = 0
+    failures: int = 0
+
+
+class Maintenance:
+    """The schedule of a destination. `tables` gives the tables that it writes now, with where they lie."""
+
+    def __init__(
+        self,
+        tables: Callable[[], Mapping[str, Storage]],
+        tasks: Tasks,
+        settings: MaintenanceSettings | None = None,
+        *,
+        writes: WritesInFlight | None = None,
+    ) -> None:
+        self.settings = settings or MaintenanceSettings()
+        self.writes = writes or WritesInFlight()
+        self.counts = _Counts()
+        self._tables = tables
+        self._tasks = tasks
+        self._logs: dict[str, DeltaLog] = {}
+        self._clean_up_at = time.monotonic() + self.settings.clean_up_seconds
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look, in a thread."""
+        self._thread = threading.Thread(target=self._loop, name="delta-maintenance", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """End; what is under way is finished, or left for the next start."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def run_once(self, *, clean_up: bool | None = None) -> None:
+        """Do what is due now; `clean_up` says whether that is, otherwise the time does."""
+        tables = dict(self._tables())
+        self._logs = {url: log for url, log in self._logs.items() if url in {each.url for each in tables.values()}}
+        self.compact(tables)
+        self.write_checkpoints(tables)
+        if clean_up is None:
+            clean_up = time.monotonic() >= self._clean_up_at
+        if clean_up:
+            self._clean_up_at = time.monotonic() + self.settings.clean_up_seconds
+            self.clean_up(tables)
+
+    def compact(self, tables: Mapping[str, Storage]) -> None:
+        """Rewrite what is worth it in all tables, as one job, then exchange the files table by table."""
+        with self.writes.writing():
+            groups: list[tuple[str, Group]] = []
+            for table, storage in tables.items():
+                groups += [(table, group) for group in self._guarded(table, self._plan, storage) or ()]
+            results = self._run(groups, rewrite_group, "compact")
+            for table in dict.fromkeys(table for table, _ in groups):
+                rewritten: list[Rewritten] = [result for name, result in results if name == table]
+                log = self._log(tables[table])
+                if rewritten and self._guarded(table, commit_rewritten, log, rewritten) is not None:
+                    self.counts.compactions += 1
+                    files = sum(len(each.sources) for each in rewritten)
+                    logger.info("files were compacted table=%s files=%d into=%d", table, files, len(rewritten))
+
+    def write_checkpoints(self, tables: Mapping[str, Storage]) -> None:
+        """A checkpoint for each table that has enough commits since its last one."""
+        due = [(table, storage) for table, storage in tables.items() if self._guarded(table, self._due, storage)]
+        written = self._run(due, write_checkpoint, "write checkpoints of")
+        self.counts.checkpoints += len(written)
+
+    def clean_up(self, tables: Mapping[str, Storage]) -> None:
+        """Remove what is over its retention: of the logs first, then files."""
+        settings = self.settings
+        older_than = settings.log_retention_hours * 3600
+        logs = [(table, _CleanLog(storage, older_than)) for table, storage in tables.items()]
+        self._run(logs, _clean_log, "clean up the logs of")
+        written_before = self.writes.oldest() - settings.orphan_hours * 3600
+        removed_seconds = settings.file_retention_hours * 3600
+        items = [(table, Vacuum(storage, removed_seconds, written_before)) for table, storage in tables.items()]
+        results: list[tuple[str, Vacuumed]] = self._run(items, vacuum, "vacuum")
+        for table, result in results:
+            if result.files:
+                self.counts.deleted_files += result.files
+                logger.info("files were vacuumed table=%s files=%d bytes=%d", table, result.files, result.bytes)
+
+    def _plan(self, storage: Storage) -> list[Group]:
+        snapshot = self._log(storage).refresh()
+        return [] if snapshot is None else plan_compaction(storage, snapshot, self.settings.compaction)
+
+    def _due(self, storage: Storage) -> bool:
+        snapshot = self._log(storage).refresh()
+        if snapshot is None:
+            return False
+        return commits_since_checkpoint(storage, snapshot.version) >= self.settings.checkpoint_commits
+
+    def _log(self, storage: Storage) -> DeltaLog:
+        """Not the writer's: that one must not wait for us."""
+        return self._logs.setdefault(storage.url, DeltaLog(storage))
+
+    def _run(
+        self, items: Sequence[tuple[str, _Item]], function: Callable[[_Item], _Result], what: str
+    ) -> list[tuple[str, _Result]]:
+        """One job over all tables; gives the results of those that did not fail."""
+        if not items or self._stopping.is_set():
+            return []
+        description = f"{what} {items[0][0]}" + (f" and {len(items) - 1} more" if len(items) > 1 else "")
+        try:
+            with self._tasks.copying():
+                outcomes = self._tasks.run(items, _Returned(function), description=description)
+        except PenstockError as error:
+            self._failed(description, error)
+            return []
+        for (table, _), outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, PenstockError):
+                self._failed(table, outcome)
+        pairs = zip(items, outcomes, strict=True)
+        return [(table, outcome) for (table, _), outcome in pairs if not isinstance(outcome, PenstockError)]
+
+    def _guarded(self, table: str, function: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self._failed(table, unexpected(table, error))
+            return None
+
+    def _failed(self, table: str, error: PenstockError) -> None:
+        self.counts.failures += 1
+        logger.warning("maintenance failed, and is tried again table=%s error=%s", table, error)
+
+    def _loop(self) -> None:
+        while not self._stopping.wait(self.settings.interval_seconds):
+            try:
+                self.run_once()
+            except Exception as error:
+                self._failed("all", unexpected("all", error))
+
+
+@dataclass(frozen=True, slots=True)
+class _CleanLog:
+    storage: Storage
+    older_than_seconds: float
+
+
+def _clean_log(item: _CleanLog) -> int | None:
+    return clean_log(item.storage, older_than_seconds=item.older_than_seconds)
+
+
+class _Returned:
+    """A task that returns its errors: one table's must not fail the job of all."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, item: tuple[str, Any]) -> Any:
+        table, argument = item
+        try:
+            return self._function(argument)
+        except Exception as error:
+            return unexpected(table, error)
