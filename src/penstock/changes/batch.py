@@ -24,6 +24,9 @@ from penstock.changes.steps import Message, Segment, Step, Truncation
 from penstock.lsn import Lsn, OrderKey, are_in, is_in, reaches
 from penstock.schema import TableSchema
 
+_THREADS_FROM_BYTES = 1 << 20
+"""Handing the columns of a small file to threads takes as long as reading it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentFile:
@@ -49,7 +52,7 @@ class SegmentFile:
             needed.append(UNREPRESENTABLE)
         wanted = None if columns is None else list(dict.fromkeys([*columns, *needed]))
         with pq.ParquetFile(self.path) as file:
-            table = file.read(columns=wanted)
+            table = file.read(columns=wanted, use_threads=self.bytes >= _THREADS_FROM_BYTES)
         if not whole:
             table = self._cut(table)
         if self.refused_of is not None:
