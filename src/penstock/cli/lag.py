@@ -99,7 +99,7 @@ class LagWatch:
             try:
                 with connect(self._source, Role.CATALOG) as connection:
                     while not self._stop.wait(_LOOK_SECONDS):
-                        position = _ask(connection, _FLUSHED)
+                        position = flushed_position(connection)
                         with self._lock:
                             self._lag.add(time.time(), position)
             except SourceError:
@@ -119,6 +119,11 @@ def current_position(source: SourceSettings) -> Lsn:
                 return flushed
             time.sleep(0.05)
         return written
+
+
+def flushed_position(connection: Any) -> Lsn:
+    """Up to where the server can send; on a standby, up to where it has replayed."""
+    return _ask(connection, _FLUSHED)
 
 
 def _ask(connection: Any, query: str) -> Lsn:
