@@ -19,7 +19,8 @@ from penstock.capture import CaptureProcess, CaptureSettings, Reading
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
-from penstock.testing.oracle import check_transactions, current_position, normalised
+from penstock.testing import oracle
+from penstock.testing.oracle import check_transactions, normalised
 from penstock.testing.replay import Replayable, Table, read_spool
 from penstock.testing.workload import read_rows
 
@@ -37,6 +38,12 @@ def wait_for(look: Callable[[], _Result], what: str, timeout: float = HANG_SECON
             raise TimeoutError(f"waited {timeout:g} s for {what}")
         time.sleep(0.01)
     return seen
+
+
+def current_position(database: Any) -> Lsn:
+    """A boundary behind every transaction whose commit has returned."""
+    with database.connect() as connection:
+        return oracle.current_position(connection)
 
 
 @dataclass
@@ -84,13 +91,12 @@ class Stream:
         return replace(settings, **changes)
 
     def position(self) -> Lsn:
-        with self.database.connect() as connection:
-            return current_position(connection)
+        return current_position(self.database)
 
     def flushed_position(self) -> Lsn:
         """A boundary behind everything so far, which the server will send: an unpublished commit follows it."""
         with self.database.connect() as connection:
-            position = current_position(connection)
+            position = oracle.current_position(connection)
             connection.execute("insert into unpublished values (0, 'flush')")
         return position
 

@@ -1,13 +1,14 @@
 """Source against destination, cell by cell, by the server's own text.
 
-Any destination that can be read back can be compared: `ReadBack` is what it takes, and `ParquetReader` is one. Nothing
+Any destination that can be read back can be compared: `ReadBack` is what it takes; `ParquetReader` is one. Nothing
 may write while it is compared. Slow, and meant for tables of tests.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from penstock.changes.segment import COMMIT_LSN, ORDINAL, UNREPRESENTABLE, segment_layout
+from penstock.destinations.memory import MemoryDestination
 from penstock.schema import TableSchema
 from penstock.source.connections import PINNED_PARAMETERS
 from penstock.testing.oracle import normalised
@@ -49,14 +51,37 @@ class ChangesReadBack(ReadBack, Protocol):
         ...
 
 
-def check_equal(dsn: str, readback: ReadBack, tables: Mapping[tuple[str, str], object] | set[tuple[str, str]]) -> int:
-    """Compare tables, named by schema and name; gives the number of rows. Raises `Discrepancy`, which says where."""
-    found = {(schema.namespace, schema.name): table for table in readback.tables() if (schema := readback.schema(table))}
-    if set(found) != set(tables):
-        raise Discrepancy(f"tables missing: {sorted(set(tables) - set(found))}, too many: {sorted(set(found) - set(tables))}")
+@dataclass(frozen=True, slots=True)
+class MemoryReadBack:
+    """The memory destination, read back."""
+
+    destination: MemoryDestination
+
+    def tables(self) -> list[str]:
+        """See `ReadBack`."""
+        return self.destination.tables()
+
+    def schema(self, table: str) -> TableSchema:
+        """See `ReadBack`."""
+        return self.destination.storage.find(table).schema
+
+    def read_table(self, table: str) -> pa.Table:
+        """See `ReadBack`."""
+        return self.destination.arrow(table)
+
+
+def check_equal(dsn: str, readback: ReadBack, names: Iterable[str]) -> int:
+    """Compare the tables of these names, in any schema, which are all that there are; gives the number of rows.
+
+    Raises `Discrepancy`, which says where.
+    """
+    tables, wanted = readback.tables(), Counter(names)
+    found = Counter(readback.schema(table).name for table in tables)
+    if found != wanted:
+        raise Discrepancy(f"tables missing: {sorted(wanted - found)}, too many: {sorted(found - wanted)}")
     options = " ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
     with psycopg.connect(dsn, autocommit=True, options=options) as server:
-        return sum(_check_table(server, readback, table) for table in found.values())
+        return sum(_check_table(server, readback, table) for table in tables)
 
 
 def check_exactly_once(readback: ChangesReadBack) -> int:

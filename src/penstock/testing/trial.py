@@ -221,7 +221,7 @@ class _Trial:
         """Writers have ended: everything arrives, and nothing is missing or there twice."""
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             end = current_position(connection)
-        report, names = self._report, {("public", table.name) for table in tables}
+        report, names = self._report, [table.name for table in tables]
         for pipeline in self._pipelines:
             self._settle(pipeline, len(names))
             pipeline.wait_applied(end)

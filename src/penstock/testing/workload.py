@@ -79,7 +79,7 @@ class Workload:
         self._random = random
         self._tables = list(tables)
         self._size = size
-        self._truncates = truncates
+        self.truncates = truncates
         self._observer = self._connect()
         self._sessions = [_Session(self._connect(LOCK_TIMEOUT)) for _ in range(size.sessions)]
         self._prepared: list[tuple[str, _Session]] = []
@@ -195,7 +195,7 @@ class Workload:
             self._do_change_keys: 10,
             self._do_move_keys: 5,
             self._do_delete: 9,
-            self._do_truncate: 2 if self._truncates else 0,
+            self._do_truncate: 2 if self.truncates else 0,
             self._do_savepoint: 9,
             self._do_message: 2,
             self._do_noise: 3,

@@ -39,7 +39,7 @@ class Writers:
         truncates: bool = True,
         pause: float = _PAUSE_SECONDS,
     ) -> None:
-        """`pause` stands between two statements. A truncate makes a copy that runs start over."""
+        """`pause` stands between two statements. Tables are created here, with their first rows."""
         self._workload = Workload(dsn, random, tables, size, truncates=truncates)
         self._pause = pause
         self._truth = self._workload.create()
@@ -60,6 +60,10 @@ class Writers:
         self._workload.__exit__()
         if self._error is not None:
             raise self._error
+
+    def begin_truncates(self) -> None:
+        """From now on, tables are truncated too: a copy that runs then starts over."""
+        self._workload.truncates = True
 
     @property
     def actions(self) -> int:
