@@ -1,8 +1,9 @@
 """Capture itself: a slot's changes into a spool, until told to stop.
 
 Three threads. One reads and answers the server, one decodes and writes, one keeps house: it lets go of what readers
-have finished and finds out what may be acknowledged. A connection that breaks is made again, from where the spool
-ends; nothing that was read but not published survives it, and nothing needs to.
+have finished, confirms what is held for copies, and finds out what may be acknowledged; also while there is no
+connection. A connection that breaks is made again, from where the spool ends; nothing that was read but not published
+survives it, and nothing needs to.
 """
 
 from __future__ import annotations
@@ -97,13 +98,20 @@ class Capture:
         self._report = report
         self._backoff = Backoff(first=0.2, longest=15.0)
         self._acknowledged = Lsn(0)
+        self._reporting = threading.Lock()
+        self._connected = False
+        self._house_error: BaseException | None = None
 
     def run(self) -> None:
         """Capture until stopped; raises what only a person can mend."""
         self._report(CaptureStatus(Reading.CONNECTING))
         writer = SpoolWriter(self._settings.spool, self._stop)
+        ended = threading.Event()
+        house = threading.Thread(target=self._keep_house, args=(writer, ended), name="keep-house")
+        house.start()
         try:
             while not self._stop.is_set():
+                self._check_house()
                 try:
                     self._run_once(writer)
                 except Stopping:
@@ -116,6 +124,9 @@ class Capture:
                     self._report(CaptureStatus(Reading.RETRYING, writer.end, self._acknowledged, error=error))
                     self._stop.wait(delay)
         finally:
+            # Last: decoding may have been waiting for the room that it makes.
+            ended.set()
+            house.join()
             writer.close()
             self._report(CaptureStatus(Reading.STOPPED, writer.end, self._acknowledged))
 
@@ -181,9 +192,8 @@ class Capture:
     def _run_threads(
         self, session: ReplicationSession, writer: SpoolWriter, assembler: Assembler, sender_timeout: float
     ) -> None:
-        """Read in this thread, decode and keep house in others; the first error ends all three."""
+        """Read in this thread, decode in another; the first error ends both."""
         ended = threading.Event()
-        decoded = threading.Event()
         errors: list[BaseException] = []
         queue = ParcelQueue(self._settings.queue_bytes)
 
@@ -198,19 +208,9 @@ class Capture:
 
             return run
 
-        def decode() -> None:
-            try:
-                self._decode(queue, writer, assembler, ended)
-            finally:
-                decoded.set()
-
-        # House is kept until decoding has ended, not the connection: decoding may be waiting for room.
-        threads = [
-            threading.Thread(target=guarded(decode), name="decode"),
-            threading.Thread(target=guarded(lambda: self._keep_house(writer, decoded)), name="keep-house"),
-        ]
-        for thread in threads:
-            thread.start()
+        decoder = threading.Thread(target=guarded(lambda: self._decode(queue, writer, assembler, ended)), name="decode")
+        decoder.start()
+        self._connected = True
         stopper = threading.Thread(target=lambda: (self._wait_for_either(ended), ended.set()), name="stop")
         stopper.start()
         try:
@@ -225,15 +225,18 @@ class Capture:
                 )
             )()
         finally:
-            for thread in (*threads, stopper):
+            for thread in (decoder, stopper):
                 thread.join()
+            with self._reporting:
+                self._connected = False
+        self._check_house()
         real = [error for error in errors if not isinstance(error, Stopping)]
         if real:
             raise real[0]
         session.finish(self._acknowledged)
 
     def _wait_for_either(self, ended: threading.Event) -> None:
-        while not ended.is_set() and not self._stop.wait(0.05):
+        while not ended.is_set() and self._house_error is None and not self._stop.wait(0.05):
             pass
 
     def _decode(self, queue: ParcelQueue, writer: SpoolWriter, assembler: Assembler, ended: threading.Event) -> None:
@@ -268,15 +271,25 @@ class Capture:
         if self._stop.is_set():
             assembler.cut()
 
-    def _keep_house(self, writer: SpoolWriter, decoded: threading.Event) -> None:
+    def _keep_house(self, writer: SpoolWriter, ended: threading.Event) -> None:
         reported = 0.0
-        while not decoded.wait(0.05):
-            floor = writer.tick()
-            if self._settings.acknowledge and floor is not None and writer.end is not None:
-                self._acknowledged = max(self._acknowledged, min(floor, writer.end))
-            if time.monotonic() - reported >= 0.2:
-                reported = time.monotonic()
-                self._report(CaptureStatus(_reading(writer), writer.end, self._acknowledged, writer.unreleased_bytes))
+        try:
+            while not ended.wait(0.05):
+                floor = writer.tick()
+                if self._settings.acknowledge and floor is not None and writer.end is not None:
+                    self._acknowledged = max(self._acknowledged, min(floor, writer.end))
+                with self._reporting:
+                    if self._connected and time.monotonic() - reported >= 0.2:
+                        reported = time.monotonic()
+                        self._report(
+                            CaptureStatus(_reading(writer), writer.end, self._acknowledged, writer.unreleased_bytes)
+                        )
+        except BaseException as error:
+            self._house_error = error
+
+    def _check_house(self) -> None:
+        if self._house_error is not None:
+            raise self._house_error
 
 
 def _reading(writer: SpoolWriter) -> Reading:
