@@ -1,0 +1,121 @@
+"""A pipeline as people run it: processes, on a real server, into Parquet files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.destinations.parquet.reader import ParquetReader
+
+PATIENCE = 120.0
+ONE = '[destination]\ntype = "parquet"\npath = "lake"'
+SECOND = '[[destination]]\nname = "second"\ntype = "parquet"\npath = "second"'
+BOTH = f'[{ONE.replace("]", "]]", 1)}\nname = "tables"\n{SECOND}'
+
+
+@dataclass
+class Site:
+    """A folder with a config for a database."""
+
+    database: Any
+    folder: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def slot(self) -> str:
+        return f"run_{self.database.name[-12:]}"
+
+    def configure(self, *, master: str = "none", more: str = "", destination: str = ONE) -> None:
+        (self.folder / "penstock.toml").write_text(
+            f"""
+            [pipeline]
+            id = "shop"
+            spool = {{path = "work/spool", min_free_bytes = 0}}
+            batch = {{interval = "100ms"}}
+            [source]
+            url = "${{SOURCE_URL}}"
+            tables = ["public.*"]
+            publication = "shop"
+            slot = "{self.slot}"
+            [spark]
+            master = "{master}"
+            {destination}
+            {more}
+            """
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        log = open(self.folder / f"stderr-{len(self.processes)}", "w+")  # noqa: SIM115 (closed below)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        log.close()
+        self.processes.append(process)
+        return process
+
+    def run(
+        self, *arguments: str, answer: str = "", environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "penstock", *arguments],
+            cwd=self.folder,
+            env={**self.environment, **(environment or {})},
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "SOURCE_URL": self.database.dsn, "COLUMNS": "160"}
+
+    def output(self, process: subprocess.Popen[str]) -> str:
+        return (self.folder / f"stderr-{self.processes.index(process)}").read_text()
+
+    def wait_output(self, process: subprocess.Popen[str], text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.output(process):
+            assert process.poll() is None, self.output(process)
+            assert time.monotonic() < deadline, self.output(process)
+            time.sleep(0.05)
+
+    def phases(self) -> dict[str, str]:
+        result = self.run("tables", "--json")
+        assert result.returncode == 0, result.stderr
+        return {each["table"]: each["phase"] for each in json.loads(result.stdout)["tables"]}
+
+    def wait_ready(self, count: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while list((phases := self.phases()).values()) != ["ready"] * count:
+            assert time.monotonic() < deadline, phases
+            time.sleep(0.2)
+
+    def rows(self, table: str, lake: str = "lake") -> list[tuple[Any, ...]]:
+        found = ParquetReader(self.folder / lake).read_table(f"public.{table}").select(["id", "note"])
+        return sorted(tuple(row.values()) for row in found.to_pylist())
+
+    def wait_rows(self, table: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.rows(table) != (wanted := self.source_rows(table)):
+            assert time.monotonic() < deadline, (len(self.rows(table)), len(wanted))
+            time.sleep(0.1)
+
+    def source_rows(self, table: str) -> list[tuple[Any, ...]]:
+        return sorted(self.database.execute(f"select id, note from {table}"))
+
+
+def check_discreet(site: Site, text: str) -> None:
+    assert "Traceback" not in text, text
+    assert site.database.dsn not in text
