@@ -125,6 +125,18 @@ class CopyRows(Protocol):
         ...
 
 
+class SourceRows(Protocol):
+    """Asks the source for rows as they are now; pickles, and is used in tasks."""
+
+    def fetch(self, schema: TableSchema, keys: pa.Table) -> pa.Table:
+        """The rows that have these keys now, in any order; a key whose row is not there is left out.
+
+        `keys` has the key columns, and `_unrepresentable` where some of their cells need it. Both tables have the names
+        and types of segments, the answer always with `_unrepresentable`.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DestinationContext:
     """What a destination gets at start-up."""
@@ -140,6 +152,8 @@ class DestinationContext:
     """After a failover: the lineage that the server was shown to continue; its positions count too."""
     session: Any = None
     """The Spark session; None where there is none."""
+    source_rows: SourceRows | None = None
+    """For rows that arrive without some of their cells and replace none; None where nobody can be asked."""
 
     def knows(self, lineage: str) -> bool:
         """Whether positions of this lineage mean something here."""
