@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.durable import sync_folder
+
 
 @dataclass(frozen=True, slots=True)
 class SpoolFolder:
@@ -104,12 +106,3 @@ def remove_damaged(paths: Iterable[Path]) -> None:
             read_file(path)
         except ValueError:
             path.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Make names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.changes.batch import Truncate
+from penstock.durable import sync_folder
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
 from penstock.schema.json import schema_from_json, schema_to_json
@@ -143,15 +144,6 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
         sync_folder(each.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _step_to_json(step: ManifestStep) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from penstock.changes.segment import COMMIT_LSN, OP, ORDINAL, UNREPRESENTABLE, U
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.grouping import group_batches
-from penstock.destinations.parquet.manifests import DataFile, sync_folder
+from penstock.destinations.parquet.manifests import DataFile
 from penstock.destinations.refusals import unexpected
+from penstock.durable import sync_folder
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn
 
