@@ -118,24 +118,29 @@ def _renamed(before: TableSchema, after: TableSchema) -> dict[str, str]:
 def _not_sent(
     table: pa.Table, operations: NDArray[np.int8], schema: TableSchema, renamed: Mapping[str, str]
 ) -> dict[str, NDArray[np.bool_]]:
-    bitmaps = table.column(UNCHANGED)
-    if bitmaps.null_count == len(bitmaps):
-        return {}
-    present = bitmaps.is_valid().to_numpy() & (operations != Operation.DELETE)
-    at = np.flatnonzero(present)
-    if not at.size:
-        return {}
-    content = _bytes_of(bitmaps.filter(pa.array(present)))
-    # All have the same number of bytes.
-    bits = np.unpackbits(np.frombuffer(content, np.uint8).reshape(len(at), -1), axis=1, bitorder="little")
+    at, bits = unsent_cells(table.column(UNCHANGED), operations != Operation.DELETE)
     places = {name: index for index, name in enumerate(field_names(schema))}
     found: dict[str, NDArray[np.bool_]] = {}
     for name, before in renamed.items():
-        column = bits[:, places[before]].astype(np.bool_)
+        column = bits[:, places[before]].astype(np.bool_) if len(at) else np.zeros(0, np.bool_)
         if column.any():
             found[name] = np.zeros(len(operations), np.bool_)
             found[name][at] = column
     return found
+
+
+def unsent_cells(
+    bitmaps: pa.ChunkedArray, wanted: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """The rows in which something was not sent, and for each of them a 1 for every such column (and padding)."""
+    present = bitmaps.is_valid().to_numpy()
+    present = present if wanted is None else present & wanted
+    at = np.flatnonzero(present)
+    if not at.size:
+        return at, np.zeros((0, 0), np.uint8)
+    # All have the same number of bytes.
+    content = np.frombuffer(_bytes_of(bitmaps.filter(pa.array(present))), np.uint8).reshape(len(at), -1)
+    return at, np.unpackbits(content, axis=1, bitorder="little")
 
 
 def _old(

@@ -30,6 +30,7 @@ class Registered:
 
 
 DESTINATIONS: Mapping[str, Registered] = {
+    "delta": Registered("penstock.destinations.delta.destination:DeltaDestination"),
     "memory": Registered("penstock.destinations.memory:MemoryDestination"),
     "stdout": Registered("penstock.destinations.stdout:StdoutDestination"),
     "parquet": Registered("penstock.destinations.parquet:ParquetDestination"),

@@ -81,7 +81,7 @@ class RandomTable:
             self.rows.clear()
         elif row is not None and kind == "delete":
             transaction.delete(self.schema, self._identity(row))
-            self.rows.remove(row)
+            self._drop(row)
         elif row is not None:
             self._update(transaction, row, moves=kind == "move")
 
@@ -108,8 +108,12 @@ class RandomTable:
         }
         full = self.schema.replica_identity is ReplicaIdentity.FULL
         transaction.update(self.schema, sent, old=self._identity(row) if full or moved else None)
-        self.rows.remove(row)
+        self._drop(row)
         self.rows.append(new)
+
+    def _drop(self, row: dict[str, Any]) -> None:
+        # Not by equality: 0 equals -0, and NaN nothing.
+        self.rows = [each for each in self.rows if each is not row]
 
     def _row(self) -> dict[str, Any]:
         choose = self.random

@@ -96,7 +96,9 @@ def expected(mirror: MirrorTable) -> list[Any]:
 @pytest.mark.trap(25, 26, 27, 29)
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 1 << 32), st.sampled_from(SCHEMAS), st.lists(st.lists(st.integers(1, 12), max_size=4), max_size=4)
+    st.integers(0, 1 << 32),
+    st.sampled_from(SCHEMAS),
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), max_size=4),
 )
 def test_a_batch_has_the_effect_of_its_changes(seed: int, schema: TableSchema, plan: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,111 @@
+"""A table's copy: tasks write files of a good size inside the snapshot; the driver commits them once.
+
+Files are named by the attempt and the first range in them. Nobody sees them before the commit, which exchanges all rows
+at once: readers see the old rows until then, and never none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.changes.compaction import keys_of
+from penstock.changes.segment import UNREPRESENTABLE
+from penstock.changes.texts import split_texts
+from penstock.destinations.base import CopyRange, RangeReader
+from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.files import create_data_file
+from penstock.destinations.delta.history import copied_rows
+from penstock.destinations.delta.index import build_index
+from penstock.destinations.delta.layout import Mode, TableLayout
+from penstock.destinations.delta.match import index_folder
+from penstock.destinations.delta.storage import Storage
+from penstock.destinations.delta.write import lake_rows
+from penstock.destinations.grouping import group_batches
+from penstock.destinations.refusals import unexpected
+from penstock.lsn import Lsn
+
+FILE_BYTES = 128 << 20
+"""Of the source's table, in one file."""
+_RANGE_BYTES = 32 << 20
+"""Of a range that does not say how large it is."""
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTarget:
+    """Where the ranges of a copy go."""
+
+    table: str
+    storage: Storage
+    layout: TableLayout
+    """With room for texts."""
+    attempt: str
+    position: Lsn
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFile:
+    """A file that a task wrote."""
+
+    add: Add
+    has_texts: bool
+    row_count: int
+
+
+def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> list[list[CopyRange]]:
+    """Consecutive ranges that make a file of a good size."""
+    groups: list[list[CopyRange]] = []
+    size = 0
+    for part in ranges:
+        estimate = int(getattr(part, "estimated_bytes", 0)) or _RANGE_BYTES
+        if not groups or size + estimate > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
+        size += estimate
+    return groups
+
+
+def write_ranges(reader: RangeReader, target: CopyTarget, parts: Sequence[CopyRange]) -> list[CopiedFile]:
+    """Write some ranges; mostly one file, more if only some rows have texts, none if there are no rows."""
+    try:
+        chunks = (_chunk(batches, target) for part in parts for batches in _read(reader, part))
+        runs = groupby((chunk for chunk in chunks if chunk.num_rows), key=lambda chunk: chunk.schema)
+        return [_write(schema, run, target, parts[0].index) for schema, run in runs]
+    except Exception as error:
+        raise unexpected(target.table, error) from None
+
+
+def _read(reader: RangeReader, part: CopyRange) -> Iterator[list[pa.RecordBatch]]:
+    return group_batches(reader.read(part), _CHUNK_BYTES)
+
+
+def _chunk(batches: list[pa.RecordBatch], target: CopyTarget) -> pa.Table:
+    """Rows of a copy in the columns of the lake."""
+    rows = pa.Table.from_batches(batches).combine_chunks()
+    renames = target.layout.renames
+    texts = {renames[name]: column for name, column in split_texts(rows).items()}
+    rows = rows.select([name for name in rows.column_names if name in renames])
+    rows = rows.rename_columns([renames[name] for name in rows.column_names])
+    if target.layout.mode is Mode.HISTORY:
+        rows = copied_rows(rows, target.position)
+    return lake_rows(rows, texts, target.layout)
+
+
+def _write(schema: pa.Schema, chunks: Iterator[pa.Table], target: CopyTarget, first: int) -> CopiedFile:
+    layout = target.layout
+    with_index = bool(layout.key) and layout.mode is not Mode.HISTORY
+    keys: list[Any] = []
+    with create_data_file(target.storage, schema, prefix=f"copy-{target.attempt[:8]}-{first:06d}") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            if with_index:
+                keys.append(keys_of(chunk, split_texts(chunk), layout.key))
+    if with_index:
+        index_folder(target.storage, layout).write(file.name, build_index(pa.concat_arrays(keys)))
+    return CopiedFile(file.action(), UNREPRESENTABLE in schema.names, file.rows)

@@ -1,0 +1,314 @@
+"""The destination: plans on the driver, works in tasks, and commits each table once, with its position."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from penstock.changes.batch import EventBatch, Rows, TableChanges
+from penstock.changes.segment import segment_layout
+from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
+from penstock.destinations.delta.catalog import Catalog
+from penstock.destinations.delta.copy import CopyTarget, group_ranges, write_ranges
+from penstock.destinations.delta.layout import Mode, TableState, new_layout
+from penstock.destinations.delta.log import DeltaLog
+from penstock.destinations.delta.maintenance.pins import WritesInFlight
+from penstock.destinations.delta.maintenance.schedule import Maintenance, MaintenanceSettings
+from penstock.destinations.delta.options import DeltaOptions
+from penstock.destinations.delta.planner import Plan, plan_table
+from penstock.destinations.delta.schema import table_configuration
+from penstock.destinations.delta.storage import Storage, open_storage
+from penstock.destinations.delta.table import Batch, LakeTable
+from penstock.destinations.delta.tasks import apply_changes
+from penstock.destinations.delta.write import Written
+from penstock.destinations.refusals import fenced_copy, not_copied, out_of_reach, unexpected, unusable
+from penstock.errors import IllegalTransition, PenstockError, TableOwned
+from penstock.lsn import Lsn
+from penstock.schema import TableSchema
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_MARKER = "_penstock/lake.json"
+_COMMIT_THREADS = 8
+_ROUNDS = 20
+"""So often a batch is done again because others, maintenance mostly, were first."""
+
+
+class DeltaDestination:
+    """`type = "delta"`: Delta tables that follow their source.
+
+    | option | |
+    |---|---|
+    | `path` | a folder that the driver and all tasks see, or a URL like `s3://bucket/lake` |
+    | `mode` | `mirror` (default): rows equal the source; `history`: every change; `soft_delete`: deleted rows stay |
+    | `deletion_vectors` | `true` (default), or `false` for readers without them: files that lose rows are rewritten |
+    | `commit_interval` | seconds between two commits of a busy table (0.5) |
+    | `storage_options` | of the object store: `{aws_endpoint = "…", aws_region = "…"}` |
+    | `maintenance` | `true` (default): compaction, checkpoints and clean-up while the pipeline runs |
+    | `log_retention_hours`, `file_retention_hours` | how long old versions can be read (24), and old files stay (2) |
+    """
+
+    name = "delta"
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        mode: str = "mirror",
+        deletion_vectors: bool = True,
+        commit_interval: float = 0.5,
+        storage_options: Mapping[str, str] | None = None,
+        maintenance: bool = True,
+        log_retention_hours: float = 24.0,
+        file_retention_hours: float = 2.0,
+    ) -> None:
+        self._options = DeltaOptions.checked(mode, deletion_vectors, commit_interval, maintenance)
+        self._settings = MaintenanceSettings(
+            log_retention_hours=log_retention_hours, file_retention_hours=file_retention_hours
+        )
+        self._storage = open_storage(path, storage_options)
+        self._writes = WritesInFlight()
+        self._lock = threading.Lock()
+        self._tables: dict[int, LakeTable] = {}
+        self._context: DestinationContext | None = None
+        self._catalog: Catalog | None = None
+        self._maintenance: Maintenance | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Destination`."""
+        mirrors = self._options.mode is not Mode.HISTORY
+        return Capabilities(records_position=True, updates_rows=mirrors, keeps_old_rows_while_copying=True)
+
+    @property
+    def commit_interval(self) -> float:
+        """Seconds between two batches, unless there is more than one batch's worth to do."""
+        return self._options.commit_interval
+
+    def startup(self, context: DestinationContext) -> None:
+        """See `Destination`."""
+        self._context = context
+        self._catalog = Catalog(self._storage, context.pipeline_id)
+        self._mark()
+        if self._options.maintenance:
+            self._maintenance = Maintenance(self._written, context.tasks, self._settings, writes=self._writes)
+            self._maintenance.start()
+
+    def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
+        """See `Destination`."""
+        catalog = self._started_catalog
+        folder, before = catalog.place(schema), catalog.folder(schema.table_id)
+        table = self._table(schema.table_id, str(schema), folder)
+        self._fence(table, schema, attempt)
+        if before is not None and before != folder:
+            # The table was renamed: whoever still writes to its old folder must stop, too.
+            self._fence(self._table(schema.table_id, str(schema), before), schema, attempt, create=False)
+        catalog.note(schema.table_id, folder)
+        with self._lock:
+            self._tables[schema.table_id] = table
+
+    def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
+        """See `Destination`."""
+        table = self._known(schema.table_id, str(schema))
+        version = None if table is None else table.look()
+        if table is None or version is None or version.state.begun != rows.attempt:
+            raise fenced_copy(str(schema), rows.attempt)
+        if version.state.is_copied:
+            if table.position(version) != rows.position:
+                raise fenced_copy(str(schema), rows.attempt)
+            return
+        layout = new_layout(schema, self._options.mode, rows.arrow_schema, texts=True)
+        target = CopyTarget(str(schema), table.log.storage, layout, rows.attempt, rows.position)
+        with self._writes.writing():
+            written = self._started.tasks.run(
+                group_ranges(rows.ranges), partial(write_ranges, rows.reader, target), description=f"copy {schema}"
+            )
+            files = [file for each in written for file in each]
+            if not any(file.has_texts for file in files):
+                layout = new_layout(schema, self._options.mode, rows.arrow_schema)
+            state = replace(version.state, table_id=schema.table_id, copied=rows.attempt, layout=layout)
+            table.commit_copy(version, state, rows.position, [file.add for file in files], self._configuration())
+        count = sum(file.row_count for file in files)
+        logger.info("table copied table=%s rows=%d files=%d", schema, count, len(files))
+
+    def write_events(self, batch: EventBatch) -> WriteHandle:
+        """See `Destination`."""
+        errors: dict[int, PenstockError] = {}
+        left = {changes.table_id: changes for changes in batch.tables}
+        with self._writes.writing():
+            for _ in range(_ROUNDS):
+                left = self._round(batch, left, errors)
+                if not left:
+                    return completed(WriteResult.failures(errors))
+        for table_id, changes in left.items():
+            errors[table_id] = out_of_reach("delta", "others commit all the time", table=changes.table)
+        return completed(WriteResult.failures(errors))
+
+    def position(self, table_id: int) -> Lsn | None:
+        """See `Destination`."""
+        table = self._known(table_id, str(table_id))
+        try:
+            return None if table is None else table.position(table.require())
+        except (IllegalTransition, TableOwned):
+            return None
+
+    def shutdown(self) -> None:
+        """See `Destination`."""
+        if self._maintenance is not None:
+            self._maintenance.stop()
+        self._tables.clear()
+
+    def _mark(self) -> None:
+        """Refuse a lake that cannot be written, or that a newer version has written."""
+        try:
+            marker = self._storage.get(_MARKER)
+            if marker is None:
+                self._storage.put(_MARKER, json.dumps({"format": FORMAT}).encode())
+                return
+        except OSError as error:
+            raise unusable(
+                f"{self._storage.url} cannot be written: {error.strerror}",
+                hint="The folder must be writable for the user that runs Penstock.",
+            ) from error
+        found = json.loads(marker)["format"]
+        if found > FORMAT:
+            raise unusable(
+                f"{self._storage.url} was written by a newer version (format {found})", hint="Run that version."
+            )
+
+    def _round(
+        self, batch: EventBatch, tables: Mapping[int, TableChanges], errors: dict[int, PenstockError]
+    ) -> dict[int, TableChanges]:
+        """One job and its commits; gives the tables that have to be done again."""
+        plans: list[Plan] = []
+        for changes in tables.values():
+            try:
+                plan = self._plan(batch, changes)
+            except Exception as error:
+                errors[changes.table_id] = unexpected(changes.table, error)
+                continue
+            if plan is not None:
+                plans.append(plan)
+        if not plans:
+            return {}
+        works = [plan.work for plan in plans]
+        results = self._started.tasks.run(works, apply_changes, description=_describe(batch, plans))
+        ready: list[tuple[Plan, Written]] = []
+        for plan, result in zip(plans, results, strict=True):
+            if isinstance(result, PenstockError):
+                errors[plan.work.table_id] = result
+            else:
+                ready.append((plan, result))
+        again: dict[int, TableChanges] = {}
+        for (plan, _), outcome in zip(ready, self._commit(ready), strict=True):
+            if isinstance(outcome, PenstockError):
+                errors[plan.work.table_id] = outcome
+            elif not outcome:
+                again[plan.work.table_id] = tables[plan.work.table_id]
+        return again
+
+    def _plan(self, batch: EventBatch, changes: TableChanges) -> Plan | None:
+        table = self._known(changes.table_id, changes.table)
+        if table is None:
+            self._refuse_foreign(changes)
+            raise not_copied(changes.table)
+        return plan_table(
+            batch,
+            changes,
+            table,
+            deletion_vectors=self._options.deletion_vectors,
+            source=self._started.source_rows,
+        )
+
+    def _commit(self, ready: list[tuple[Plan, Written]]) -> list[bool | PenstockError]:
+        """Commit tables; several at a time, because each waits for the disk."""
+
+        def commit(item: tuple[Plan, Written]) -> bool | PenstockError:
+            plan, written = item
+            try:
+                return plan.table.commit(Batch(plan.version, plan.state, plan.end, written))
+            except Exception as error:
+                return unexpected(plan.work.table, error)
+
+        if len(ready) <= 1:
+            return [commit(item) for item in ready]
+        with ThreadPoolExecutor(min(_COMMIT_THREADS, len(ready)), thread_name_prefix="delta-commit") as pool:
+            return list(pool.map(commit, ready))
+
+    def _fence(self, table: LakeTable, schema: TableSchema, attempt: str, *, create: bool = True) -> None:
+        for _ in range(_ROUNDS):
+            version = table.look()
+            if version is not None and version.state.begun == attempt:
+                return
+            if version is None:
+                if not create:
+                    return
+                # Which types its columns have is known when it is copied.
+                layout = new_layout(schema, self._options.mode, segment_layout(schema).arrow_schema)
+                state = TableState(self._started.pipeline_id, schema.table_id, attempt, "", layout)
+                done = table.fence(state, None, self._configuration())
+            else:
+                done = table.fence(replace(version.state, begun=attempt), version.snapshot, {})
+            if done:
+                return
+        raise out_of_reach("delta", "others commit all the time", table=str(schema))
+
+    def _known(self, table_id: int, name: str) -> LakeTable | None:
+        with self._lock:
+            table = self._tables.get(table_id)
+        if table is not None:
+            return table
+        folder = self._started_catalog.folder(table_id)
+        if folder is None:
+            return None
+        table = self._table(table_id, name, folder)
+        with self._lock:
+            return self._tables.setdefault(table_id, table)
+
+    def _table(self, table_id: int, name: str, folder: str) -> LakeTable:
+        log = DeltaLog(self._storage.child(folder), name)
+        return LakeTable(log, name, table_id, self._started, self._options.deletion_vectors)
+
+    def _refuse_foreign(self, changes: TableChanges) -> None:
+        schema = next((step.schema for step in changes.steps if isinstance(step, Rows)), None)
+        if schema is not None:
+            folder = self._started_catalog.place(schema)
+            self._table(changes.table_id, changes.table, folder).look()
+
+    def _configuration(self) -> dict[str, str]:
+        return table_configuration(
+            self._started.pipeline_id,
+            deletion_vectors=self._options.deletion_vectors,
+            log_retention_hours=self._settings.log_retention_hours,
+            file_retention_hours=self._settings.file_retention_hours,
+        )
+
+    def _written(self) -> dict[str, Storage]:
+        """The tables that this process writes, for their maintenance."""
+        with self._lock:
+            return {table.name: table.log.storage for table in self._tables.values()}
+
+    @property
+    def _started(self) -> DestinationContext:
+        if self._context is None:
+            raise RuntimeError("startup was not called")
+        return self._context
+
+    @property
+    def _started_catalog(self) -> Catalog:
+        if self._catalog is None:
+            raise RuntimeError("startup was not called")
+        return self._catalog
+
+
+def _describe(batch: EventBatch, plans: list[Plan]) -> str:
+    names = [plan.work.table for plan in plans]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"write {shown} up to {batch.end}"

@@ -1,0 +1,193 @@
+"""The key index of a data file: which rows have a key, found in a time that follows the keys and not the table.
+
+A file beside the table, in `_penstock/index/`, that is mapped into memory: fingerprints in ascending order, the row
+number of each, and, unless keys are whole numbers, their bytes in the same order, because a fingerprint proves nothing.
+
+    magic │ rows │ bytes of keys │ fingerprints (8 each) │ rows (4 each) │ ends of keys (8 each) │ keys
+
+It is made with its data file, or from that file's key columns when it is absent: a cache, which may be deleted at any
+time and never says which rows are alive. Its name tells which columns it is about, so another key is another index.
+On an object store it is kept there too, and mapped from a folder of this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from penstock.changes.keys import fingerprints
+from penstock.destinations.delta.storage import Storage
+
+INDEX_FOLDER = "_penstock/index"
+_MAGIC = b"penstck1"
+_HEAD = struct.Struct("<8sqq")
+_OPEN_INDEXES = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class KeyQuery:
+    """Keys to look for, each once, ordered by their fingerprints."""
+
+    keys: pa.Array
+    numbers: NDArray[np.int64]
+    """The fingerprints, ascending."""
+    order: NDArray[np.int64]
+    """For each of them, which key it is."""
+
+    @classmethod
+    def of(cls, keys: pa.Array) -> KeyQuery:
+        numbers = fingerprints(keys)
+        order = np.argsort(numbers)
+        return cls(keys, numbers[order], order)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyIndex:
+    """The keys of one data file."""
+
+    row_count: int
+    numbers: NDArray[np.int64]
+    rows: NDArray[np.uint32]
+    keys: pa.Array | None
+    """The keys' bytes, in the same order; None where the numbers are the keys, and where they were not kept."""
+
+    def find(self, query: KeyQuery) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """All rows that have one of the keys: which key, and which row. Where bytes were not kept, some may not."""
+        first = stop = 0
+        if self.row_count:
+            first = int(np.searchsorted(query.numbers, self.numbers[0]))
+            stop = int(np.searchsorted(query.numbers, self.numbers[-1], "right"))
+        wanted = query.numbers[first:stop]
+        if not len(wanted):
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if len(wanted) <= self.row_count:
+            asked, places = _join(wanted, self.numbers)
+        else:
+            places, asked = _join(self.numbers, wanted)
+        found = query.order[first + asked]
+        if self.keys is not None and len(places):
+            same = pc.equal(self.keys.take(pa.array(places)), query.keys.take(pa.array(found))).to_numpy(
+                zero_copy_only=False
+            )
+            places, found = places[same], found[same]
+        return found, self.rows[places].astype(np.int64)
+
+
+def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytes:
+    """The content of an index. Without `keep_keys` whoever finds a row compares it himself."""
+    numbers = fingerprints(keys)
+    order = np.argsort(numbers, kind="stable")
+    parts = [numbers[order].tobytes(), order.astype(np.uint32).tobytes()]
+    size = 0
+    if keep_keys and not pa.types.is_integer(keys.type):
+        ordered = keys.take(pa.array(order))
+        _, ends, content = ordered.buffers()
+        size = len(content) if content is not None else 0
+        # Rows have four bytes: what follows begins at a multiple of eight.
+        parts.append(bytes(-len(parts[1]) % 8))
+        parts += [np.frombuffer(ends, np.int64)[: len(ordered) + 1].tobytes(), content.to_pybytes() if content else b""]
+    return b"".join([_HEAD.pack(_MAGIC, len(numbers), size), *parts])
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFolder:
+    """The indexes of a table, for one choice of key columns."""
+
+    storage: Storage
+    digest: str
+
+    @classmethod
+    def of(cls, storage: Storage, columns: Sequence[pa.Field]) -> IndexFolder:
+        """For keys made of these columns."""
+        text = "\n".join(f"{field.name}\t{field.type}" for field in columns)
+        return cls(storage, hashlib.sha256(text.encode()).hexdigest()[:8])
+
+    def path(self, file: str) -> str:
+        """Where the index of a data file is, below the table's folder."""
+        return f"{INDEX_FOLDER}/{file}.{self.digest}"
+
+    def write(self, file: str, content: bytes) -> None:
+        """Keep an index; of several that do so at the same time any may win."""
+        path = self.path(file)
+        if self.storage.local_path(path) is None:
+            self.storage.put(path, content)
+        self._keep(content, self._mapped(path))
+
+    def open(self, file: str, build: Callable[[], bytes]) -> KeyIndex:
+        """The index of a data file; made by `build` if there is none."""
+        path = self.path(file)
+        mapped = self._mapped(path)
+        try:
+            return _open(str(mapped))
+        except (FileNotFoundError, ValueError):
+            content = None if self.storage.local_path(path) is not None else self.storage.get(path)
+            if content is None:
+                self.write(file, build())
+            else:
+                self._keep(content, mapped)
+        return _open(str(mapped))
+
+    def _mapped(self, path: str) -> Path:
+        """Where an index is mapped from."""
+        local = self.storage.local_path(path)
+        if local is not None:
+            return local
+        place = hashlib.sha256(self.storage.url.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / place / path
+
+    def _keep(self, content: bytes, mapped: Path) -> None:
+        mapped.parent.mkdir(parents=True, exist_ok=True)
+        temporary = mapped.with_name(f".{mapped.name}.{uuid.uuid4().hex}")
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            # The name must not outlive a power cut without the content.
+            os.fsync(file.fileno())
+        os.replace(temporary, mapped)
+
+
+@lru_cache(maxsize=_OPEN_INDEXES)
+def _open(path: str) -> KeyIndex:
+    """Map an index into memory; the same file always has the same content. `ValueError` if it is none."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < _HEAD.size:
+            raise ValueError("not an index")
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    magic, count, key_bytes = _HEAD.unpack_from(content)
+    rows_at = _HEAD.size + 8 * count
+    keys_at = rows_at + 4 * count
+    keys_at += -keys_at % 8
+    with_keys = size > rows_at + 4 * count
+    if magic != _MAGIC or size != (keys_at + 8 * (count + 1) + key_bytes if with_keys else rows_at + 4 * count):
+        raise ValueError("not an index")
+    numbers = np.frombuffer(content, np.int64, count, _HEAD.size)
+    rows = np.frombuffer(content, np.uint32, count, rows_at)
+    if not with_keys:
+        return KeyIndex(count, numbers, rows, None)
+    whole = pa.py_buffer(content)
+    buffers = [None, whole.slice(keys_at, 8 * (count + 1)), whole.slice(keys_at + 8 * (count + 1), key_bytes)]
+    return KeyIndex(count, numbers, rows, pa.Array.from_buffers(pa.large_binary(), count, buffers))
+
+
+def _join(few: NDArray[np.int64], many: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The places of equal numbers in two ascending arrays, each pair of them."""
+    low = np.searchsorted(many, few)
+    hit = np.flatnonzero(many[np.minimum(low, len(many) - 1)] == few)
+    low = low[hit]
+    counts = np.searchsorted(many, few[hit], "right") - low
+    inside = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(hit, counts), np.repeat(low, counts) + inside

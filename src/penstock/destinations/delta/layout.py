@@ -1,0 +1,246 @@
+"""What a table looks like in the lake: its columns there, by mode, and what is remembered of the source's schema.
+
+| mode | a row of the lake is | besides the table's columns |
+|---|---|---|
+| `mirror` | a row of the source | |
+| `soft_delete` | the last state of a row, also of a deleted one | `_deleted_at` |
+| `history` | a change, or a row that was copied | `_op`, `_commit_lsn`, `_ordinal`, `_commit_time`, `_xid` … |
+
+`_unrepresentable` comes when it is needed. The layout is stored in the table's own properties, together with whose
+table it is and which attempt of a copy it began with: the log is the only truth about it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import pyarrow as pa
+
+from penstock.changes.segment import (
+    COMMIT_LSN,
+    COMMIT_TIME,
+    OLD,
+    OP,
+    ORDINAL,
+    RESERVED,
+    UNCHANGED,
+    UNREPRESENTABLE,
+    UNREPRESENTABLE_TYPE,
+    XID,
+    field_names,
+)
+from penstock.destinations.delta.actions import Metadata, compact_json
+from penstock.destinations.delta.schema import OWNER, arrow_schema, column_names, delta_type, schema_string
+from penstock.destinations.refusals import rejected
+from penstock.schema import Column, ReplicaIdentity, TableSchema
+from penstock.schema.json import schema_from_json, schema_to_json
+
+DELETED_AT = "_deleted_at"
+_TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
+_BEGUN, _COPIED = "penstock.attempt", "penstock.copied"
+_RESYNC = "Run `penstock resync` for this table: it is copied anew with its new columns."
+
+
+class Mode(StrEnum):
+    """What a table keeps."""
+
+    MIRROR = "mirror"
+    SOFT_DELETE = "soft_delete"
+    HISTORY = "history"
+
+
+@dataclass(frozen=True, slots=True)
+class TableLayout:
+    """A table's columns in the lake."""
+
+    source: TableSchema
+    mode: Mode
+    names: Mapping[int, str]
+    """What the source's columns are called, by attribute number."""
+    schema: pa.Schema
+    """All columns, in the order and the types that the log has."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The source's columns, in its order."""
+        return [self.names[column.attnum] for column in self.source.columns]
+
+    @property
+    def key(self) -> list[str]:
+        """The columns that tell rows apart, in the order of the table; empty without a key."""
+        key = {column.attnum for column in self.source.key}
+        return [self.names[column.attnum] for column in self.source.columns if column.attnum in key]
+
+    @property
+    def match_columns(self) -> list[str]:
+        """The columns by which rows are found again; empty if that never happens."""
+        if self.mode is Mode.HISTORY:
+            return []
+        return self.key or (self.columns if self.source.replica_identity is ReplicaIdentity.FULL else [])
+
+    @property
+    def renames(self) -> dict[str, str]:
+        """Name in segments → name in the lake."""
+        pairs = zip(field_names(self.source), self.source.columns, strict=True)
+        return {name: self.names[column.attnum] for name, column in pairs}
+
+    @property
+    def has_texts(self) -> bool:
+        return UNREPRESENTABLE in self.schema.names
+
+    def with_texts(self) -> TableLayout:
+        """The same, with room for texts of cells that their type cannot hold."""
+        if self.has_texts:
+            return self
+        return replace(self, schema=self.schema.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)))
+
+    def evolved(self, schema: TableSchema, segment: pa.Schema) -> TableLayout:
+        """The layout after a change of the source's schema, whose rows have these types.
+
+        Columns may be added. Whatever else changes what a reader sees raises `TableRejected`.
+        """
+        before = {column.attnum: column for column in self.source.columns}
+        after = {column.attnum: column for column in schema.columns}
+        for attnum, column in before.items():
+            self._refuse(column, after.get(attnum))
+        if self.source.key and {column.attnum for column in self.source.key} != {
+            column.attnum for column in schema.key
+        }:
+            raise rejected(str(schema), "its key changed", hint=_RESYNC)
+        types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
+        fields: list[pa.Field] = list(self.schema)
+        names = dict(self.names)
+        for column in schema.columns:
+            arrow_type = delta_type(segment.field(types[column.attnum]).type)
+            if column.attnum in names:
+                if self.schema.field(names[column.attnum]).type != arrow_type:
+                    raise rejected(str(schema), f"the type of column {column.name!r} changed", hint=_RESYNC)
+                continue
+            names[column.attnum] = _free_name(types[column.attnum], [field.name for field in fields])
+            fields.append(pa.field(names[column.attnum], arrow_type))
+        return self._with(schema, names, fields)
+
+    def _with(self, schema: TableSchema, names: dict[int, str], fields: list[pa.Field]) -> TableLayout:
+        if self.mode is Mode.HISTORY:
+            lake = pa.schema(fields)
+            old = pa.field(OLD, _old_type(schema, names, lake))
+            fields = [old if field.name == OLD else field for field in fields]
+        return TableLayout(schema, self.mode, names, pa.schema(fields))
+
+    def _refuse(self, before: Column, after: Column | None) -> None:
+        table = str(self.source)
+        if after is None:
+            raise rejected(table, f"column {before.name!r} was dropped, or is no longer published", hint=_RESYNC)
+        if after.name != before.name:
+            raise rejected(table, f"column {before.name!r} was renamed to {after.name!r}", hint=_RESYNC)
+
+
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """What a table's properties say about it."""
+
+    owner: str
+    table_id: int
+    begun: str
+    """The newest attempt of a copy: it fences all before it."""
+    copied: str
+    """The attempt whose rows are there; empty if none is whole."""
+    layout: TableLayout
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether changes may be added: no newer copy has begun."""
+        return bool(self.copied) and self.copied == self.begun
+
+
+def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bool = False) -> TableLayout:
+    """The layout of a table that is copied; `columns` are those of the copy, in the names and types of segments."""
+    fields = field_names(source)
+    taken = _reserved(mode)
+    clean = column_names(fields)
+    lake_names = {
+        column.attnum: _free_name(name, taken) if name.lower() in taken else name
+        for column, name in zip(source.columns, clean, strict=True)
+    }
+    own = [
+        pa.field(lake_names[column.attnum], delta_type(columns.field(name).type))
+        for column, name in zip(source.columns, fields, strict=True)
+    ]
+    layout = TableLayout(source, mode, lake_names, _whole_schema(source, mode, lake_names, own))
+    return layout.with_texts() if texts else layout
+
+
+def empty_layout(source: TableSchema, mode: Mode) -> TableLayout:
+    """Before the first copy: the columns' types are not known yet."""
+    return TableLayout(source, mode, {}, pa.schema([]))
+
+
+def to_metadata(state: TableState, id_: str, created: int, configuration: Mapping[str, str]) -> Metadata:
+    """The metadata of a table; `configuration` has the properties that are not about its layout."""
+    layout = state.layout
+    own = {
+        OWNER: state.owner,
+        _TABLE_ID: str(state.table_id),
+        _BEGUN: state.begun,
+        _COPIED: state.copied,
+        _MODE: layout.mode.value,
+        _SOURCE: compact_json(schema_to_json(layout.source)),
+        _COLUMNS: compact_json({str(attnum): name for attnum, name in layout.names.items()}),
+    }
+    return Metadata(id_, schema_string(layout.schema), {**configuration, **own}, (), created)
+
+
+def from_metadata(metadata: Metadata) -> TableState | None:
+    """What `to_metadata` gave; None for a table that no Penstock writes."""
+    found = metadata.configuration
+    if OWNER not in found or _SOURCE not in found:
+        return None
+    names = {int(attnum): name for attnum, name in json.loads(found[_COLUMNS]).items()}
+    source = schema_from_json(json.loads(found[_SOURCE]))
+    layout = TableLayout(source, Mode(found[_MODE]), names, arrow_schema(metadata.schema_string))
+    return TableState(found[OWNER], int(found[_TABLE_ID]), found[_BEGUN], found[_COPIED], layout)
+
+
+def _whole_schema(source: TableSchema, mode: Mode, names: Mapping[int, str], own: list[pa.Field]) -> pa.Schema:
+    match mode:
+        case Mode.MIRROR:
+            return pa.schema(own)
+        case Mode.SOFT_DELETE:
+            return pa.schema([*own, pa.field(DELETED_AT, pa.timestamp("us", "UTC"))])
+        case Mode.HISTORY:
+            head = [
+                pa.field(OP, pa.string()),
+                pa.field(COMMIT_LSN, pa.int64()),
+                pa.field(ORDINAL, pa.int64()),
+                pa.field(COMMIT_TIME, pa.timestamp("us", "UTC")),
+                pa.field(XID, pa.int64()),
+                pa.field(UNCHANGED, pa.list_(pa.string())),
+            ]
+            old = _old_type(source, names, pa.schema(own))
+            return pa.schema([*head, *([pa.field(OLD, old)] if len(old) else []), *own])
+
+
+def _old_type(source: TableSchema, names: Mapping[int, str], lake: pa.Schema) -> pa.StructType:
+    full = source.replica_identity is ReplicaIdentity.FULL
+    present = [names[column.attnum] for column in source.columns if full or column.identity]
+    return pa.struct([lake.field(name) for name in present])
+
+
+def _reserved(mode: Mode) -> list[str]:
+    names = [UNREPRESENTABLE] if mode is Mode.MIRROR else [UNREPRESENTABLE, DELETED_AT]
+    return list(RESERVED) if mode is Mode.HISTORY else names
+
+
+def _free_name(name: str, taken: list[str]) -> str:
+    """A name that Delta allows and nobody has, whatever its case."""
+    used = {each.lower() for each in taken}
+    (clean,) = column_names([name])
+    number = 2
+    candidate = clean
+    while candidate.lower() in used:
+        candidate = f"{clean}_{number}"
+        number += 1
+    return candidate

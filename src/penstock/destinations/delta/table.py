@@ -1,0 +1,201 @@
+"""One table that this process writes: its log, whose it is, how far it is, and what a lost race means for it.
+
+Positions are recorded in the log, in the same commit as the rows. Their name says pipeline, table, lineage and attempt
+of the copy: a higher position of another server, or of an earlier copy, hides nothing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.destinations.base import DestinationContext
+from penstock.destinations.delta.actions import Action, Add, CommitInfo, Remove, Txn
+from penstock.destinations.delta.files import now_milliseconds
+from penstock.destinations.delta.layout import TableState, from_metadata, to_metadata
+from penstock.destinations.delta.log import Committed, DeltaLog, Lost
+from penstock.destinations.delta.schema import merge_protocols, protocol_for
+from penstock.destinations.delta.snapshot import Application, Snapshot, Verdict
+from penstock.destinations.delta.write import Written
+from penstock.destinations.refusals import fenced_copy, foreign_table, not_copied, other_lineage, rejected
+from penstock.lsn import Lsn
+
+_RACES = 100
+"""So many times in a row others may be first; each time they have written something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What a table is at one moment."""
+
+    snapshot: Snapshot
+    state: TableState
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A part of a batch that is about to be committed."""
+
+    version: Version
+    """What it was made from."""
+    state: TableState
+    """After it."""
+    end: Lsn
+    written: Written
+
+
+class LakeTable:
+    """A table of the lake. Calls for one table never overlap."""
+
+    def __init__(self, log: DeltaLog, name: str, table_id: int, context: DestinationContext, vectors: bool) -> None:
+        self.log = log
+        self.name = name
+        self._table_id = table_id
+        self._context = context
+        self._vectors = vectors
+
+    def look(self) -> Version | None:
+        """The newest version; None if there is no table. Raises if it is somebody else's."""
+        snapshot = self.log.refresh()
+        return None if snapshot is None else self._version(snapshot)
+
+    def require(self) -> Version:
+        """The newest version, to which changes can be added."""
+        version = self.look()
+        if version is None or version.state.table_id != self._table_id or not version.state.is_copied:
+            raise not_copied(self.name)
+        return version
+
+    def position(self, version: Version) -> Lsn | None:
+        """The boundary that is recorded with the rows; None if it is of another lineage."""
+        found = self._recorded(version)
+        for lineage in (self._context.lineage, self._context.continues):
+            if lineage is not None and lineage in found:
+                return Lsn(found[lineage])
+        return None
+
+    def require_position(self, version: Version) -> Lsn:
+        """The same, for writing."""
+        position = self.position(version)
+        if position is None:
+            recorded = ", ".join(sorted(self._recorded(version))) or "nobody"
+            raise other_lineage(self.name, recorded, self._context.lineage)
+        return position
+
+    def application(self, attempt: str) -> Application:
+        """Under which name positions are recorded."""
+        return Application(self._context.pipeline_id, str(self._table_id), self._context.lineage, attempt)
+
+    def fence(self, state: TableState, snapshot: Snapshot | None, configuration: dict[str, str]) -> bool:
+        """Let no earlier attempt commit any more; False if somebody else was first."""
+        wanted = protocol_for(state.layout.schema, deletion_vectors=self._vectors)
+        created = now_milliseconds()
+        actions: list[Action] = [
+            CommitInfo(created, "CREATE TABLE" if snapshot is None else "SET TBLPROPERTIES"),
+            Txn(self.application(state.begun).id, 0, created),
+        ]
+        if snapshot is None:
+            actions += [wanted, to_metadata(state, str(uuid.uuid4()), created, configuration)]
+        else:
+            actions.append(self._metadata(snapshot, state, configuration))
+        return isinstance(self.log.commit(snapshot, actions), Committed)
+
+    def commit_copy(
+        self, version: Version, state: TableState, position: Lsn, added: Sequence[Add], configuration: dict[str, str]
+    ) -> None:
+        """Exchange all rows for those of a copy."""
+        for _ in range(_RACES):
+            snapshot, now = version.snapshot, now_milliseconds()
+            actions = self._head("COPY", state.begun, position, now)
+            actions += self._protocol(snapshot, state)
+            actions.append(self._metadata(snapshot, state, configuration))
+            actions += [add.removed(now) for add in snapshot.files.values()]
+            answer = self.log.commit(snapshot, [*actions, *added])
+            if isinstance(answer, Committed):
+                return
+            self._judge(answer, state.begun)
+            version = self._version(answer.snapshot)
+            if version.state.begun != state.begun:
+                raise fenced_copy(self.name, state.begun)
+        raise rejected(self.name, "others commit all the time, so that a copy cannot")
+
+    def commit(self, batch: Batch) -> bool:
+        """Commit a batch; False if it has to be done again, because rows or positions are not what they were."""
+        version, written = batch.version, batch.written
+        touched = {*written.removed, *(path for path, _ in written.vectors)}
+        for _ in range(_RACES):
+            snapshot, now = version.snapshot, now_milliseconds()
+            actions = self._head("MERGE", batch.state.copied, batch.end, now)
+            if batch.state != batch.version.state:
+                actions += self._protocol(snapshot, batch.state)
+                actions.append(self._metadata(snapshot, batch.state, {}))
+            elif written.vectors:
+                actions += self._protocol(snapshot, batch.state)
+            actions += _file_actions(snapshot, written, now)
+            answer = self.log.commit(snapshot, actions)
+            if isinstance(answer, Committed):
+                return True
+            verdict = self._judge(answer, batch.state.copied)
+            if verdict is Verdict.OWN_POSITION or not touched.isdisjoint(_removed(answer)):
+                return False
+            version = self._version(answer.snapshot)
+        return False
+
+    def _judge(self, lost: Lost, attempt: str) -> Verdict:
+        """What those who were first mean for us; raises where nothing more may be written."""
+        verdict = lost.verdict(self.application(attempt))
+        if verdict is Verdict.SUPERSEDED:
+            raise fenced_copy(self.name, attempt)
+        if verdict is Verdict.FOREIGN:
+            raise rejected(
+                self.name,
+                "somebody else has written to the table",
+                hint="One table has one writer: keep others away from it, and copy the table again.",
+            )
+        return verdict
+
+    def _version(self, snapshot: Snapshot) -> Version:
+        state = from_metadata(snapshot.metadata)
+        if state is None:
+            raise foreign_table(self.name, snapshot.owner or "of another program", self._context.pipeline_id)
+        if state.owner != self._context.pipeline_id:
+            raise foreign_table(self.name, state.owner, self._context.pipeline_id)
+        return Version(snapshot, state)
+
+    def _recorded(self, version: Version) -> dict[str, int]:
+        """The positions of the copy that is there, by lineage."""
+        found: dict[str, int] = {}
+        for app_id, position in version.snapshot.transactions.items():
+            application = Application.parse(app_id)
+            if application is not None and application == Application(
+                self._context.pipeline_id, str(self._table_id), application.lineage, version.state.copied
+            ):
+                found[application.lineage] = position
+        return found
+
+    def _head(self, operation: str, attempt: str, position: Lsn, now: int) -> list[Action]:
+        return [CommitInfo(now, operation), Txn(self.application(attempt).id, int(position), now)]
+
+    def _protocol(self, snapshot: Snapshot, state: TableState) -> list[Action]:
+        wanted = protocol_for(state.layout.schema, deletion_vectors=self._vectors)
+        merged = merge_protocols(snapshot.protocol, wanted)
+        return [] if merged is None else [merged]
+
+    def _metadata(self, snapshot: Snapshot, state: TableState, configuration: dict[str, str]) -> Action:
+        before = snapshot.metadata
+        kept = {**before.configuration, **configuration}
+        return to_metadata(state, before.id, before.created_time or now_milliseconds(), kept)
+
+
+def _file_actions(snapshot: Snapshot, written: Written, now: int) -> list[Action]:
+    actions: list[Action] = []
+    for path, vector in written.vectors:
+        before = snapshot.files[path]
+        actions += [before.removed(now), before.with_vector(vector)]
+    actions += [snapshot.files[path].removed(now) for path in written.removed]
+    return [*actions, *written.added]
+
+
+def _removed(lost: Lost) -> Iterable[str]:
+    return (action.path for commit in lost.between for action in commit.actions if isinstance(action, Remove))

@@ -1,0 +1,209 @@
+"""What a task does with one table's part of a batch: compact, match, fill, write; in one go, where the files are.
+
+One task has a whole table, so a batch is one job whatever the number of tables, and nothing but names of files and
+counts goes back to the driver. The four steps could be split over tasks, by keys or by files; but each is a fraction of
+a second for what a batch may hold, and a further job of Spark costs as much as all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.changes.batch import Rows, Truncate
+from penstock.changes.columns import ChangeColumns, read_changes
+from penstock.changes.compaction import NetChanges, compact
+from penstock.destinations.base import SourceRows
+from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.fill import fill
+from penstock.destinations.delta.history import history_rows
+from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
+from penstock.destinations.delta.match import FileMatch, find_rows
+from penstock.destinations.delta.rows import LiveFile, dead_rows
+from penstock.destinations.delta.storage import Storage
+from penstock.destinations.delta.vectors import Vector
+from penstock.destinations.delta.write import Written, assemble, bury, rewrite, write_rows
+from penstock.destinations.refusals import unexpected, unreadable
+from penstock.errors import PenstockError
+
+
+@dataclass(frozen=True, slots=True)
+class TableWork:
+    """One table's part of a batch, for a task."""
+
+    table_id: int
+    table: str
+    storage: Storage
+    """Of the table's folder."""
+    layout: TableLayout
+    """After the batch."""
+    steps: tuple[Rows | Truncate, ...]
+    files: tuple[LiveFile, ...]
+    """All that the table has."""
+    deletion_vectors: bool = True
+    source: SourceRows | None = None
+
+
+def apply_changes(work: TableWork) -> Written | PenstockError:
+    """Write what a batch makes of a table; errors are values, so that one bad table does not fail the job of all."""
+    try:
+        match work.layout.mode:
+            case Mode.HISTORY:
+                return _append(work)
+            case Mode.MIRROR:
+                return _mirror(work)
+            case Mode.SOFT_DELETE:
+                return _keep_deleted(work)
+    except Exception as error:
+        return unexpected(work.table, error)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """How long the steps take."""
+
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    _since: float = field(default_factory=time.perf_counter)
+
+    def lap(self, step: str) -> None:
+        now = time.perf_counter()
+        self.seconds[step] = self.seconds.get(step, 0.0) + now - self._since
+        self._since = now
+
+
+def _append(work: TableWork) -> Written:
+    watch = _Watch()
+    rows = history_rows(work.steps, work.layout)
+    watch.lap("read")
+    add = write_rows(work.storage, work.layout, rows) if rows.num_rows else None
+    watch.lap("write")
+    return Written(added=() if add is None else (add,), row_count=rows.num_rows, seconds=watch.seconds)
+
+
+def _mirror(work: TableWork) -> Written:
+    """Rows before a truncate do not matter, neither those of the lake nor those of the batch."""
+    watch = _Watch()
+    truncates = [number for number, step in enumerate(work.steps) if isinstance(step, Truncate)]
+    steps = _rows(work.steps[truncates[-1] + 1 :] if truncates else work.steps)
+    files = () if truncates else work.files
+    gone = tuple(file.path for file in work.files) if truncates else ()
+    if not steps:
+        return Written(removed=gone, seconds=watch.seconds)
+    changes = _read(work, steps)
+    watch.lap("read")
+    net = compact(changes, work.layout.key)
+    watch.lap("compact")
+    matches = find_rows(work.storage, work.layout, files, net.touched, net.limits)
+    watch.lap("match")
+    written = _write(work, net, matches, watch)
+    return replace(written, removed=(*gone, *written.removed))
+
+
+def _keep_deleted(work: TableWork) -> Written:
+    """Deleted rows stay. A truncate deletes all there are: then every file is written anew."""
+    watch = _Watch()
+    truncates = [step for step in work.steps if isinstance(step, Truncate)]
+    nets: list[NetChanges] = []
+    filled: list[tuple[pa.Table, pa.Array | None]] = []
+    matches: list[FileMatch] = []
+    for number, steps in enumerate(_between_truncates(work.steps)):
+        if not steps:
+            continue
+        net = compact(_read(work, steps), work.layout.key, keep_deleted=True)
+        # After a truncate no row from before is alive, but one that was deleted may have the key of a new one.
+        found = find_rows(work.storage, work.layout, work.files, net.touched, net.limits)
+        matches += found
+        nets.append(net)
+        if not truncates:
+            watch.lap("match")
+            return _write(work, net, matches, watch)
+        complete = fill(net, () if number else found, work.storage, work.layout, work.source)
+        rows = assemble(complete, work.layout)
+        keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
+        filled = [_without(rows_before, keys_before, net.touched) for rows_before, keys_before in filled]
+        if number < len(truncates):
+            rows = _deleted(rows, truncates[number].commit_time)
+        filled.append((rows, keys))
+    added = [write_rows(work.storage, work.layout, rows, keys) for rows, keys in filled if rows.num_rows]
+    buried = _by_file(matches)
+    for file in work.files:
+        dead = dead_rows(work.storage, file).union(buried.get(file.path, Vector.EMPTY))
+        again = rewrite(work.storage, work.layout, file, dead, deleted_at=truncates[0].commit_time)
+        added += [] if again is None else [again]
+    watch.lap("write")
+    row_count = sum(rows.num_rows for rows, _ in filled)
+    removed = tuple(file.path for file in work.files)
+    return Written(added=tuple(added), removed=removed, row_count=row_count, seconds=watch.seconds)
+
+
+def _write(work: TableWork, net: NetChanges, matches: Sequence[FileMatch], watch: _Watch) -> Written:
+    complete = fill(net, matches, work.storage, work.layout, work.source)
+    watch.lap("fill")
+    added: list[Add] = []
+    if len(complete.images):
+        keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
+        added.append(write_rows(work.storage, work.layout, assemble(complete, work.layout), keys))
+    watch.lap("write")
+    written = bury(work.storage, matches) if work.deletion_vectors else _copy_on_write(work, matches)
+    watch.lap("bury")
+    return replace(written, added=(*added, *written.added), row_count=len(complete.images), seconds=watch.seconds)
+
+
+def _copy_on_write(work: TableWork, matches: Sequence[FileMatch]) -> Written:
+    """For readers that know no vectors: every file that loses a row is written anew without it."""
+    added = [
+        rewrite(work.storage, work.layout, match.file, match.dead.union(Vector.of(match.rows))) for match in matches
+    ]
+    return Written(
+        added=tuple(add for add in added if add is not None),
+        removed=tuple(match.file.path for match in matches),
+        dead_count=sum(len(match.rows) for match in matches),
+    )
+
+
+def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
+    try:
+        changes = read_changes(steps, work.layout.source)
+    except Exception as error:
+        raise unreadable(work.table, work.table_id, error) from error
+    return changes.fitted(work.layout.renames, work.layout.schema)
+
+
+def _rows(steps: Sequence[Rows | Truncate]) -> list[Rows]:
+    return [step for step in steps if isinstance(step, Rows)]
+
+
+def _between_truncates(steps: Sequence[Rows | Truncate]) -> list[list[Rows]]:
+    """The rows before the first truncate, between the first and the second, and so on."""
+    parts: list[list[Rows]] = [[]]
+    for step in steps:
+        if isinstance(step, Truncate):
+            parts.append([])
+        else:
+            parts[-1].append(step)
+    return parts
+
+
+def _without(rows: pa.Table, keys: pa.Array | None, touched: pa.Array) -> tuple[pa.Table, pa.Array | None]:
+    """Rows without those whose key was touched again."""
+    if keys is None:
+        return rows, None
+    keep = pc.invert(pc.is_in(keys, value_set=touched))
+    return rows.filter(keep), keys.filter(keep)
+
+
+def _deleted(rows: pa.Table, moment: int) -> pa.Table:
+    """Rows with the time of a truncate, unless they were deleted before it."""
+    times = pc.fill_null(rows.column(DELETED_AT), pa.scalar(moment, pa.timestamp("us", "UTC")))
+    return rows.set_column(rows.schema.get_field_index(DELETED_AT), DELETED_AT, times)
+
+
+def _by_file(matches: Sequence[FileMatch]) -> dict[str, Vector]:
+    found: dict[str, Vector] = {}
+    for match in matches:
+        found[match.file.path] = found.get(match.file.path, Vector.EMPTY).union(Vector.of(match.rows))
+    return found
