@@ -19,6 +19,7 @@ from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
 from penstock.cli.run import run
 from penstock.cli.schema import schema
+from penstock.cli.status import status
 from penstock.cli.tables import tables
 from penstock.cli.tail import tail
 from penstock.cli.teardown import teardown
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 
 app.command("run")(run)
+app.command("status")(status)
 app.command("tables")(tables)
 app.command("resync")(resync)
 app.command("rollback")(rollback)

@@ -1,0 +1,228 @@
+"""All that can be known of a pipeline from outside: the stored state, the server, and what a run says of itself.
+
+Nothing here changes anything, and each part may be missing: a pipeline that never ran, one that runs elsewhere,
+a server that does not answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psycopg
+
+from penstock.cli.configured import chosen_outputs, existing_store, running
+from penstock.cli.status_file import LastLook, StatusFile
+from penstock.cli.table_states import TableState, driver_facts, table_states
+from penstock.config import Config, OutputChoice
+from penstock.errors import ServerUnavailable, SourceError
+from penstock.lsn import Lsn, reaches
+from penstock.source import Role, connect
+from penstock.source.sizes import TableSize, load_sizes
+from penstock.source.slots import Slot, inspect_slot
+from penstock.source.wal import flushed_position
+from penstock.state import LeaseInfo, Store
+
+FRESH_SECONDS = 15.0
+"""What a run said longer ago than that is not how it is now."""
+_CONNECT_SECONDS = 5.0
+_IMPATIENCE = {"lock_timeout": "1s", "statement_timeout": "10s"}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    """The replication slot, which keeps WAL on the server."""
+
+    name: str
+    exists: bool
+    active_pid: int | None = None
+    """Of the server's process that serves its reader."""
+    position: str | None = None
+    lag_bytes: int | None = None
+    retained_bytes: int | None = None
+    """WAL that the server keeps for it."""
+    wal_status: str | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatus:
+    """The server."""
+
+    location: str
+    version: str | None = None
+    position: str | None = None
+    slot: SlotStatus | None = None
+    error: str | None = None
+    """Why it does not answer; then the rest is unknown."""
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableStatus(TableState):
+    """A table with what the server and the run know of it."""
+
+    rows: int | None = None
+    """At the source, by its statistics."""
+    bytes: int | None = None
+    copy: Mapping[str, Any] | None = None
+    """How far its copy is, if one is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputStatus:
+    """One destination."""
+
+    output: str
+    paused: bool
+    position: str | None
+    lag_bytes: int | None
+    lag_seconds: float | None
+    changes_per_second: float | None
+    """None if it does not run, or not on this machine."""
+    tables: tuple[TableStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStatus:
+    """A pipeline; as JSON it has the same names."""
+
+    pipeline: str
+    running: Mapping[str, Any] | None
+    source: SourceStatus
+    outputs: tuple[OutputStatus, ...]
+    driver: LeaseInfo | None = field(repr=False, default=None)
+
+
+def pipeline_status(config: Config, output: str | None = None) -> PipelineStatus:
+    """Look at everything, once."""
+    known = [_stored(config, each) for each in chosen_outputs(config, output)]
+    table_ids = {state.id for each in known for state in each.tables}
+    source, sizes, server = _ask_source(config, sorted(table_ids))
+    looks = StatusFile(config.pipeline.spool.path).read()
+    driver = next((each.driver for each in known if each.driver is not None), None)
+    return PipelineStatus(
+        pipeline=config.pipeline.id,
+        running=driver_facts(driver),
+        source=source,
+        outputs=tuple(_output(each, looks.get(each.name), sizes, server, time.time()) for each in known),
+        driver=driver,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the store has of an output."""
+
+    name: str
+    driver: LeaseInfo | None = None
+    progress: Lsn | None = None
+    tables: Sequence[TableState] = ()
+
+
+def _stored(config: Config, output: OutputChoice) -> _Stored:
+    with existing_store(config, output) as store:
+        if store is None:
+            return _Stored(output.name)
+        return _Stored(output.name, running(store), _progress(store), table_states(config, output, store))
+
+
+def _progress(store: Store) -> Lsn | None:
+    stored = store.get_stored_progress()
+    return None if stored is None else stored.position
+
+
+def _ask_source(config: Config, table_ids: Sequence[int]) -> tuple[SourceStatus, Mapping[int, TableSize], Lsn | None]:
+    source = config.pipeline.source
+    try:
+        quick = replace(source, connect_timeout=_CONNECT_SECONDS)
+        with connect(quick, Role.CATALOG, parameters=_IMPATIENCE) as connection:
+            server = flushed_position(connection)
+            slot = _slot_status(config.pipeline.slot, inspect_slot(connection, config.pipeline.slot), server)
+            version = connection.info.parameter_status("server_version") or ""
+            sizes = _sizes(connection, table_ids)
+        return SourceStatus(source.location, version.partition(" ")[0], str(server), slot), sizes, server
+    except SourceError as error:
+        hint = error.hint_for_one_try if isinstance(error, ServerUnavailable) else error.hint
+        return SourceStatus(source.location, error=error.message, hint=hint), {}, None
+
+
+def _sizes(connection: psycopg.Connection[Any], table_ids: Sequence[int]) -> Mapping[int, TableSize]:
+    try:
+        return load_sizes(connection, table_ids)
+    except SourceError:
+        # The size of a file waits for DDL on its table; a look does not.
+        return {}
+
+
+def _slot_status(name: str, slot: Slot | None, server: Lsn) -> SlotStatus:
+    if slot is None:
+        return SlotStatus(name, exists=False)
+    return SlotStatus(
+        name,
+        exists=True,
+        active_pid=slot.active_pid,
+        position=None if slot.confirmed_flush_lsn is None else str(slot.confirmed_flush_lsn),
+        lag_bytes=_distance(slot.confirmed_flush_lsn, server),
+        retained_bytes=_distance(slot.restart_lsn, server),
+        wal_status=slot.wal_status,
+        lost=slot.lost,
+    )
+
+
+def _output(
+    stored: _Stored, look: LastLook | None, sizes: Mapping[int, TableSize], server: Lsn | None, now: float
+) -> OutputStatus:
+    live = look if look is not None and stored.driver is not None and now - look.at < FRESH_SECONDS else None
+    lag_bytes, lag_seconds = _lag(stored, look, live, server, now)
+    return OutputStatus(
+        output=stored.name,
+        paused=live is not None and live.paused,
+        position=None if stored.progress is None else str(stored.progress),
+        lag_bytes=lag_bytes,
+        lag_seconds=lag_seconds,
+        changes_per_second=None if live is None else live.changes_per_second,
+        tables=tuple(_table(state, live, sizes.get(state.id)) for state in stored.tables),
+    )
+
+
+def _lag(
+    stored: _Stored, look: LastLook | None, live: LastLook | None, server: Lsn | None, now: float
+) -> tuple[int | None, float | None]:
+    """As the run sees it, or else as the server does.
+
+    What nobody has applied was committed after the last look, or belonged to the lag of that time.
+    """
+    if live is not None and live.lag_bytes is not None:
+        return live.lag_bytes, live.lag_seconds
+    size = _distance(stored.progress, server)
+    if size == 0:
+        return 0, 0.0
+    if size is None or look is None or stored.driver is not None:
+        return size, None
+    return size, round(max(0.0, now - look.at) + (look.lag_seconds or 0.0), 1)
+
+
+def _table(state: TableState, live: LastLook | None, size: TableSize | None) -> TableStatus:
+    phase = state.phase
+    if live is not None and state.error is None:
+        phase = live.phases.get(state.table, phase)
+    return TableStatus(
+        table=state.table,
+        id=state.id,
+        output=state.output,
+        phase=phase,
+        position=state.position,
+        error=state.error,
+        rows=None if size is None else size.rows,
+        bytes=None if size is None else size.bytes,
+        copy=None if live is None else live.copies.get(state.table),
+    )
+
+
+def _distance(position: Lsn | None, server: Lsn | None) -> int | None:
+    if position is None or server is None:
+        return None
+    return 0 if reaches(position, server) else server - position

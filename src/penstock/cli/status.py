@@ -1,0 +1,169 @@
+"""`penstock status`: how a pipeline is, whether it runs or not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.configured import DEFAULT_PATH, ConfigPath, OutputName, configured, require_shared_state
+from penstock.cli.formats import format_bytes, format_seconds
+from penstock.cli.options import AsJson
+from penstock.cli.pipeline_status import OutputStatus, PipelineStatus, SlotStatus, TableStatus, pipeline_status
+from penstock.cli.tables import PHASE_STYLES, wide_console
+from penstock.cli.tail import Ended, Ending
+from penstock.config import Config
+
+_EVERY_SECONDS = 2.0
+
+
+def status(
+    config_path: ConfigPath = DEFAULT_PATH,
+    output: OutputName = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--every", min=0.2, help="With --watch: how often.", metavar="SECONDS")
+    ] = _EVERY_SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a pipeline is: phases, rows, lag, the slot, and what to do about tables that stopped.
+
+    Works whether the pipeline runs or not, and changes nothing. The exit status is 0 if it could look, whatever it saw;
+    with --watch --json there is one object per line.
+
+    Examples:
+
+        penstock status
+        penstock status --watch
+        penstock status --json | jq '.outputs[].lag_seconds'
+    """
+    with configured(config_path) as config:
+        require_shared_state(config)
+        if not watch:
+            _print(pipeline_status(config, output), as_json=as_json, indent=2)
+            return
+        with Ending() as ending, ending.interruptible():
+            _watch(config, output, seconds, as_json=as_json)
+
+
+def status_facts(found: PipelineStatus) -> dict[str, Any]:
+    """For machines; the keys are stable."""
+    facts = asdict(found)
+    del facts["driver"]
+    return facts
+
+
+def render(found: PipelineStatus) -> RenderableType:
+    """For people."""
+    parts: list[RenderableType] = [*_head(found), Text()]
+    tables = [table for output in found.outputs for table in output.tables]
+    if tables:
+        parts += [_tables(tables, several=len(found.outputs) > 1), Text()]
+    for table in tables:
+        parts += table.error.lines(table.table) if table.error else []
+    return Group(*parts[:-1])
+
+
+def _watch(config: Config, output: str | None, seconds: float, *, as_json: bool) -> None:
+    console = wide_console()
+    if as_json or not console.is_terminal:
+        while True:
+            _print(pipeline_status(config, output), as_json=as_json)
+            if not as_json:
+                typer.echo()
+            time.sleep(seconds)
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        try:
+            while True:
+                live.update(render(pipeline_status(config, output)), refresh=True)
+                time.sleep(seconds)
+        except Ended:
+            # The terminal is put right before the end.
+            return
+
+
+def _print(found: PipelineStatus, *, as_json: bool, indent: int | None = None) -> None:
+    if as_json:
+        typer.echo(json.dumps(status_facts(found), indent=indent, ensure_ascii=False))
+    else:
+        wide_console().print(render(found), soft_wrap=False)
+
+
+def _head(found: PipelineStatus) -> Iterator[Text]:
+    has_run = any(output.tables or output.position for output in found.outputs)
+    if found.driver is not None:
+        yield Text.assemble(("pipeline  ", "bold"), f"{found.pipeline}, driven by {found.driver}")
+    else:
+        state = "does not run" if has_run else "has not run yet"
+        yield Text.assemble(("pipeline  ", "bold"), found.pipeline, ", ", (state, "yellow"))
+    source = found.source
+    if source.error is None:
+        yield Text.assemble(
+            ("source    ", "bold"), f"{source.location}, PostgreSQL {source.version}, at {source.position}"
+        )
+    else:
+        yield Text.assemble(("source    ", "bold"), (source.error, "bold red"))
+        yield Text(f"          {source.hint}")
+    if source.slot is not None:
+        yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
+    for output in found.outputs:
+        name = f"{output.output}: " if len(found.outputs) > 1 else ""
+        yield Text.assemble(("output    ", "bold"), name, _output(output, is_running=found.driver is not None))
+
+
+def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:
+    yield f"{slot.name}: "
+    if not slot.exists:
+        yield ("does not exist", "yellow")
+        return
+    if slot.lost:
+        yield ("is lost: its changes cannot be read any more", "bold red")
+        return
+    yield f"read by pid {slot.active_pid} of the server" if slot.active_pid is not None else "nobody reads it"
+    yield f", at {slot.position}"
+    if slot.retained_bytes is not None:
+        yield f", keeps {format_bytes(slot.retained_bytes)} of WAL on the server"
+    if slot.wal_status == "unreserved":
+        yield (", about to be lost", "bold red")
+
+
+def _output(output: OutputStatus, *, is_running: bool) -> str:
+    parts = [f"at {output.position or 'the beginning'}"]
+    if is_running:
+        parts.append("paused" if output.paused else "streaming")
+    if output.changes_per_second is not None:
+        parts.append(f"{output.changes_per_second:,.0f} changes/s")
+    lag = "unknown" if output.lag_bytes is None else format_bytes(output.lag_bytes)
+    if output.lag_seconds is not None:
+        lag += f", {format_seconds(output.lag_seconds)}"
+    return "; ".join([*parts, f"lag {lag}"])
+
+
+def _tables(found: list[TableStatus], *, several: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("table", *(["output"] * several), "phase", "rows", "size", "position"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("rows", "size") else "left")
+    for each in found:
+        table.add_row(
+            Text(each.table),
+            *[Text(each.output)] * several,
+            Text(_phase(each), style=PHASE_STYLES.get(each.phase, "yellow")),
+            Text("" if each.rows is None else f"~{each.rows:,}"),
+            Text("" if each.bytes is None else format_bytes(each.bytes)),
+            Text(each.position or ""),
+        )
+    return table
+
+
+def _phase(table: TableStatus) -> str:
+    if table.copy is None:
+        return table.phase
+    return f"{table.phase} {table.copy['fraction']:.0%}, {table.copy['rows_done']:,} rows copied"

@@ -1,0 +1,129 @@
+"""`penstock status` while a pipeline copies, follows, stands still, or has never run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import Any
+
+from tests.integration.cli.support import BOTH, PATIENCE, Site, check_discreet
+
+
+def look(site: Site, *arguments: str) -> dict[str, Any]:
+    result = site.run("status", "--json", *arguments)
+    assert result.returncode == 0, result.stderr
+    check_discreet(site, result.stdout + result.stderr)
+    return json.loads(result.stdout)
+
+
+def tables(found: dict[str, Any], output: int = 0) -> dict[str, dict[str, Any]]:
+    return {table["table"]: table for table in found["outputs"][output]["tables"]}
+
+
+def test_a_pipeline_that_never_ran_is_no_error_and_nothing_is_made(site: Site):
+    before = sorted(site.folder.rglob("*"))
+    found = look(site)
+    assert found["running"] is None
+    assert found["source"]["slot"] == {
+        "name": site.slot, "exists": False, "active_pid": None, "position": None, "lag_bytes": None,
+        "retained_bytes": None, "wal_status": None, "lost": False,
+    }  # fmt: skip
+    assert found["outputs"][0]["tables"] == []
+    text = site.run("status").stdout
+    assert "shop, has not run yet" in text
+    assert f"{site.slot}: does not exist" in text
+    assert sorted(site.folder.rglob("*")) == before
+
+
+def test_a_copy_is_seen_from_outside_while_it_runs(site: Site):
+    site.database.execute(
+        "create table big as select i as id, repeat('y', 500) as note from generate_series(1, 80000) i"
+    )
+    site.database.execute("alter table big add primary key (id); analyze big")
+    # Two ranges, of which the first takes some seconds and the second takes long.
+    site.configure(more='[copy]\nmax_bytes_per_second = "8MB"')
+    process = site.start("run", "--status-every", "0.2")
+    site.wait_output(process, "copying public.big: 1 of 2 ranges, ")
+    deadline = time.monotonic() + PATIENCE
+    while (big := tables(found := look(site))["public.big"])["copy"] is None or not big["copy"]["ranges_done"]:
+        assert big["phase"] in ("init", "data_sync"), big
+        assert time.monotonic() < deadline
+    assert found["running"]["pid"] == process.pid
+    assert big["phase"] == "data_sync"
+    assert big["rows"] == 80_000
+    copy = big["copy"]
+    assert (copy["ranges"], copy["ranges_done"]) == (2, 1)
+    assert 0 < copy["rows_done"] < 80_000
+    assert 0 < copy["fraction"] < 1
+    site.wait_output(process, "copied public.big: 80,000 rows")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 0, site.output(process)
+
+
+def test_lag_is_known_whether_it_runs_or_not(site: Site):
+    process = site.start("run", "--status-every", "0.5")
+    site.wait_output(process, "3 of 3 tables ready; ")
+    deadline = time.monotonic() + PATIENCE
+    while (output := look(site)["outputs"][0])["lag_bytes"] != 0 or output["changes_per_second"] is None:
+        assert time.monotonic() < deadline, output
+    text = site.run("status").stdout
+    assert f"driven by process {process.pid}" in text
+    assert "; streaming; " in text
+    assert "read by pid" in text
+
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 0
+    site.database.execute("insert into nothing select i, 'n' from generate_series(1, 1000) i")
+    found = look(site)
+    output = found["outputs"][0]
+    assert found["running"] is None
+    assert output["changes_per_second"] is None
+    assert output["lag_bytes"] > 10_000
+    assert output["lag_seconds"] > 0
+    assert found["source"]["slot"]["lag_bytes"] >= output["lag_bytes"] > 0
+    assert {table["phase"] for table in output["tables"]} == {"ready"}
+    assert "nobody reads it" in site.run("status").stdout
+
+    away = site.run("status", environment={"SOURCE_URL": "postgresql://postgres:hunter2secret@127.0.0.1:1/shop"})
+    assert away.returncode == 0
+    assert "cannot connect (127.0.0.1:1/shop)" in away.stdout
+    assert "keeps trying" not in away.stdout
+    assert "public.orders" in away.stdout
+    assert "hunter2" not in away.stdout + away.stderr
+
+
+def test_a_table_that_stopped_is_explained_and_one_of_several_outputs_can_be_asked_for(site: Site):
+    site.database.execute("create table strange (id int primary key, note text, at date)")
+    site.database.execute("insert into strange values (1, 'x', 'infinity')")
+    site.configure(more='[types]\nout_of_range = "error"', destination=BOTH)
+    assert site.run("run", "--once", "-q").returncode == 1
+    found = look(site)
+    assert [output["output"] for output in found["outputs"]] == ["tables", "second"]
+    for number in (0, 1):
+        assert tables(found, number)["public.strange"]["error"]["command"] == "rollback"
+    assert [output["output"] for output in look(site, "--output", "second")["outputs"]] == ["second"]
+    text = site.run("status").stdout
+    assert text.count("then: penstock rollback public.strange") == 2
+    assert "second: at " in text
+
+
+def test_watching_goes_on_until_it_is_told_to_stop(site: Site):
+    process = site.start("status", "--watch", "--json", "--every", "0.2")
+    deadline = time.monotonic() + PATIENCE
+    while site.output(process).count("\n") < 3:
+        assert process.poll() is None, site.output(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 0
+    assert all(json.loads(line)["pipeline"] == "shop" for line in site.output(process).splitlines())
+
+
+def test_a_look_does_not_wait_for_ddl(site: Site):
+    assert site.run("run", "--once", "-q").returncode == 0
+    with site.database.connect(autocommit=False) as connection:
+        connection.execute("lock table orders in access exclusive mode")
+        found = look(site)
+    assert tables(found)["public.orders"]["rows"] is None
+    assert found["source"]["error"] is None

@@ -1,0 +1,101 @@
+"""How a status looks, and what a run leaves for it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.cli.lag import Behind
+from penstock.cli.pipeline_status import OutputStatus, PipelineStatus, SlotStatus, SourceStatus, TableStatus
+from penstock.cli.progress import OutputLook
+from penstock.cli.status import render, status_facts
+from penstock.cli.status_file import StatusFile
+from penstock.cli.table_states import TableError
+from penstock.copy.progress import CopyProgress
+from penstock.lsn import Lsn
+from penstock.state import Catchup, DataSync, LeaseInfo
+
+NOW = datetime(2026, 11, 15, 11, 0, tzinfo=UTC)
+DRIVER = LeaseInfo(1, "vm", 42, NOW, NOW, gone=False)
+SLOT = SlotStatus("shop", True, 7, "0/10", 0, 2048, "reserved")
+READY = TableStatus("public.a", 1, "tables", "ready", "0/10", None, rows=1000, bytes=81920)
+COPYING = TableStatus("public.b", 2, "tables", "data_sync", None, None, copy={"fraction": 0.45, "rows_done": 1234})
+OUTPUT = OutputStatus("tables", False, "0/10", 300, 1.5, 43.0, (READY, COPYING))
+STATUS = PipelineStatus("shop", {"pid": 42}, SourceStatus("h:1/d", "18.6", "0/20", SLOT), (OUTPUT,), DRIVER)
+
+
+def shown(status: PipelineStatus) -> list[str]:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(render(status))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_a_running_pipeline() -> None:
+    assert shown(STATUS) == [
+        "pipeline  shop, driven by process 42 on vm since 2026-11-15 11:00:00 UTC",
+        "source    h:1/d, PostgreSQL 18.6, at 0/20",
+        "slot      shop: read by pid 7 of the server, at 0/10, keeps 2.0 kB of WAL on the server",
+        "output    at 0/10; streaming; 43 changes/s; lag 300 B, 1.5 s",
+        "",
+        "table     phase                               rows     size  position",
+        "public.a  ready                             ~1,000  80.0 kB  0/10",
+        "public.b  data_sync 45%, 1,234 rows copied",
+    ]
+
+
+def test_a_lost_slot_and_a_table_that_stopped() -> None:
+    error = TableError("too big", "Make it smaller.", "resync", "2026-11-15T10:00:00+00:00", None, 1, True)
+    output = replace(OUTPUT, tables=(replace(READY, phase="errored", error=error),), changes_per_second=None)
+    source = replace(STATUS.source, slot=replace(SLOT, lost=True))
+    lines = shown(replace(STATUS, driver=None, running=None, source=source, outputs=(output,)))
+    assert lines[0] == "pipeline  shop, does not run"
+    assert lines[2] == "slot      shop: is lost: its changes cannot be read any more"
+    assert lines[-3:] == [
+        "public.a stopped at 2026-11-15T10:00:00+00:00: too big",
+        "  Make it smaller.",
+        "  then: penstock resync public.a",
+    ]
+
+
+def test_several_outputs_have_names() -> None:
+    second = replace(OUTPUT, output="second", paused=True, tables=(replace(READY, output="second"),))
+    lines = shown(replace(STATUS, outputs=(OUTPUT, second)))
+    assert lines[3].startswith("output    tables: at 0/10; streaming")
+    assert lines[4].startswith("output    second: at 0/10; paused")
+    assert lines[6].split()[:3] == ["table", "output", "phase"]
+
+
+def test_machines_get_what_people_get() -> None:
+    facts = status_facts(STATUS)
+    assert set(facts) == {"pipeline", "running", "source", "outputs"}
+    assert facts["outputs"][0]["tables"][1]["copy"]["rows_done"] == 1234
+    assert facts["source"]["slot"]["retained_bytes"] == 2048
+
+
+def test_what_a_run_leaves_can_be_read_again(tmp_path: Path) -> None:
+    file = StatusFile(tmp_path, clock=lambda: 99.0)
+    assert file.read() == {}
+    copy = CopyProgress("public.b", 4, 400, since=0.0, clock=lambda: 1.0).advance(rows=7, bytes=100)
+    phases = {"public.a": Catchup(Lsn(5)), "public.b": DataSync()}
+    look = OutputLook("tables", True, phases, (copy,), 10, 2.5, Lsn(16), Behind(300, 1.26))
+    file.write([look])
+    (found,) = StatusFile(tmp_path).read().values()
+    assert (found.at, found.paused, found.changes_per_second, found.lag_seconds) == (99.0, True, 2.5, 1.3)
+    assert found.phases == {"public.a": "catchup", "public.b": "data_sync"}
+    assert found.copies["public.b"]["rows_done"] == 7
+    # A moment later it is left as it is.
+    file.write([replace(look, paused=False)])
+    assert StatusFile(tmp_path).read()["tables"].paused
+
+
+def test_a_file_that_cannot_be_understood_is_as_good_as_none(tmp_path: Path) -> None:
+    for content in ("", "[]", '{"tables": {"at": 1, "more": 2}}', '{"tables": 3}'):
+        (tmp_path / "status.json").write_text(content)
+        assert StatusFile(tmp_path).read() == {}
+    # Nor does a disk that cannot be written stop anybody.
+    look = OutputLook("tables", True, {}, (), 10, 2.5, Lsn(16), None)
+    StatusFile(tmp_path / "missing").write([look])
