@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import pyarrow as pa
 
+_Batch = TypeVar("_Batch", pa.RecordBatch, pa.Table)
 
-def group_batches(batches: Iterable[pa.RecordBatch], limit: int) -> Iterator[list[pa.RecordBatch]]:
+
+def group_batches(batches: Iterable[_Batch], limit: int) -> Iterator[list[_Batch]]:
     """Consecutive batches of about `limit` bytes together; never an empty group."""
-    group: list[pa.RecordBatch] = []
+    group: list[_Batch] = []
     size = 0
     for batch in batches:
         group.append(batch)
