@@ -165,7 +165,9 @@ class TableResult:
     """What became of one table's part of a batch."""
 
     durable: bool = True
-    """False: accepted, and durable with a later batch that says so."""
+    """False: accepted. It is not sent again, unless a batch fails as a whole; it is durable when the answer to a later
+    batch says so, which may name tables that are not in that batch. While nothing else happens such batches come
+    without any table. Until then the source keeps it."""
     error: PenstockError | None = None
     """This table failed; the others are not concerned. Its position did not move: the part comes again, as a whole,
     when the table is tried again, and nothing after it comes before. The error's class says whether that happens by

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.changes.batch import EventBatch, build_batch
-from penstock.destinations.base import Destination
+from penstock.destinations.base import Destination, TableResult
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
@@ -52,6 +52,8 @@ class BatchWriter:
         self._store = store
         self._destination = destination
         self._settings = settings
+        self._accepted: dict[int, Lsn] = {}
+        """Up to where the destination has accepted what is not durable yet; nothing of it is sent again."""
         self._refuses = types is not None and types.out_of_range is OutOfRange.ERROR
 
     def take(self, after: Lsn, limit: Lsn, tables: Sequence[int] | None = None) -> list[Entry]:
@@ -69,30 +71,63 @@ class BatchWriter:
         return taken
 
     def write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> Written:
-        """Hand the changes between two boundaries over, of these tables, from their positions on; waits for it."""
+        """Hand the changes between two boundaries over, of these tables, from their positions on; waits for it.
+
+        What was accepted before is left out, until the destination says that it is durable, or has failed.
+        """
+        unsent = self._leave_out_accepted(positions)
         batch = build_batch(
             entries,
             begin=begin,
             end=end,
-            positions=positions,
-            schemas=self._schemas_at(positions),
+            positions=unsent,
+            schemas=self._schemas_at(unsent),
             schema_of=self.reader.load_schema,
             root=self._spool,
             refuse_unrepresentable=self._refuses,
         )
         durable = dict.fromkeys(positions, end)
         failed: dict[int, PenstockError] = {}
-        if batch.tables:
-            result = self._destination.write_events(batch).result()
-            for changes in batch.tables:
-                outcome = result.of(changes.table_id)
-                if outcome.error is not None:
-                    failed[changes.table_id] = outcome.error
-                if outcome.error is not None or not outcome.durable:
-                    durable.pop(changes.table_id)
-                elif (change := changes.last_schema_change) is not None:
-                    self._store.store_table_schema(TableSchemaVersion(parse_version(change.version), change.new))
+        if not batch.tables and self._accepted.keys().isdisjoint(positions):
+            return Written(batch, durable, failed)
+        for table_id, outcome in self._send(batch, positions).items():
+            if outcome.error is not None:
+                failed[table_id] = outcome.error
+            if outcome.error is not None or not outcome.durable:
+                durable.pop(table_id)
+        for changes in batch.tables:
+            change = changes.last_schema_change
+            if changes.table_id not in failed and change is not None:
+                self._store.store_table_schema(TableSchemaVersion(parse_version(change.version), change.new))
         return Written(batch, durable, failed)
+
+    def _leave_out_accepted(self, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
+        """From where on each table has something to send."""
+        for table_id, position in positions.items():
+            # Copied anew since, or tried again.
+            if table_id in self._accepted and reaches(position, self._accepted[table_id]):
+                del self._accepted[table_id]
+        return {table_id: self._accepted.get(table_id, position) for table_id, position in positions.items()}
+
+    def _send(self, batch: EventBatch, positions: Mapping[int, Lsn]) -> dict[int, TableResult]:
+        """The answers for the tables of a batch, and for those of which something was accepted before."""
+        try:
+            result = self._destination.write_events(batch).result()
+        except BaseException:
+            # Nothing is known of what it had accepted either: all of it comes again.
+            self._accepted.clear()
+            raise
+        outcomes = {changes.table_id: result.of(changes.table_id) for changes in batch.tables}
+        for table_id in self._accepted.keys() & positions.keys() - outcomes.keys():
+            # Not in the batch: only an answer that names it says something.
+            outcomes[table_id] = result.tables.get(table_id, TableResult(durable=False))
+        sent = {changes.table_id for changes in batch.tables}
+        for table_id, outcome in outcomes.items():
+            if outcome.error is not None or outcome.durable:
+                self._accepted.pop(table_id, None)
+            elif table_id in sent:
+                self._accepted[table_id] = batch.end
+        return outcomes
 
     def _schemas_at(self, positions: Mapping[int, Lsn]) -> dict[int, TableSchema]:
         """What the tables have at the destination: the schemas that were stored for their positions."""
