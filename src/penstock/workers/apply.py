@@ -189,7 +189,8 @@ class ApplyWorker:
         if not isinstance(phase, SyncDone | Ready):
             return
         failed = errored(phase, error, position=position, after=self._failed.get(table_id))
-        logger.error("table stopped table_id=%d position=%s reason=%s", table_id, position, failed.reason)
+        name = self._board.name_of(table_id)
+        logger.error("table stopped table=%s position=%s reason=%s", name, position, failed.reason)
         self._failed[table_id] = failed
         failpoints.reach("before_errored")
         self._board.set_phase(table_id, failed)
@@ -215,7 +216,8 @@ class ApplyWorker:
             if isinstance(phase, Errored) and phase.holds and phase.position is not None:
                 late = now - phase.since > self._error_hold.time or end - phase.position > self._error_hold.bytes
                 if late:
-                    logger.error("table has held back progress for too long, its changes go table_id=%d", table_id)
+                    name = self._board.name_of(table_id)
+                    logger.error("table has held back progress for too long, its changes go table=%s", name)
                     failpoints.reach("before_lose_position")
                     self._board.set_phase(table_id, lose_position(phase))
                     failpoints.reach("after_lose_position")

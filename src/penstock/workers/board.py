@@ -44,9 +44,17 @@ class Superseded(Stopping):
 class Board:
     """Phases, positions, P (`applied`) and A (`acknowledged`: the highest position ever stored)."""
 
-    def __init__(self, store: PipelineStore, start: Lsn, recorded: Callable[[int], Lsn | None]) -> None:
+    def __init__(
+        self,
+        store: PipelineStore,
+        start: Lsn,
+        recorded: Callable[[int], Lsn | None],
+        name_of: Callable[[int], str] = str,
+    ) -> None:
         """`start` is where replication starts; `recorded` is what a destination or the store has of a table."""
         self._store = store
+        self.name_of = name_of
+        """What people call a table."""
         self._changed = threading.Condition(threading.RLock())
         self._phases: dict[int, TableReplicationPhase] = dict(store.get_table_replication_states())
         self._positions: dict[int, Lsn] = {}
@@ -201,7 +209,7 @@ class Board:
             if isinstance(phase, SyncWait):
                 snapshot = self._snapshots[table_id]
                 target = hand_over(phase, snapshot=snapshot, applied=self._applied, acknowledged=self._acknowledged)
-                logger.info("table is handed over table_id=%d position=%s", table_id, target.lsn)
+                logger.info("table is handed over table=%s position=%s", self.name_of(table_id), target.lsn)
                 self._phases[table_id] = target
                 failpoints.reach("after_hand_over")
         self._changed.notify_all()
