@@ -89,7 +89,7 @@ class RangeReader:
         layout = tuple_layout(self.schema, self.types)
         row_count = 0
         with closing(connect(self.source, Role.COPY, parameters=self.settings.session_parameters)) as connection:
-            name = self._lock(connection, part)
+            name = self.lock(connection, part)
             for batch in _stream(connection, self._query(layout, part, name), layout, self.settings):
                 row_count += batch.num_rows
                 yield batch
@@ -104,7 +104,7 @@ class RangeReader:
         where = " and ".join(filter(None, conditions))
         return f"copy (select {columns} from only {name}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
 
-    def _lock(self, connection: psycopg.Connection[Any], part: CopyRange) -> str:
+    def lock(self, connection: psycopg.Connection[Any], part: CopyRange) -> str:
         """Enter the snapshot and lock the heap; its quoted name. It may be renamed until the lock is there."""
         with connection.cursor(row_factory=tuple_row) as cursor:
             for _ in range(_RENAME_ATTEMPTS):
