@@ -26,6 +26,7 @@ from penstock.source.connections import Role, connect
 from penstock.source.lineage import Lineage
 from penstock.source.publications import Membership, changes_between
 from penstock.source.sizes import sort_by_size
+from penstock.source.wal import current_position
 from penstock.state import (
     Command,
     CommandKind,
@@ -47,6 +48,7 @@ from penstock.workers import (
     BatchSettings,
     Board,
     CopyStatus,
+    Cuts,
     ErrorHold,
     SyncPool,
     TableSync,
@@ -115,6 +117,7 @@ class Pipeline:
         self._alone: Outputs | None = None
         self._stream: Stream | None = None
         self._apply: ApplyWorker | None = None
+        self._cuts: Cuts | None = None
         self._board: Board | None = None
         self._thread: threading.Thread | None = None
 
@@ -226,6 +229,13 @@ class Pipeline:
             error_hold=settings.error_hold,
             each_round=self._each_round,
         )
+        self._cuts = Cuts(
+            self._apply,
+            self._board,
+            self._store,
+            server_position=lambda: current_position(settings.source),
+            name_of=lambda table_id: self._names.get(table_id, str(table_id)),
+        )
         self._thread = threading.Thread(target=self._run, name=f"apply-{settings.output}", daemon=True)
         self._thread.start()
 
@@ -296,8 +306,10 @@ class Pipeline:
     def _each_round(self) -> None:
         assert self._stream is not None
         self._stream.check()
+        assert self._cuts is not None
         now = time.monotonic()
-        if now - self._commanded >= COMMAND_SECONDS:
+        self._cuts.settle()
+        if now - self._commanded >= COMMAND_SECONDS or self._cuts.active:
             self._commanded = now
             for command in self._store.take_commands():
                 self._obey(command)
@@ -366,7 +378,8 @@ class Pipeline:
         except (IllegalTransition, PenstockError) as error:
             self._store.answer_command(command.number, CommandStatus.REFUSED, f"{error} {error.hint}".strip())
         else:
-            self._store.answer_command(command.number, CommandStatus.DONE)
+            if command.kind is not CommandKind.VERIFY:  # answered when it has come true
+                self._store.answer_command(command.number, CommandStatus.DONE)
 
     def _carry_out(self, command: Command) -> None:
         assert self._board is not None
@@ -378,6 +391,9 @@ class Pipeline:
                 self._apply.paused.clear()
             case CommandKind.REFRESH:
                 self._refreshed = 0.0
+            case CommandKind.VERIFY:
+                assert self._cuts is not None
+                self._cuts.take(command)
             case CommandKind.RESYNC:
                 for table_id in self._named(command.tables):
                     if self._pool.is_running(table_id):

@@ -12,26 +12,14 @@ import time
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
-
-from psycopg.rows import tuple_row
 
 from penstock.errors import SourceError
 from penstock.lsn import Lsn, reaches
 from penstock.source import Role, SourceSettings, connect
-from penstock.source.faults import translated
+from penstock.source.wal import flushed_position
 
 _LOOK_SECONDS = 1.0
 _LOOKS = 10_000
-_FLUSHED = (
-    "select case when pg_catalog.pg_is_in_recovery() then pg_catalog.pg_last_wal_replay_lsn()"
-    " else pg_catalog.pg_current_wal_flush_lsn() end::text"
-)
-_WRITTEN = (
-    "select case when pg_catalog.pg_is_in_recovery() then pg_catalog.pg_last_wal_replay_lsn()"
-    " else pg_catalog.pg_current_wal_insert_lsn() end::text"
-)
-_FLUSH_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +92,3 @@ class LagWatch:
                             self._lag.add(time.time(), position)
             except SourceError:
                 self._stop.wait(5)  # the pipeline's own connections tell what is wrong
-
-
-def current_position(source: SourceSettings) -> Lsn:
-    """A boundary behind everything that is committed now, and that the server will send.
-
-    What is written and not flushed by then belongs to no commit, or to one that did not wait for its own.
-    """
-    with connect(source, Role.CATALOG) as connection:
-        written = _ask(connection, _WRITTEN)
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while not reaches(flushed := _ask(connection, _FLUSHED), written):
-            if time.monotonic() > deadline:
-                return flushed
-            time.sleep(0.05)
-        return written
-
-
-def flushed_position(connection: Any) -> Lsn:
-    """Up to where the server can send; on a standby, up to where it has replayed."""
-    return _ask(connection, _FLUSHED)
-
-
-def _ask(connection: Any, query: str) -> Lsn:
-    with translated(connection, "ask for the server's position"), connection.cursor(row_factory=tuple_row) as cursor:
-        return Lsn.parse(cursor.execute(query.encode()).fetchone()[0])

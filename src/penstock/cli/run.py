@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, running
 from penstock.cli.display import Display, opened_display
-from penstock.cli.lag import LagWatch, current_position
+from penstock.cli.lag import LagWatch
 from penstock.cli.plan import plan_lines
 from penstock.cli.progress import OutputLook, Progress
 from penstock.cli.status_file import StatusFile
@@ -22,6 +22,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
 from penstock.pipeline import Outputs, Pipeline
 from penstock.source import Role, connect
+from penstock.source.wal import current_position
 from penstock.state import Errored, Ready, Store, WorkerType
 from penstock.workers.process_tasks import ProcessTasks
 

@@ -3,6 +3,7 @@
 from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold
 from penstock.workers.batches import BatchSettings
 from penstock.workers.board import Board
+from penstock.workers.cuts import Cuts, CutStep
 from penstock.workers.table_sync import CopyStatus, SnapshotWait, SyncPool, TableSync
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "BatchSettings",
     "Board",
     "CopyStatus",
+    "CutStep",
+    "Cuts",
     "ErrorHold",
     "SnapshotWait",
     "SyncPool",

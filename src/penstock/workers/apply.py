@@ -87,6 +87,8 @@ class ApplyWorker:
         self._batches = 0
         self._last_commit_time = 0
         self._pruned: float | None = None
+        self.limit: Lsn | None = None
+        """A boundary that is not passed; set by `each_round`, for whoever compares the tables there."""
         self.paused = threading.Event()
         self.lost = threading.Event()
         """The lease is gone: another process may write already, so this one must not, not even to finish."""
@@ -126,12 +128,12 @@ class ApplyWorker:
         applied = self._board.applied
         far = self._far_behind(positions, applied)
         others = {table: position for table, position in positions.items() if table not in far}
-        captured = self._writer.reader.captured
+        captured = self._reachable()
         # A table that was just handed over is a little behind. It joins the batch of the others: with one of its own,
         # up to P, it would stay behind for as long as changes keep coming, at the price of a second job each time.
         begin = earliest(applied, *others.values())
         entries = self._writer.take(begin, captured) if captured is not None else []
-        end = entries[-1].end if entries else applied
+        end = earliest(captured, entries[-1].end) if entries and captured is not None else applied
         durable = self._write(entries, begin, end, others)
         more = captured is not None and not reaches(end, captured)
         if far:
@@ -149,6 +151,11 @@ class ApplyWorker:
         self._writer.reader.forget(acknowledged)
         self._prune_schemas(acknowledged)
         return more
+
+    def _reachable(self) -> Lsn | None:
+        """Up to where it may go: what is captured, and no further than the limit."""
+        captured = self._writer.reader.captured
+        return captured if captured is None or self.limit is None else earliest(captured, self.limit)
 
     def _prune_schemas(self, acknowledged: Lsn) -> None:
         """Forget versions of schemas that no position needs any more; now and then, and after progress was stored."""

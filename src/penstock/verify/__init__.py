@@ -1,0 +1,1 @@
+"""Source against destination: equal at one position, while both live."""

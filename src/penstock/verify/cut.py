@@ -1,0 +1,189 @@
+"""One position at which source and destination can be compared, while both live.
+
+The pipeline is asked to go on up to where the server is now and no further; a snapshot is taken, whose position S is at
+or behind that; the pipeline goes on up to exactly S, and stays until it is released. So the tables at the destination
+have exactly the transactions that the snapshot shows. Apply is held for a few seconds, or for as long as it takes where
+a destination keeps no versions.
+
+A snapshot has to wait for transactions that are open, and apply must not wait with it: after a moment apply is
+released, whoever blocks is named, and all of it begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from penstock.errors import PenstockError, SnapshotBlocked
+from penstock.lsn import Lsn, OrderKey
+from penstock.schema import TableSchema
+from penstock.source.connections import SourceSettings
+from penstock.source.slots import Blocker
+from penstock.source.snapshots import Snapshot, take_snapshot
+from penstock.state import Command, CommandKind, CommandStatus, PipelineStore, Ready, SyncDone
+from penstock.workers.cuts import PATIENCE_SECONDS, CutStep
+
+SNAPSHOT_SECONDS = 2.0
+"""How long apply waits for a snapshot at most."""
+RETRY_SECONDS = 5.0
+ANSWER_SECONDS = 600.0
+"""A pipeline that is behind has to come to where the server was when it was asked."""
+_POLL_SECONDS = 0.1
+
+logger = logging.getLogger(__name__)
+
+OnBlocked = Callable[[SnapshotBlocked], None]
+
+
+@dataclass(slots=True)
+class Cut:
+    """Tables at one position; see `hold_at_snapshot`."""
+
+    snapshot: Snapshot
+    tables: Mapping[int, TableSchema]
+    """Those that are at the snapshot's position, with the schemas that they have there."""
+    left_out: Mapping[str, str]
+    """The others by name, and why: being copied, errored."""
+    _release: Callable[[], None] = field(repr=False)
+    _released: bool = False
+
+    @property
+    def position(self) -> Lsn:
+        return self.snapshot.position
+
+    def release(self) -> None:
+        """Let apply go on; what was pinned at the destination stays, and so does the snapshot."""
+        if not self._released:
+            self._released = True
+            self._release()
+
+
+@contextmanager
+def hold_at_snapshot(
+    source: SourceSettings,
+    store: PipelineStore,
+    *,
+    wait: float = 60.0,
+    on_blocked: OnBlocked | None = None,
+    answer_seconds: float = ANSWER_SECONDS,
+) -> Iterator[Cut]:
+    """Bring the tables of a running output to the position of a snapshot, and hold them until `release`, or the end.
+
+    `store` is the output's, opened by anybody. Transactions that block the snapshot are waited for during `wait`
+    seconds, in turns with apply; `on_blocked` is told who they are, and `SnapshotBlocked` is raised in the end.
+    """
+    asking = _Asking(store, answer_seconds)
+    with _snapshot_ahead(source, asking, wait, on_blocked or _warn) as snapshot:
+        left_out = asking.ask(CutStep.CUT, position=str(snapshot.position))
+        with _renewing(asking) as stop:
+
+            def release() -> None:
+                stop.set()
+                asking.ask(CutStep.RELEASE)
+
+            cut = Cut(snapshot, _schemas_at(store, snapshot.position, left_out), left_out, release)
+            try:
+                yield cut
+            finally:
+                cut.release()
+
+
+@contextmanager
+def _snapshot_ahead(source: SourceSettings, asking: _Asking, wait: float, on_blocked: OnBlocked) -> Iterator[Snapshot]:
+    """A snapshot that was taken while apply is held before it; held still."""
+    deadline = time.monotonic() + wait
+    while True:
+        asking.ask(CutStep.HOLD)
+        try:
+            snapshot = take_snapshot(source, timeout=SNAPSHOT_SECONDS, on_wait=_say_nothing)
+        except SnapshotBlocked as blocked:
+            asking.ask(CutStep.RELEASE)
+            if time.monotonic() >= deadline:
+                raise
+            on_blocked(blocked)
+            time.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+            continue
+        except BaseException:
+            asking.ask(CutStep.RELEASE)
+            raise
+        with snapshot:
+            yield snapshot
+        return
+
+
+@contextmanager
+def _renewing(asking: _Asking) -> Iterator[threading.Event]:
+    """Say that somebody still looks, now and then, until the event is set."""
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(PATIENCE_SECONDS / 4):
+            try:
+                asking.ask(CutStep.RENEW)
+            except PenstockError as error:
+                logger.warning("apply could not be held any longer error=%s", error)
+                return
+
+    thread = threading.Thread(target=renew, name="renew-cut", daemon=True)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join()
+
+
+class _Asking:
+    """Commands to whoever drives the pipeline, and their answers."""
+
+    def __init__(self, store: PipelineStore, patience: float) -> None:
+        self._store = store
+        self._patience = patience
+
+    def ask(self, step: CutStep, **options: str) -> dict[str, str]:
+        """Wait for a step to be done; the tables that it leaves out."""
+        command = self._store.add_command(CommandKind.VERIFY, options={"step": step.value, **options})
+        answer = self._await(command)
+        if answer.status is CommandStatus.REFUSED:
+            raise PenstockError(f"the pipeline refuses to be held for a comparison: {answer.reason}")
+        return dict(json.loads(answer.reason)["left_out"]) if answer.reason else {}
+
+    def _await(self, command: Command) -> Command:
+        deadline = time.monotonic() + self._patience
+        while not command.answered:
+            lease = self._store.get_lease()
+            if lease is None or lease.gone:
+                raise PenstockError("the pipeline does not run", hint="Start it with `penstock run`.")
+            if time.monotonic() > deadline:
+                raise PenstockError(
+                    f"the pipeline did not answer within {self._patience:g} s",
+                    hint="`penstock status` shows how far it is behind.",
+                )
+            time.sleep(_POLL_SECONDS)
+            command = self._store.get_command(command.number) or command
+        return command
+
+
+def _schemas_at(store: PipelineStore, position: Lsn, left_out: Mapping[str, str]) -> dict[int, TableSchema]:
+    """The tables that are followed, but for those left out, with their schemas at a position."""
+    store.load_table_replication_states()
+    store.load_table_schemas()
+    found: dict[int, TableSchema] = {}
+    for table_id, phase in store.get_table_replication_states().items():
+        version = store.get_table_schema(table_id, OrderKey(position, 0))
+        if isinstance(phase, SyncDone | Ready) and version is not None and str(version.schema) not in left_out:
+            found[table_id] = version.schema
+    return found
+
+
+def _warn(blocked: SnapshotBlocked) -> None:
+    logger.warning("%s; trying again", blocked)
+
+
+def _say_nothing(_: list[Blocker]) -> None:
+    """The attempt is short, and tells at its end."""

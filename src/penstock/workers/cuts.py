@@ -1,0 +1,122 @@
+"""Bringing all tables of an output to one boundary, and keeping them there while somebody looks.
+
+Whoever compares the destination with the source asks in steps, each a command: `hold` (go on up to where the server is
+now, and no further), `cut` at the position of a snapshot that was taken since, `renew` while it lasts, and `release`.
+Apply is held for seconds; who asks and dies is forgotten after a while.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn, reaches
+from penstock.state import Command, CommandStatus, PipelineStore
+from penstock.workers.apply import ApplyWorker
+from penstock.workers.board import Board
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 60.0
+"""How long apply is held without hearing from whoever asked for it."""
+
+
+class CutStep(StrEnum):
+    """What is asked, as the option `step` of a `verify` command."""
+
+    HOLD = "hold"
+    CUT = "cut"
+    """With the option `position`."""
+    RENEW = "renew"
+    RELEASE = "release"
+
+
+class Cuts:
+    """Used by the apply thread alone, between batches."""
+
+    def __init__(
+        self,
+        apply: ApplyWorker,
+        board: Board,
+        store: PipelineStore,
+        *,
+        server_position: Callable[[], Lsn],
+        name_of: Callable[[int], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._apply = apply
+        self._board = board
+        self._store = store
+        self._server_position = server_position
+        self._name_of = name_of
+        self._clock = clock
+        self._waiting: Command | None = None
+        self._deadline = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether apply is held, or about to be."""
+        return self._apply.limit is not None
+
+    def take(self, command: Command) -> None:
+        """Carry a step out, or begin to; `settle` answers."""
+        step = CutStep(str(command.options["step"]))
+        if step is not CutStep.HOLD and not self.active:
+            raise PenstockError("apply is not held any more", hint="Ask again, and renew in time.")
+        if self._apply.paused.is_set():
+            raise PenstockError("the pipeline is paused", hint="`penstock resume` lets it go on.")
+        self._deadline = self._clock() + PATIENCE_SECONDS
+        match step:
+            case CutStep.HOLD:
+                self._hold(command, self._server_position())
+            case CutStep.CUT:
+                self._hold(command, Lsn.parse(str(command.options["position"])))
+            case CutStep.RENEW:
+                self._answer(command)
+            case CutStep.RELEASE:
+                self._release()
+                self._answer(command)
+
+    def settle(self) -> None:
+        """Answer what has come true; let go of what nobody asks for any more."""
+        limit = self._apply.limit
+        if limit is None:
+            return
+        waiting = self._waiting
+        if waiting is not None and reaches(self._board.applied, limit):
+            self._waiting = None
+            self._answer(waiting, json.dumps({"left_out": self._left_out(limit)}))
+        elif waiting is not None:
+            # Whoever waits for an answer is there; it may take long to get to the boundary.
+            self._deadline = self._clock() + PATIENCE_SECONDS
+        elif self._clock() > self._deadline:
+            logger.warning("apply was held at %s, and nobody asks for it any more", limit)
+            self._release()
+
+    def _hold(self, command: Command, limit: Lsn) -> None:
+        if not reaches(limit, self._board.applied):
+            raise PenstockError(f"apply is beyond {limit} already")
+        if self._waiting is not None:
+            self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "another one has asked since")
+        self._apply.limit = limit
+        self._waiting = command
+
+    def _release(self) -> None:
+        self._apply.limit = None
+        self._waiting = None
+
+    def _left_out(self, limit: Lsn) -> Mapping[str, str]:
+        """Tables that are not exactly at the boundary, and why."""
+        positions = self._board.positions()
+        return {
+            self._name_of(table_id): phase.name if table_id not in positions else "just copied"
+            for table_id, phase in self._board.phases().items()
+            if positions.get(table_id) != limit
+        }
+
+    def _answer(self, command: Command, answer: str | None = None) -> None:
+        self._store.answer_command(command.number, CommandStatus.DONE, answer)

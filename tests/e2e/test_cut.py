@@ -1,0 +1,144 @@
+"""Source and destination at one position, while writers go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from penstock.destinations.memory import MemoryDestination
+from penstock.errors import PenstockError, SnapshotBlocked
+from penstock.lsn import reaches
+from penstock.pipeline import Pipeline, PipelineSettings
+from penstock.source.connections import SourceSettings
+from penstock.spool import SpoolSettings
+from penstock.state import CommandKind, MemoryStore
+from penstock.testing.faults import FaultyDestination
+from penstock.verify.cut import hold_at_snapshot
+from penstock.workers import BatchSettings, cuts
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.support import wait_for
+
+
+@pytest.fixture
+def pipeline(database: Any, tmp_path: Any) -> Iterator[Pipeline]:
+    """Two tables, followed."""
+    database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
+    database.execute("insert into a select i, 0 from generate_series(1, 100) i; insert into b select * from a")
+    settings = PipelineSettings(
+        id="cut",
+        source=SourceSettings(database.dsn),
+        publication="cut",
+        slot=f"cut_{database.name[-12:]}",
+        spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
+        tables=("public.*",),
+        batches=BatchSettings(interval=0.05),
+    )
+    made = Pipeline(settings, MemoryStore("cut"), FaultyDestination(MemoryDestination()), ProcessTasks())
+    with made:
+        wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
+        yield made
+
+
+@pytest.fixture
+def busy(database: Any, pipeline: Any) -> Iterator[None]:
+    """Transactions that change both tables, all the time."""
+    stop = threading.Event()
+
+    def write() -> None:
+        with psycopg.connect(database.dsn, autocommit=True) as connection:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                with connection.transaction():
+                    connection.execute("update a set n = %s where id %% 7 = %s", [number, number % 7])
+                    connection.execute("update b set n = %s where id %% 7 = %s", [number, number % 7])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    yield
+    stop.set()
+    writer.join()
+
+
+def rows(pipeline: Any, table: str) -> list[tuple[int, int]]:
+    return sorted((row["id"], row["n"]) for row in pipeline._destination.rows(table))
+
+
+def hold(pipeline: Any, **options: Any) -> Any:
+    return hold_at_snapshot(pipeline.settings.source, pipeline.store, **options)
+
+
+@pytest.mark.usefixtures("busy")
+def test_tables_are_held_at_exactly_the_snapshot(pipeline: Any) -> None:
+    for _ in range(3):
+        with hold(pipeline) as cut:
+            assert sorted(str(schema) for schema in cut.tables.values()) == ["public.a", "public.b"]
+            assert cut.left_out == {}
+            with cut.snapshot.connect() as connection:
+                for table in ("a", "b"):
+                    expected = sorted(connection.execute(f"select id, n from public.{table}".encode()).fetchall())
+                    assert rows(pipeline, f"public.{table}") == expected
+            assert pipeline.status is not None
+            assert pipeline.status.applied == cut.position
+            cut.release()
+            wait_for(lambda: not reaches(cut.position, pipeline.status.applied), "apply to go on")
+
+
+@pytest.mark.usefixtures("busy")
+def test_an_open_transaction_is_named_and_apply_goes_on_meanwhile(database: Any, pipeline: Any) -> None:
+    blocked: list[SnapshotBlocked] = []
+    with psycopg.connect(database.dsn) as blocker:
+        blocker.execute("create table unfinished (id int)")
+        pid = blocker.info.backend_pid
+
+        def end_it(error: SnapshotBlocked) -> None:
+            assert pipeline.status is not None
+            before = pipeline.status.applied
+            wait_for(lambda: not reaches(before, pipeline.status.applied), "apply to go on")
+            blocked.append(error)
+            blocker.rollback()
+
+        with hold(pipeline, on_blocked=end_it) as cut:
+            assert set(cut.tables.values())
+    assert str(pid) in str(blocked[0])
+
+
+def test_a_blocked_snapshot_is_an_error_in_the_end(database: Any, pipeline: Any) -> None:
+    with psycopg.connect(database.dsn) as blocker:
+        blocker.execute("create table unfinished (id int)")
+        with pytest.raises(SnapshotBlocked), hold(pipeline, wait=0):
+            pass
+        database.execute("insert into a values (1000, 1)")
+        wait_for(lambda: (1000, 1) in rows(pipeline, "public.a"), "apply to go on")
+
+
+def test_a_table_that_stopped_is_left_out(database: Any, pipeline: Any) -> None:
+    pipeline._destination.reject("public.b")
+    database.execute("update b set n = 1 where id = 1")
+    wait_for(lambda: pipeline.phases["public.b"].name == "errored", "the table to stop")
+    with hold(pipeline) as cut:
+        assert [str(schema) for schema in cut.tables.values()] == ["public.a"]
+        assert cut.left_out == {"public.b": "errored"}
+
+
+def test_whoever_asks_and_dies_holds_apply_for_a_while_only(
+    database: Any, pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuts, "PATIENCE_SECONDS", 0.5)
+    command = pipeline.store.add_command(CommandKind.VERIFY, options={"step": "hold"})
+    wait_for(lambda: pipeline.store.get_command(command.number).answered, "the hold")
+    database.execute("insert into a values (1000, 1)")
+    wait_for(lambda: (1000, 1) in rows(pipeline, "public.a"), "apply to go on")
+    late = pipeline.store.add_command(CommandKind.VERIFY, options={"step": "renew"})
+    wait_for(lambda: pipeline.store.get_command(late.number).answered, "an answer")
+    assert "not held any more" in pipeline.store.get_command(late.number).reason
+
+
+def test_a_paused_pipeline_refuses(pipeline: Any) -> None:
+    pipeline.store.add_command(CommandKind.PAUSE)
+    with pytest.raises(PenstockError, match="the pipeline is paused"), hold(pipeline):
+        pass
