@@ -59,7 +59,7 @@ def delta_type(arrow_type: pa.DataType) -> pa.DataType:
     """The type in which a Delta table holds these values; `TypeError` if there is none."""
     if arrow_type in _PRIMITIVES:
         return arrow_type
-    if pa.types.is_decimal128(arrow_type) and 0 <= arrow_type.scale <= arrow_type.precision:
+    if _is_decimal(arrow_type):
         return arrow_type
     if pa.types.is_large_string(arrow_type) or pa.types.is_time(arrow_type):
         return pa.string()
@@ -210,6 +210,10 @@ def _interval(hours: float) -> str:
     return f"interval {max(1, round(hours * 3600))} seconds"
 
 
+def _is_decimal(arrow_type: pa.DataType) -> bool:
+    return pa.types.is_decimal128(arrow_type) and 0 <= arrow_type.scale <= arrow_type.precision
+
+
 def _has_timestamp_ntz(arrow_type: pa.DataType) -> bool:
     if pa.types.is_timestamp(arrow_type):
         return arrow_type.tz is None
@@ -227,7 +231,7 @@ def _field_to_json(field: pa.Field) -> dict[str, Any]:
 def _type_to_json(arrow_type: pa.DataType) -> Any:
     if arrow_type in _PRIMITIVES:
         return _PRIMITIVES[arrow_type]
-    if pa.types.is_decimal128(arrow_type):
+    if _is_decimal(arrow_type):
         return f"decimal({arrow_type.precision},{arrow_type.scale})"
     if pa.types.is_list(arrow_type):
         return {"type": "array", "elementType": _type_to_json(arrow_type.value_type), "containsNull": True}

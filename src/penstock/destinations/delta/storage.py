@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -32,6 +33,7 @@ from penstock.destinations.refusals import out_of_reach, unusable
 from penstock.errors import PenstockError
 
 _LOCAL_SCHEME = "file://"
+_RETRY_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +220,11 @@ class ObjectStorage:
 
     url: str
     options: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    retry_seconds: float = _RETRY_SECONDS
+    """For how long a request is tried again before it is an error."""
 
     def child(self, path: str) -> ObjectStorage:
-        return ObjectStorage(f"{self.url}/{path}", self.options)
+        return ObjectStorage(f"{self.url}/{path}", self.options, self.retry_seconds)
 
     def get(self, path: str) -> bytes | None:
         with self._reachable():
@@ -287,7 +291,12 @@ class ObjectStorage:
         if options.pop("allow_http", options.pop("aws_allow_http", "")).lower() == "true":
             client["allow_http"] = True
         try:
-            return from_url(self.url, config=cast("Any", options), client_options=cast("Any", client) or None)
+            return from_url(
+                self.url,
+                config=cast("Any", options),
+                client_options=cast("Any", client) or None,
+                retry_config={"retry_timeout": timedelta(seconds=self.retry_seconds)},
+            )
         except (store_errors.BaseError, ValueError) as error:
             raise unusable(
                 f"{self.url} cannot be opened: {type(error).__name__}",
@@ -312,7 +321,7 @@ class ObjectStorage:
             raise out_of_reach(self.url, type(error).__name__) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "options": self.options}
+        return {"url": self.url, "options": self.options, "retry_seconds": self.retry_seconds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

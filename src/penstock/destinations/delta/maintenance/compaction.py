@@ -6,8 +6,8 @@ rows before it. When the new files are there, the rows that have died since are 
 vectors of the new files, in the same commit that exchanges the files. Whoever deletes rows meanwhile is never undone,
 and never waits; compaction loses a race at most for the short time that this last step takes, and tries it again.
 
-Files are merged with files of about their size, eight at a time, so a row is rewritten about as often as the table's
-size can be divided by eight, not once per batch.
+Files are merged with files of about their size, so a row is rewritten a few times until its file is large enough, not
+once per batch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from penstock.destinations.delta.vectors import Vector, vector_file, write_vecto
 
 OPERATION = "OPTIMIZE"
 _COMMIT_ATTEMPTS = 50
+_SMALL_BYTES = 1 << 20
+_TIER_FACTOR = 8
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ def plan_compaction(storage: Storage, snapshot: Snapshot, settings: CompactionSe
     for add in snapshot.files.values():
         live_bytes = _live_bytes(add)
         if live_bytes < settings.target_bytes // 2:
-            tiers.setdefault(_tier(live_bytes, settings.min_files), []).append(add)
+            tiers.setdefault(_tier(live_bytes), []).append(add)
         elif _dead_fraction(add) >= settings.dead_fraction:
             chosen.append((add,))
     for tier in tiers.values():
@@ -229,11 +231,11 @@ def _merge(tier: list[Add], settings: CompactionSettings) -> tuple[list[tuple[Ad
     return merged, [add for group in groups if len(group) == 1 for add in group]
 
 
-def _tier(live_bytes: int, base: int) -> int:
-    """Files of one tier differ in size by less than a factor of `base`."""
+def _tier(live_bytes: int) -> int:
+    """Files of one tier differ in size by less than a factor of eight, unless they are all small."""
     tier = 0
-    while live_bytes >= base:
-        live_bytes //= base
+    while live_bytes >= _SMALL_BYTES:
+        live_bytes //= _TIER_FACTOR
         tier += 1
     return tier
 
