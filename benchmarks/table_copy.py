@@ -1,6 +1,6 @@
 """The copy of a table through Spark tasks, against `psql … COPY (format binary) > /dev/null` on one connection.
 
-    python benchmarks/table_copy.py [--destination parquet …] [--rows N] [--rounds 3] [--tasks 2] [--server 18]
+    python benchmarks/table_copy.py [--destination parquet delta] [--rows N] [--rounds 3] [--tasks 2] [--server 18]
 
 A table of ten columns is made and frozen, then copied in turns: once by `psql`, which looks at nothing, and once as a
 pipeline does it (`penstock.copy`: snapshot, ranges; `Destination.write_table_rows`: Spark tasks, durable files, one
@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from harness import (
     BenchmarkFailed,
     cleaned_up,
@@ -42,12 +40,12 @@ from harness import (
     spread,
     take_turns,
 )
+from lakes import KEYS
 from processes import PYTHON_WORKER, TreeWatch, merge_peaks
 from workloads import PUBLICATION, create_orders
 
 from penstock.copy import CopySettings, prepare_copy
 from penstock.destinations.base import Destination, DestinationContext
-from penstock.destinations.parquet import ParquetReader
 from penstock.destinations.registry import create_destination
 from penstock.source.connections import SourceSettings
 from penstock.source.snapshots import take_snapshot
@@ -186,7 +184,7 @@ def _copy_by_tasks(
             seconds = time.monotonic() - began
     finally:
         destination.shutdown()
-    found = _READERS[name](folder, f"public.{table}")
+    found = KEYS[name](folder, table)
     if found != (row_count, key_sum):
         raise BenchmarkFailed(f"(rows, sum of keys) are {(row_count, key_sum)} at the source and {found} in {name}")
     return Copied(seconds, watch.cpu_seconds, watch)
@@ -209,15 +207,6 @@ def _look_at(source: SourceSettings, table: str) -> tuple[int, int]:
             _fetch(connection, f"select '{table}'::regclass::oid::int8"),
             int(_fetch(connection, f"select sum(id) from {table}")),
         )
-
-
-def _read_parquet(folder: Path, table: str) -> tuple[int, int]:
-    """How many rows, and the sum of their keys."""
-    keys = [pq.read_table(path, columns=["id"])["id"] for path in ParquetReader(folder).files(table)]
-    return sum(map(len, keys)), sum(pc.sum(each).as_py() for each in keys)
-
-
-_READERS = {"parquet": _read_parquet}
 
 
 def _fetch(connection: psycopg.Connection[Any], query: str) -> Any:
@@ -256,7 +245,7 @@ def _describe(name: str, arguments: argparse.Namespace, size: int, copies: Mappi
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Copy a table by Spark tasks, against psql and COPY.")
-    parser.add_argument("--destination", nargs="+", choices=list(_READERS), default=list(_READERS))
+    parser.add_argument("--destination", nargs="+", choices=list(KEYS), default=list(KEYS))
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=3, help="copies of each kind")
     parser.add_argument("--tasks", type=int, default=CORES, help="copy tasks at the same time")
