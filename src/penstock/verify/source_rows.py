@@ -1,0 +1,182 @@
+"""Reads the source on a path of its own: what a copy got wrong must not be read wrong again in the same way.
+
+A copy asks for binary values and takes them apart with NumPy. Here the server writes CSV; Arrow's own reader takes
+rows and cells apart and reads numbers, flags and texts; what is left goes through the codecs of `penstock.values`.
+Shared with copies is how a heap is cut into ranges and held still while it is read (`penstock.copy`).
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pyarrow.csv as csv
+from psycopg import pq
+
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, SegmentColumn, segment_layout
+from penstock.changes.texts import join_texts
+from penstock.copy import CopyRange, RangeReader
+from penstock.errors import DecodeError, SourceError
+from penstock.schema import TypeKind, resolve_domain
+from penstock.source.connections import Role, connect
+from penstock.source.faults import Place, from_exception, from_result
+from penstock.values import apply_policy
+from penstock.values.text import TextCodec
+
+_CONSUME_TIMES = 8
+"""How often the socket is read before rows are taken: libpq's buffer grows to that, and polls become rare."""
+_READ_BY_ARROW: dict[str, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int2": pa.int16(),
+    "int4": pa.int32(),
+    "int8": pa.int64(),
+    "oid": pa.int64(),
+    "xid": pa.int64(),
+    "cid": pa.int64(),
+    "float4": pa.float32(),
+    "float8": pa.float64(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReader:
+    """Reads ranges of a table; pickles."""
+
+    heap: RangeReader
+    """Of the same table and snapshot; it knows how to hold a heap still, and is not read."""
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """Of every batch: the columns as in segments, then `_unrepresentable`."""
+        return self.heap.arrow_schema
+
+    def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
+        """The rows of a range, as `penstock.copy.RangeReader.read` gives them."""
+        columns = segment_layout(self.heap.schema, self.heap.types).columns
+        parameters = self.heap.settings.session_parameters
+        with closing(connect(self.heap.source, Role.VERIFY, parameters=parameters)) as connection:
+            name = self.heap.lock(connection, part)
+            query = self._query(columns, part, name)
+            place, doing = Place.of(connection), f"read {self.heap.schema}"
+            try:
+                for text in _stream(connection.pgconn, query, self.heap.settings.chunk_bytes, place, doing):
+                    yield self._decode(text, columns)
+            except psycopg.Error as error:
+                raise from_exception(error, place, doing) from None
+
+    def _query(self, columns: tuple[SegmentColumn, ...], part: CopyRange, name: str) -> str:
+        # A line needs something on it, also that of a row without columns.
+        selected = ", ".join(_quote(column.column.name) for column in columns) or "1"
+        conditions = [part.condition, f"({self.heap.row_filter})" if self.heap.row_filter else ""]
+        where = " and ".join(filter(None, conditions))
+        return f"copy (select {selected} from only {name}{f' where {where}' if where else ''}) to stdout (format csv)"  # noqa: S608 (quoted)
+
+    def _decode(self, text: bytearray, columns: tuple[SegmentColumn, ...]) -> pa.RecordBatch:
+        cells = parse_csv(text, [_read_as(column) for column in columns], str(self.heap.schema))
+        arrays: list[pa.Array] = []
+        texts: dict[str, pa.Array] = {}
+        for column, read in zip(columns, cells.columns, strict=False):
+            array = read.combine_chunks()
+            if not _is_final(column):
+                settled = apply_policy(
+                    column.codec.decode(array),
+                    array,
+                    self.heap.types.out_of_range,
+                    table=str(self.heap.schema),
+                    column=column.column.name,
+                )
+                array = settled.array
+                if settled.kept is not None:
+                    texts[column.field_name] = settled.kept
+            arrays.append(array)
+        maps = join_texts(texts, cells.num_rows)
+        arrays.append(pa.nulls(cells.num_rows, UNREPRESENTABLE_TYPE) if maps is None else maps)
+        fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
+        return pa.RecordBatch.from_arrays(
+            arrays, schema=pa.schema([*fields, pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)])
+        )
+
+
+def _read_as(column: SegmentColumn) -> pa.DataType:
+    return column.codec.arrow_type if _is_final(column) else pa.large_string()
+
+
+def _is_final(column: SegmentColumn) -> bool:
+    """Whether what Arrow reads is the value."""
+    type_, _ = resolve_domain(column.column.type, -1)
+    codec = column.codec
+    if isinstance(codec, TextCodec):
+        return codec.arrow_type == pa.string()
+    # Policies can make something else of a number.
+    is_known = type_.kind is TypeKind.BASE and type_.is_builtin
+    return is_known and _READ_BY_ARROW.get(type_.name) == codec.arrow_type
+
+
+def parse_csv(text: bytearray, types: list[pa.DataType], table: str) -> pa.Table:
+    """Lines of CSV, as Postgres writes them, as columns of these types."""
+    names = [str(number) for number in range(max(1, len(types)))]
+    try:
+        return csv.read_csv(
+            pa.BufferReader(text),
+            csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=names),
+            csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False),
+            csv.ConvertOptions(
+                column_types=dict(zip(names, types, strict=False)),
+                null_values=[""],
+                strings_can_be_null=True,
+                # Nothing at all is NULL, and nothing between quotes is the empty text.
+                quoted_strings_can_be_null=False,
+                true_values=["t"],
+                false_values=["f"],
+            ),
+        )
+    except pa.ArrowInvalid:
+        # What it says holds the cell.
+        raise DecodeError(f"cannot read the CSV that the server wrote for {table}", offset=0) from None
+
+
+def _stream(connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str) -> Iterator[bytearray]:
+    """The lines of a COPY, some bytes at a time: whole rows, since every message is one."""
+    poll = select.poll()
+    poll.register(connection.socket, select.POLLIN)
+    connection.send_query(query.encode())
+    connection.flush()
+    while connection.is_busy():
+        poll.poll()
+        connection.consume_input()
+    _require(connection.get_result(), pq.ExecStatus.COPY_OUT, place, doing)
+    get, consume = connection.get_copy_data, connection.consume_input
+    text = bytearray()
+    # The only loop over rows in Python: libpq hands them out one at a time.
+    while True:
+        length, message = get(1)
+        if length > 0:
+            text += message
+            if len(text) >= chunk_bytes:
+                yield text
+                text = bytearray()
+        elif length == 0:
+            poll.poll()
+            for _ in range(_CONSUME_TIMES):
+                consume()
+        else:
+            break
+    _require(connection.get_result(), pq.ExecStatus.COMMAND_OK, place, doing)
+    if text:
+        yield text
+
+
+def _require(result: Any, status: pq.ExecStatus, place: Place, doing: str) -> None:
+    if result is None:
+        raise SourceError(f"cannot {doing} ({place.where}): the server gave no answer", where=place.where)
+    if result.status != status:
+        raise from_result(result, place, doing)
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
