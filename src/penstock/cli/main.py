@@ -17,6 +17,7 @@ from rich.text import Text
 from penstock.cli.check import check
 from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
+from penstock.cli.report import report
 from penstock.cli.run import run
 from penstock.cli.schema import schema
 from penstock.cli.status import status
@@ -44,6 +45,7 @@ app.command("rollback")(rollback)
 app.command("pause")(pause)
 app.command("resume")(resume)
 app.command("teardown")(teardown)
+app.command("report")(report)
 app.command("check")(check)
 app.command("tail")(tail)
 app.command("demo")(demo)
