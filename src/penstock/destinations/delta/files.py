@@ -6,8 +6,10 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.destinations.delta.actions import Add
@@ -18,26 +20,51 @@ from penstock.destinations.delta.vectors import Vector, read_vector
 
 COMPRESSION = "snappy"
 _ROW_GROUP_ROWS = 1 << 20
+_WIDE_ROW_BYTES = 1 << 10
+_WIDE_GROUP_BYTES = 2 << 20
+"""Of large rows in one row group: single cells of them are read again when an update does not send them."""
+_SAMPLE_ROWS = 2_000
 _BATCH_ROWS = 1 << 17
 
 
 class DataFile:
     """A new file of a table, piece by piece; `create_data_file` makes one."""
 
-    def __init__(self, name: str, schema: pa.Schema, writer: pq.ParquetWriter, statistics: StatisticsCollector) -> None:
+    def __init__(
+        self, name: str, schema: pa.Schema, sink: Any, compression: str, statistics: StatisticsCollector
+    ) -> None:
         self.name = name
         self.schema = schema
         self.rows = 0
         self.bytes = 0
         """When it is complete."""
-        self._writer = writer
+        self._sink = sink
+        self._compression = compression
+        self._writer: pq.ParquetWriter | None = None
         self._statistics = statistics
 
     def write(self, data: pa.Table) -> None:
-        """Append rows, which have the file's schema; a row group of their own."""
-        self._writer.write_table(data, _ROW_GROUP_ROWS)
+        """Append rows, which have the file's schema; a row group of their own, or several."""
+        if self._writer is None:
+            self._writer = self._open(_worth_a_dictionary(data))
+        self._writer.write_table(data, _row_group_rows(data))
         self._statistics.add(data)
         self.rows += data.num_rows
+
+    def finish(self) -> None:
+        """Write the end of the file."""
+        writer = self._writer or self._open([])
+        writer.close()
+        self.bytes = self._sink.tell()
+
+    def _open(self, dictionary: list[str]) -> pq.ParquetWriter:
+        return pq.ParquetWriter(
+            self._sink,
+            self.schema,
+            compression=self._compression,
+            use_dictionary=cast("bool", dictionary),
+            store_schema=False,
+        )
 
     def action(self, *, data_change: bool = True) -> Add:
         """The action by which a commit makes the complete file part of the table."""
@@ -59,10 +86,12 @@ def create_data_file(
     """
     name = f"{prefix}-{uuid.uuid4()}.parquet"
     with storage.create(name) as sink:
-        with pq.ParquetWriter(sink, schema, compression=compression, store_schema=False) as writer:
-            file = DataFile(name, schema, writer, StatisticsCollector(schema, statistics_columns))
+        file = DataFile(name, schema, sink, compression, StatisticsCollector(schema, statistics_columns))
+        try:
             yield file
-        file.bytes = sink.tell()
+        finally:
+            # Also a file that nobody will see is closed before its sink is.
+            file.finish()
 
 
 def write_data_file(
@@ -103,6 +132,21 @@ def iterate_data_file(
             data = fit(pa.Table.from_batches([batch]), schema)
             yield data if alive is None else data.filter(alive.slice(start, batch.num_rows))
             start += batch.num_rows
+
+
+def _worth_a_dictionary(data: pa.Table) -> list[str]:
+    """The columns whose values repeat: for others a dictionary costs time and room."""
+    sample = data.slice(0, _SAMPLE_ROWS)
+    return [
+        field.name
+        for field in data.schema
+        if not pa.types.is_nested(field.type) and 2 * pc.count_distinct(sample[field.name]).as_py() <= sample.num_rows
+    ]
+
+
+def _row_group_rows(data: pa.Table) -> int:
+    width = data.nbytes // max(1, data.num_rows)
+    return _ROW_GROUP_ROWS if width < _WIDE_ROW_BYTES else max(1, _WIDE_GROUP_BYTES // width)
 
 
 def vector_of(storage: Storage, add: Add) -> Vector:
