@@ -13,8 +13,8 @@ Paths are relative to the storage, with slashes. Storages pickle: tasks open wha
 
 from __future__ import annotations
 
+import io
 import os
-import posixpath
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +34,7 @@ from penstock.errors import PenstockError
 
 _LOCAL_SCHEME = "file://"
 _RETRY_SECONDS = 20.0
+_NOT_FOUND = (FileNotFoundError, store_errors.NotFoundError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class LocalStorage:
                     continue
                 try:
                     status = os.stat(full)
-                except FileNotFoundError:
+                except _NOT_FOUND:
                     continue
                 yield StoredFile(path, status.st_size, status.st_mtime)
 
@@ -230,14 +231,14 @@ class ObjectStorage:
         with self._reachable():
             try:
                 return obstore.get(self._store, path).bytes().to_bytes()
-            except (FileNotFoundError, store_errors.NotFoundError):
+            except _NOT_FOUND:
                 return None
 
     def get_range(self, path: str, offset: int, length: int) -> bytes | None:
         with self._reachable():
             try:
                 return obstore.get_range(self._store, path, start=offset, length=length).to_bytes()
-            except (FileNotFoundError, store_errors.NotFoundError):
+            except _NOT_FOUND:
                 return None
 
     def put(self, path: str, content: bytes) -> None:
@@ -255,17 +256,20 @@ class ObjectStorage:
     @contextmanager
     def create(self, path: str) -> Iterator[IO[bytes]]:
         # An object appears when all of it is there; files are of a size that fits into memory.
+        sink = pa.BufferOutputStream()
+        yield cast("IO[bytes]", sink)
         with self._reachable():
-            sink = pa.BufferOutputStream()
-            yield cast("IO[bytes]", sink)
-            obstore.put(self._store, path, memoryview(sink.getvalue()))
+            obstore.put(self._store, path, memoryview(sink.getvalue()).cast("B"))
 
     def open(self, path: str) -> Any:
         with self._reachable():
             try:
-                return obstore.open_reader(self._store, path)
-            except store_errors.NotFoundError as error:
-                raise FileNotFoundError(path) from error
+                size = obstore.head(self._store, path)["size"]
+            except _NOT_FOUND:
+                size = None
+        if size is None:
+            raise FileNotFoundError(path)
+        return pa.PythonFile(_ObjectReader(self, path, size), mode="r")
 
     def list(self, folder: str = "", *, after: str = "") -> Iterator[StoredFile]:
         with self._reachable():
@@ -278,7 +282,7 @@ class ObjectStorage:
             for path in paths:
                 try:
                     obstore.delete(self._store, path)
-                except (FileNotFoundError, store_errors.NotFoundError):
+                except _NOT_FOUND:
                     continue
 
     def local_path(self, path: str) -> Path | None:
@@ -312,6 +316,8 @@ class ObjectStorage:
                 f"{self.url}: access denied ({type(error).__name__})",
                 hint="Check the credentials, and that they may read, write, list and delete below this URL.",
             ) from error
+        except _NOT_FOUND as error:
+            raise unusable(f"{self.url}: there is no such bucket", hint="Create it, or check its name.") from error
         except store_errors.NotSupportedError as error:
             raise unusable(
                 f"{self.url}: the store cannot create an object only if it is absent",
@@ -328,9 +334,39 @@ class ObjectStorage:
             object.__setattr__(self, name, value)
 
 
-def join(*parts: str) -> str:
-    """A path from its parts, the empty ones left out."""
-    return posixpath.join(*(part for part in parts if part))
+class _ObjectReader(io.RawIOBase):
+    """An object as a file: every read is one request for the range that is asked for."""
+
+    def __init__(self, storage: ObjectStorage, path: str, size: int) -> None:
+        self._storage = storage
+        self._path = path
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._position)
+        wanted = left if size < 0 else min(size, left)
+        if not wanted:
+            return b""
+        content = self._storage.get_range(self._path, self._position, wanted)
+        if content is None:
+            raise FileNotFoundError(self._path)
+        self._position += len(content)
+        return content
 
 
 def _make_folder(path: Path) -> None:
