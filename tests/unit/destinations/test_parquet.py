@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -227,6 +228,32 @@ def test_older_generations_are_removed_but_for_the_one_that_was_replaced(lake: P
     for number in range(4):
         destination.drop_table_for_copy(LINES, f"attempt-{number}")
         destination.write_table_rows(LINES, source.copy(LINES, [line(number)], attempt=f"attempt-{number}"))
+    assert [path.name for path in sorted(lake.glob("audit/lines/generations/*"))] == ["00000003", "00000004"]
+    assert levels(lake) == [3]
+
+
+def test_a_process_killed_while_it_removes_a_generation_does_not_stop_the_next_copy(
+    lake: Path, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException): ...
+
+    def remove_log_only(path: Path, **options: Any) -> None:
+        remove(path / "log")
+        raise Killed
+
+    def copy(number: int) -> None:
+        destination = started(lake)
+        destination.drop_table_for_copy(LINES, f"attempt-{number}")
+        destination.write_table_rows(LINES, source.copy(LINES, [line(number)], attempt=f"attempt-{number}"))
+
+    remove = shutil.rmtree
+    copy(0)
+    copy(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_log_only)
+        with pytest.raises(Killed):
+            copy(2)
+    copy(3)
     assert [path.name for path in sorted(lake.glob("audit/lines/generations/*"))] == ["00000003", "00000004"]
     assert levels(lake) == [3]
 

@@ -33,6 +33,8 @@ from penstock.destinations.parquet.manifests import (
 )
 from penstock.schema import TableSchema
 
+_REMOVED = "removed-"
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -185,7 +187,10 @@ class TableFolder:
         copied = [each.number for each in older if each.is_copied()]
         for each in older:
             if not copied or each.number < copied[-1]:
-                shutil.rmtree(each.path, ignore_errors=True)
+                # It goes at once: whoever is killed in the middle leaves nothing that looks like a generation.
+                each.path.rename(each.path.with_name(f"{_REMOVED}{each.path.name}"))
+        for path in (self.path / "generations").glob(f"{_REMOVED}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
