@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
+import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
 from penstock import failpoints
-from penstock.destinations.parquet.reader import ParquetReader
-from penstock.lsn import Lsn
+from penstock.destinations.parquet import ParquetReader
 from penstock.state import CommandKind, open_store
-from tests.e2e.support import wait_for
-from tests.e2e.test_pipeline import Driver, current_position
+from penstock.testing.drive_pipeline import DriveSettings
+from penstock.testing.pipeline_process import PipelineProcess
+from penstock.testing.readback import check_equal, check_exactly_once
+from tests.e2e.support import current_position
 
-TABLES = ("public.counts", "public.moving", "public.quiet")
+TABLES = ("counts", "moving", "quiet")
 
 # The process that is killed at the second point of a group is the one that was started again after the first.
 STARTING = [
@@ -71,75 +73,44 @@ class Killed:
 
     def __init__(self, database, folder: Path) -> None:
         self.database = database
-        self._folder = folder
-        self._drivers: list[Driver] = []
-        self._settings = {"dsn": database.dsn, "folder": str(folder), "slot": f"e2e_{database.name[-12:]}"}
+        self.pipeline = PipelineProcess(
+            DriveSettings(dsn=database.dsn, folder=str(folder), slot=f"e2e_{database.name[-12:]}")
+        )
         for name in ("counts", "moving", "quiet"):
             database.execute(f"create table {name} (id int primary key, version int, note text default repeat('n', 9))")
         database.execute("insert into counts select i, 0 from generate_series(0, 40) i")
         database.execute("insert into quiet values (1, 0)")
 
-    def start(self, armed: str = "", **settings: object) -> Driver:
-        path = self._folder / "settings.json"
-        path.write_text(json.dumps(self._settings | settings))
-        before = os.environ.pop(failpoints.VARIABLE, None)
-        try:
-            if armed:
-                os.environ[failpoints.VARIABLE] = armed
-            self._drivers.append(Driver(path))
-            return self._drivers[-1]
-        finally:
-            os.environ.pop(failpoints.VARIABLE, None)
-            if before is not None:
-                os.environ[failpoints.VARIABLE] = before
+    def kill_at(self, point: str, **settings: Any) -> None:
+        self.pipeline.start(armed=f"{point}=kill", settings=replace(self.pipeline.settings, **settings))
+        self.wait_killed()
 
-    def close(self) -> None:
-        for driver in self._drivers:
-            if driver.process.poll() is None:
-                driver.close(kill=True)
+    def wait_killed(self) -> None:
+        assert self.pipeline.wait_ended() == -signal.SIGKILL
 
-    def kill_at(self, point: str, **settings: object) -> None:
-        driver = self.start(f"{point}=kill", **settings)
-        self.wait_killed(driver)
+    def run_until_ready(self) -> None:
+        self.pipeline.start()
+        self.wait_ready()
 
-    def wait_killed(self, driver: Driver) -> None:
-        assert driver.process.wait(60) == -9
-        driver.close(kill=True)
+    def wait_ready(self) -> None:
+        self.pipeline.wait_phases("ready", len(TABLES))
 
-    def run_until_ready(self) -> Driver:
-        driver = self.start()
-        self.wait_phases(driver, "ready")
-        return driver
+    def stop(self) -> None:
+        assert self.pipeline.stop() == 0
 
-    def wait_phases(self, driver: Driver, name: str, tables=TABLES) -> None:
-        def look() -> bool:
-            assert driver.process.poll() is None, f"the pipeline ended: {driver.last}"
-            phases = driver.last.get("phases", {})
-            return len(phases) == len(TABLES) and all(phases[table] == name for table in tables)
-
-        wait_for(look, f"{name}: {tables}", 60)
-
-    def finish(self, driver: Driver) -> None:
+    def finish(self) -> None:
         """Let it come to the end, stop it, and compare."""
-        end = current_position(self.database)
-        wait_for(lambda: Lsn.parse(driver.last["applied"]) >= end, "apply to reach the end", 60)
+        self.pipeline.wait_applied(current_position(self.database))
         # A table that was behind may still be: the last round before the end is for those too.
-        self.wait_phases(driver, "ready")
-        driver.close(kill=False)
-        assert driver.process.returncode == 0
-        reader = ParquetReader(self._folder / "lake")
-        for table in TABLES:
-            rows = [tuple(row.values()) for row in reader.read_table(table).select(["id", "version"]).to_pylist()]
-            assert sorted(rows) == sorted(self.database.execute(f"select id, version from {table}")), table
-            changes = reader.read_changes(table)
-            if changes.num_rows:
-                keys = zip(changes["_commit_lsn"].to_pylist(), changes["_ordinal"].to_pylist(), strict=True)
-                keys = [key for key in keys if key[1] >= 0]  # rows of the copy have no ordinal
-                assert len(keys) == len(set(keys)), f"a change of {table} is there twice"
+        self.wait_ready()
+        self.stop()
+        reader = ParquetReader(self.pipeline.settings.lake)
+        check_equal(self.database.dsn, reader, TABLES)
+        check_exactly_once(reader)
         check_counts(reader.read_changes("public.counts").to_pylist())
 
     def command(self, kind: CommandKind, *tables: str) -> None:
-        store = open_store(f"sqlite:///{self._folder / 'state.db'}", "e2e")
+        store = open_store(self.pipeline.settings.state_url, self.pipeline.settings.id)
         store.add_command(kind, tables)
         store.close()
 
@@ -159,7 +130,7 @@ def killed(database, tmp_path):
     with Writer(database) as writer:
         made.writer = writer
         yield made
-        made.close()
+        made.pipeline.close()
 
 
 def test_every_point_is_tried_here() -> None:
@@ -171,68 +142,74 @@ def test_every_point_is_tried_here() -> None:
 def test_killed_on_the_way_to_ready(killed, points):
     for point in points:
         killed.kill_at(point)
-    driver = killed.run_until_ready()
+    killed.run_until_ready()
     killed.writer.__exit__()
-    killed.finish(driver)
+    killed.finish()
 
 
 @pytest.mark.trap(3, 4, 28)
 def test_killed_between_write_progress_and_acknowledgement(killed):
-    killed.run_until_ready().close(kill=False)
+    killed.run_until_ready()
+    killed.stop()
     for point in STREAMING:
         killed.kill_at(point)
-    driver = killed.run_until_ready()
+    killed.run_until_ready()
     killed.writer.__exit__()
-    killed.finish(driver)
+    killed.finish()
 
 
 @pytest.mark.trap(33)
 def test_killed_around_an_error_and_its_retry(killed):
-    killed.run_until_ready().close(kill=False)
+    killed.run_until_ready()
+    killed.stop()
     for point in FAILING:
         killed.kill_at(point, reject="public.counts", times=1)
-    driver = killed.run_until_ready()
+    killed.run_until_ready()
     killed.writer.__exit__()
-    killed.finish(driver)
+    killed.finish()
 
 
 @pytest.mark.trap(33)
 def test_killed_around_the_loss_of_a_position(killed):
-    killed.run_until_ready().close(kill=False)
+    killed.run_until_ready()
+    killed.stop()
     for point in OVERDUE:
         killed.kill_at(point, reject="public.counts", error_hold=0.2)
-    driver = killed.start()
-    killed.wait_phases(driver, "errored", ["public.counts"])
+    killed.pipeline.start()
+    killed.pipeline.wait_for("the loss", lambda seen: seen.phases.get("public.counts") == "errored")
     # What was lost does not come back by itself.
     killed.command(CommandKind.ROLLBACK, "public.counts")
     killed.command(CommandKind.RESYNC, "public.counts")
-    killed.wait_phases(driver, "ready")
+    killed.wait_ready()
     killed.writer.__exit__()
-    killed.finish(driver)
+    killed.finish()
 
 
 @pytest.mark.trap(18, 19)
 def test_killed_while_a_table_is_reset_or_removed(killed):
-    killed.run_until_ready().close(kill=False)
+    killed.run_until_ready()
+    killed.stop()
     killed.command(CommandKind.RESYNC, "public.counts")
     killed.kill_at("after_resync")
-    killed.run_until_ready().close(kill=False)
-    driver = killed.start("after_removed=kill")
-    killed.wait_phases(driver, "ready")
+    killed.run_until_ready()
+    killed.stop()
+    killed.pipeline.start(armed="after_removed=kill")
+    killed.wait_ready()
     killed.database.execute("create schema away; alter table moving set schema away")
-    killed.wait_killed(driver)
+    killed.wait_killed()
     killed.database.execute("alter table away.moving set schema public")
-    driver = killed.run_until_ready()
+    killed.run_until_ready()
     killed.writer.__exit__()
-    killed.finish(driver)
+    killed.finish()
 
 
 @pytest.mark.trap(18)
 def test_a_table_that_was_away_while_nothing_ran_is_copied_anew(killed):
-    killed.run_until_ready().close(kill=False)
+    killed.run_until_ready()
+    killed.stop()
     killed.database.execute("alter publication e2e drop table counts")
     killed.database.execute("update counts set version = version + 1")
     killed.database.execute("alter publication e2e add table counts")
-    driver = killed.run_until_ready()
+    killed.run_until_ready()
     killed.writer.__exit__()
-    killed.finish(driver)
+    killed.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,24 +19,22 @@ from typing import Any
 import psycopg
 import pyspark
 import pytest
-from psycopg import sql
 
-from penstock.changes.segment import UNREPRESENTABLE, segment_layout
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import ConfigError
 from penstock.lsn import Lsn
 from penstock.pipeline import Pipeline, PipelineSettings
-from penstock.source.connections import PINNED_PARAMETERS, SourceSettings
+from penstock.source.connections import SourceSettings
 from penstock.spark.java import find_java
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
-from penstock.testing.oracle import normalised
-from penstock.testing.processes import children_of, wait_until_gone
-from penstock.testing.replay import element_delimiter, from_arrow, from_text
-from penstock.testing.workload import read_rows
+from penstock.testing.drive_pipeline import DriveSettings
+from penstock.testing.pipeline_process import PipelineProcess
+from penstock.testing.processes import descendants_of, wait_until_gone
+from penstock.testing.readback import check_equal
 from penstock.workers import BatchSettings
-from tests.e2e.support import wait_for
+from tests.e2e.support import current_position, wait_for
 
 ROWS = 400
 """Of each table at the start."""
@@ -226,50 +222,8 @@ def writers(
     assert not errors, errors[0]
 
 
-def current_position(database: Any) -> Lsn:
-    return Lsn.parse(database.execute("select pg_current_wal_insert_lsn()")[0][0])
-
-
-def check_equal(database: Any, lake: Path, shapes: tuple[Shape, ...] = SHAPES) -> None:
-    """Every table at the destination has the source's rows, cell by cell, by the server's own text."""
-    reader = ParquetReader(lake)
-    assert len(reader.tables()) == len(shapes)
-    with database.connect(
-        options=" ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
-    ) as server:
-        for shape in shapes:
-            name = shape.name[1:-1].replace('""', '"') if shape.name.startswith('"') else shape.name
-            table = next(each for each in reader.tables() if reader.schema(each).name == name)
-            schema = reader.schema(table)
-            columns = [column.name for column in schema.columns]
-            expected = Counter(normalised(read_rows(server, sql.Identifier("public", name), columns), schema))
-            found = Counter(destination_rows(reader, table))
-            assert found == expected, (
-                f"{name}: {(found - expected).total()} rows too many, {(expected - found).total()} missing; "
-                f"{next(iter(found - expected), ())!r:.500} instead of {next(iter(expected - found), ())!r:.500}"
-            )
-
-
-def destination_rows(reader: ParquetReader, table: str) -> Iterator[tuple[Any, ...]]:
-    rows = reader.read_table(table)
-    layout = segment_layout(reader.schema(table))
-    kept: list[Any] = [None] * rows.num_rows
-    if UNREPRESENTABLE in rows.column_names:
-        kept = rows.column(UNREPRESENTABLE).to_pylist()
-    texts = [dict(cell or ()) for cell in kept]
-    cells = []
-    for column in layout.columns:
-        values = rows.column(column.field_name).to_pylist()
-        type_, delimiter = column.codec.arrow_type, element_delimiter(column.column)
-        cells.append(
-            [
-                from_text(texts[at][column.field_name], type_, delimiter)
-                if column.field_name in texts[at]
-                else from_arrow(value, type_)
-                for at, value in enumerate(values)
-            ]
-        )
-    yield from zip(*cells, strict=True)
+def table_names(shapes: tuple[Shape, ...] = SHAPES) -> list[str]:
+    return [shape.name[1:-1].replace('""', '"') if '"' in shape.name else shape.name for shape in shapes]
 
 
 @dataclass
@@ -342,7 +296,7 @@ def test_tables_of_all_shapes_are_copied_and_followed_on_spark(spark: Any, datab
         ends = [Lsn.parse(description.rpartition(" up to ")[2]) for description in described]
         assert all(before < after for before, after in pairwise(ends)), described
         assert any(" more up to " in description for description in described), described
-    check_equal(database, tmp_path / "lake")
+    check_equal(database.dsn, ParquetReader(tmp_path / "lake"), table_names())
     for table_id in store.get_table_replication_states():
         history = [record.phase.name for record in store.get_table_replication_history(table_id)]
         assert history == WAY
@@ -429,79 +383,44 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.mark.trap(33, 50)
 def test_on_a_cluster_whose_workers_are_killed_nothing_is_lost(database: Any, cluster: Cluster, tmp_path: Path) -> None:
     create_tables(database, FEW)
-    settings = tmp_path / "settings.json"
-    spark_options = {
+    options = {
         "spark.executor.memory": "600m",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
     }
     slot = f"spark_{database.name[-12:]}"
-    settings.write_text(
-        json.dumps(
-            {
-                "dsn": database.dsn,
-                "folder": str(tmp_path),
-                "slot": slot,
-                "master": cluster.url,
-                "spark": spark_options,
-            }
-        )
+    pipeline = PipelineProcess(
+        DriveSettings(database.dsn, str(tmp_path), slot, master=cluster.url, spark=options, interval=0.2)
     )
-    driver = Driver(settings)
+    pipeline.start()
     try:
         with writers(database, 2, FEW, pause=0.05):
             # One is lost while tables are copied, with both at work.
-            wait_for(lambda: driver.seen.get("executors") == 2, "both workers", CLUSTER_SECONDS)
-            wait_for(lambda: "finished_copy" in driver.phases or "ready" in driver.phases, "a copy", CLUSTER_SECONDS)
-            assert driver.phases.count("ready") < len(FEW)
+            pipeline.wait_for("both workers", lambda seen: seen.executors == 2, CLUSTER_SECONDS)
+            pipeline.wait_for(
+                "a copy", lambda seen: {"finished_copy", "ready"} & set(seen.phases.values()), CLUSTER_SECONDS
+            )
+            assert list(pipeline.seen.phases.values()).count("ready") < len(FEW)
             cluster.kill_worker(0)
-            wait_for(lambda: driver.phases == ["ready"] * len(FEW), "all tables to be ready", CLUSTER_SECONDS)
-            assert driver.seen["executors"] == 1
+            pipeline.wait_phases("ready", len(FEW), CLUSTER_SECONDS)
+            assert pipeline.seen.executors == 1
             # The other one while changes flow, with a new one in its place.
             cluster.start_worker(2)
-            wait_for(lambda: driver.seen["executors"] == 2, "the new worker", CLUSTER_SECONDS)
-            before = driver.seen["batches"]
-            wait_for(lambda: driver.seen["batches"] >= before + 2, "batches", CLUSTER_SECONDS)
+            pipeline.wait_for("the new worker", lambda seen: seen.executors == 2, CLUSTER_SECONDS)
+            wait_for_batches(pipeline, 2)
             cluster.kill_worker(1)
-            before = driver.seen["batches"]
-            wait_for(lambda: driver.seen["batches"] >= before + 3, "batches after the loss", CLUSTER_SECONDS)
-            assert driver.phases == ["ready"] * len(FEW)
-        end = current_position(database)
-        wait_for(lambda: Lsn.parse(driver.seen["applied"]) >= end, "apply to reach the end", CLUSTER_SECONDS)
+            wait_for_batches(pipeline, 3)
+            assert set(pipeline.seen.phases.values()) == {"ready"}
+        pipeline.wait_applied(current_position(database), CLUSTER_SECONDS)
+        assert pipeline.stop() == 0
     finally:
-        driver.close()
-    assert driver.process.returncode == 0
-    check_equal(database, tmp_path / "lake", FEW)
+        pipeline.close()
+    check_equal(database.dsn, ParquetReader(pipeline.settings.lake), table_names(FEW))
 
 
-class Driver:
-    """The pipeline's process."""
-
-    def __init__(self, settings: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.drive_spark_pipeline", str(settings)], stdout=subprocess.PIPE, text=True
-        )
-        self.seen: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    @property
-    def phases(self) -> list[str]:
-        assert self.process.poll() is None, "the driver has ended"
-        return sorted(self.seen.get("phases", {}).values())
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.seen = json.loads(line)
-
-    def close(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-            self._thread.join(10)
-            self.process.stdout.close()
+def wait_for_batches(pipeline: PipelineProcess, count: int) -> None:
+    before = pipeline.seen.batches
+    pipeline.wait_for("batches", lambda seen: seen.batches >= before + count, CLUSTER_SECONDS)
 
 
 def free_port() -> int:
@@ -512,8 +431,3 @@ def free_port() -> int:
 def is_listening(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def descendants_of(pid: int) -> list[int]:
-    children = children_of(pid)
-    return [*children, *(each for child in children for each in descendants_of(child))]
