@@ -45,7 +45,8 @@ contain a secret or the value of a cell.
     ├── DestinationError            where changes land
     │   ├── DestinationUnavailable  out of reach: tried again
     │   ├── TableRejected           the destination does not take what was sent
-    │   └── TableOwned              another pipeline writes this table
+    │   ├── TableOwned              another pipeline writes this table
+    │   └── NotComparable           what is there cannot be compared with the source
     ├── DocumentsRejected           a search index does not take some documents, under the policy `stop`
     ├── TasksFailed                 Spark could not run a job: tried again
     ├── CaptureStopped              the capture process ended by itself
@@ -337,6 +338,10 @@ class TableOwned(DestinationError):
     """Another pipeline writes this table at the destination."""
 
     default_hint = "One table has one writer: use different paths, or remove the table at the destination."
+
+
+class NotComparable(DestinationError):
+    """What a destination holds cannot be compared with the source: it cannot be read back, or is something else."""
 
 
 class DocumentsRejected(PenstockError):

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
@@ -275,14 +275,20 @@ class PinnedTable(Protocol):
     """The rows of a table as they are now, and stay for whoever reads them, whatever is written meanwhile."""
 
     @property
+    def schema(self) -> TableSchema:
+        """The source's schema that the rows have: columns are followed by its attribute numbers."""
+        ...
+
+    @property
     def parts(self) -> Sequence[Any]:
         """Pieces that can be read in parallel; each row is in exactly one. They pickle."""
         ...
 
     @property
     def reader(self) -> RangeReader:
-        """Reads a part: the columns with the names and types of segments (`penstock.changes.segment`), and
-        `_unrepresentable` where the table has it. Pickles, and is what tasks are shipped."""
+        """Reads a part: columns with the names that segments of `schema` have (`penstock.changes.segment`), and
+        `_unrepresentable` where there is some. Types may be those of the destination, as long as they hold the same
+        values. Pickles, and is what tasks are shipped."""
         ...
 
     def close(self) -> None:
@@ -290,18 +296,19 @@ class PinnedTable(Protocol):
         ...
 
 
+@runtime_checkable
 class ReadableDestination(Protocol):
     """A destination whose tables can be compared with the source; `startup` is not needed for it."""
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether what was pinned stays readable while the writer goes on; otherwise it waits until `close`."""
+        ...
 
     def pin(self, schema: TableSchema) -> PinnedTable | None:
         """The table as it is at this moment; None if there is none. Nobody writes it while this is called.
 
-        Called from another process than the one that writes. Where versions are not kept (see `keeps_versions`), the
-        writer waits until `close`.
+        Called from another process than the one that writes; `schema` says which table is meant. Raises
+        `NotComparable` where the rows are not those of the source, by intention.
         """
-        ...
-
-    @property
-    def keeps_versions(self) -> bool:
-        """Whether what was pinned stays readable while the writer goes on."""
         ...
