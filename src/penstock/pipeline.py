@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock import failpoints
 from penstock.copy import CopySettings
+from penstock.copy.fetch import SourceFetch
 from penstock.destinations.base import Destination, DestinationContext, Tasks
 from penstock.errors import IllegalTransition, LeaseLost, PenstockError
 from penstock.lsn import Lsn
@@ -215,6 +216,7 @@ class Pipeline:
                 store=self._store,
                 tasks=self._tasks,
                 session=self._session,
+                source_rows=SourceFetch(settings.source, settings.types),
             )
         )
         self._board = Board(self._store, start.position, self._recorded)

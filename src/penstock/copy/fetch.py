@@ -1,0 +1,114 @@
+"""Single rows, by their keys, as the source has them now: for cells that arrived from nowhere else.
+
+A row that comes into view by a publication's row filter is sent as an insert without its large cells. What the source
+answers is right, or about to be overwritten by a change that is on its way. Rare, so rows pass through Python here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, SegmentColumn, segment_layout
+from penstock.changes.texts import join_texts, split_texts
+from penstock.errors import SourceError
+from penstock.schema import TableSchema
+from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.faults import translated
+from penstock.values import TypeSettings, apply_policy
+
+_KEYS_AT_ONCE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFetch:
+    """See `penstock.destinations.base.SourceRows`; pickles."""
+
+    source: SourceSettings
+    types: TypeSettings = field(default_factory=TypeSettings)
+
+    def fetch(self, schema: TableSchema, keys: pa.Table) -> pa.Table:
+        """The rows that have these keys now; a key whose row is not there is left out."""
+        columns = segment_layout(schema, self.types).columns
+        named = [column for column in columns if column.field_name in keys.column_names]
+        texts = _as_texts(keys, named)
+        doing = f"ask for rows of {schema}"
+        cells: list[list[str | None]] = [[] for _ in columns]
+        with (
+            connect(self.source, Role.COPY) as connection,
+            translated(connection, doing),
+            connection.cursor(row_factory=tuple_row) as cursor,
+        ):
+            for begin in range(0, keys.num_rows, _KEYS_AT_ONCE):
+                some = [text[begin : begin + _KEYS_AT_ONCE] for text in texts]
+                result = cursor.execute(_query(schema, columns, named), some).pgresult
+                if result is None:
+                    raise SourceError(f"cannot {doing}: the server gave no answer")
+                # As the server writes them: what psycopg makes of values is not for us.
+                for row in range(result.ntuples):
+                    for number, values in enumerate(cells):
+                        value = result.get_value(row, number)
+                        values.append(None if value is None else value.decode())
+        return self._decode(schema, columns, cells)
+
+    def _decode(
+        self, schema: TableSchema, columns: tuple[SegmentColumn, ...], cells: list[list[str | None]]
+    ) -> pa.Table:
+        arrays: dict[str, pa.Array] = {}
+        kept: dict[str, pa.Array] = {}
+        for column, values in zip(columns, cells, strict=True):
+            text = pa.array(values, pa.large_string())
+            settled = apply_policy(
+                column.codec.decode(text),
+                text,
+                self.types.out_of_range,
+                table=str(schema),
+                column=column.column.name,
+            )
+            arrays[column.field_name] = settled.array
+            if settled.kept is not None:
+                kept[column.field_name] = settled.kept
+        count = len(cells[0]) if cells else 0
+        maps = join_texts(kept, count)
+        arrays[UNREPRESENTABLE] = pa.nulls(count, UNREPRESENTABLE_TYPE) if maps is None else maps
+        return pa.table(arrays)
+
+
+def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[SegmentColumn]) -> sql.Composed:
+    """Keys come as texts, and become what their columns are."""
+    matched = [
+        sql.SQL("t.{} = k.{}::{}").format(
+            sql.Identifier(column.column.name),
+            sql.Identifier(f"k{number}"),
+            sql.Identifier(column.column.type.namespace, column.column.type.name),
+        )
+        for number, column in enumerate(named)
+    ]
+    return sql.SQL("select {} from unnest({}) as k ({}) join {} t on {}").format(
+        sql.SQL(", ").join(sql.SQL("t.{}").format(sql.Identifier(column.column.name)) for column in columns),
+        sql.SQL(", ").join(sql.SQL("%s::text[]") for _ in named),
+        sql.SQL(", ").join(sql.Identifier(f"k{number}") for number in range(len(named))),
+        sql.Identifier(schema.namespace, schema.name),
+        sql.SQL(" and ").join(matched),
+    )
+
+
+def _as_texts(keys: pa.Table, named: list[SegmentColumn]) -> list[list[str]]:
+    """Each key column as texts that the server reads."""
+    exact = split_texts(keys)
+    found: list[list[str]] = []
+    for column in named:
+        texts = [_as_text(value) for value in keys.column(column.field_name).to_pylist()]
+        if column.field_name in exact:
+            kept = exact[column.field_name].to_pylist()
+            texts = [text if other is None else other for text, other in zip(texts, kept, strict=True)]
+        found.append(texts)
+    return found
+
+
+def _as_text(value: Any) -> str:
+    return f"\\x{value.hex()}" if isinstance(value, bytes) else str(value)
