@@ -6,7 +6,7 @@ added column without a default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -48,14 +48,14 @@ class ChangeColumns:
     def count(self) -> int:
         return len(self.operations)
 
-    def fitted(self, names: Mapping[str, str], types: pa.Schema) -> ChangeColumns:
+    def fitted(self, names: Mapping[str, str], convert: Callable[[pa.Table], pa.Table]) -> ChangeColumns:
         """The same, with columns of other names, in other types that hold the same values."""
         return replace(
             self,
-            rows=_fit(self.rows, names, types),
+            rows=convert(_rename_table(self.rows, names)).combine_chunks(),
             texts=_rename(self.texts, names),
             not_sent=_rename(self.not_sent, names),
-            old=_fit(self.old, names, types),
+            old=convert(_rename_table(self.old, names)).combine_chunks(),
             old_texts=_rename(self.old_texts, names),
         )
 
@@ -216,11 +216,9 @@ def _concatenate_tables(tables: Sequence[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="permissive").combine_chunks() if tables else pa.table({})
 
 
-def _fit(table: pa.Table, names: Mapping[str, str], types: pa.Schema) -> pa.Table:
+def _rename_table(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
     renamed = [names.get(name, name) for name in table.column_names]
-    wanted = pa.schema([pa.field(name, types.field(name).type) for name in renamed])
-    table = table if renamed == table.column_names else table.rename_columns(renamed)
-    return table if table.schema.types == wanted.types else table.cast(wanted)
+    return table if renamed == table.column_names else table.rename_columns(renamed)
 
 
 def _rename(columns: Mapping[str, _Column], names: Mapping[str, str]) -> dict[str, _Column]:

@@ -22,11 +22,13 @@ from penstock.destinations.delta.maintenance.pins import WritesInFlight
 from penstock.destinations.delta.maintenance.schedule import Maintenance, MaintenanceSettings
 from penstock.destinations.delta.options import DeltaOptions
 from penstock.destinations.delta.planner import Plan, plan_table
+from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.destinations.delta.table import Batch, LakeTable
 from penstock.destinations.delta.tasks import apply_changes
 from penstock.destinations.delta.write import Written
+from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import fenced_copy, not_copied, out_of_reach, unexpected, unusable
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn
@@ -159,6 +161,15 @@ class DeltaDestination:
         except (IllegalTransition, TableOwned):
             return None
 
+    @property
+    def keeps_versions(self) -> bool:
+        """See `ReadableDestination`."""
+        return True
+
+    def pin(self, schema: TableSchema) -> PinnedVersion | None:
+        """See `ReadableDestination`."""
+        return pin_table(self._storage.child(FOLDERS.table(schema)), str(schema))
+
     def shutdown(self) -> None:
         """See `Destination`."""
         if self._maintenance is not None:
@@ -233,9 +244,14 @@ class DeltaDestination:
         def commit(item: tuple[Plan, Written]) -> bool | PenstockError:
             plan, written = item
             try:
-                return plan.table.commit(Batch(plan.version, plan.state, plan.end, written))
+                done = plan.table.commit(Batch(plan.version, plan.state, plan.end, written))
             except Exception as error:
                 return unexpected(plan.work.table, error)
+            logger.debug(
+                "batch written table=%s position=%s rows=%d dead=%d committed=%s seconds=%s",
+                *(plan.work.table, plan.end, written.row_count, written.dead_count, done, written.seconds),
+            )
+            return done
 
         if len(ready) <= 1:
             return [commit(item) for item in ready]

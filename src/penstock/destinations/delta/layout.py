@@ -33,14 +33,22 @@ from penstock.changes.segment import (
     field_names,
 )
 from penstock.destinations.delta.actions import Metadata, compact_json
-from penstock.destinations.delta.schema import OWNER, arrow_schema, column_names, delta_type, schema_string
+from penstock.destinations.delta.schema import (
+    OWNER,
+    arrow_schema,
+    column_names,
+    delta_type,
+    fit,
+    holds_times,
+    schema_string,
+)
 from penstock.destinations.refusals import rejected
 from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.schema.json import schema_from_json, schema_to_json
 
 DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
-_BEGUN, _COPIED = "penstock.attempt", "penstock.copied"
+_TIMES, _BEGUN, _COPIED = "penstock.times", "penstock.attempt", "penstock.copied"
 _RESYNC = "Run `penstock resync` for this table: it is copied anew with its new columns."
 
 
@@ -62,6 +70,12 @@ class TableLayout:
     """What the source's columns are called, by attribute number."""
     schema: pa.Schema
     """All columns, in the order and the types that the log has."""
+    times: frozenset[int] = frozenset()
+    """Columns that are times of day, which a Delta table has as texts."""
+
+    def fit(self, rows: pa.Table) -> pa.Table:
+        """Rows with some of the columns, in the types of the lake."""
+        return fit(rows, pa.schema([self.schema.field(name) for name in rows.column_names]))
 
     @property
     def columns(self) -> list[str]:
@@ -113,22 +127,21 @@ class TableLayout:
         types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
         fields: list[pa.Field] = list(self.schema)
         names = dict(self.names)
+        times = set(self.times)
         for column in schema.columns:
-            arrow_type = delta_type(segment.field(types[column.attnum]).type)
+            segment_type = segment.field(types[column.attnum]).type
+            arrow_type = delta_type(segment_type)
+            times |= {column.attnum} if holds_times(segment_type) else set()
             if column.attnum in names:
                 if self.schema.field(names[column.attnum]).type != arrow_type:
                     raise rejected(str(schema), f"the type of column {column.name!r} changed", hint=_RESYNC)
                 continue
             names[column.attnum] = _free_name(types[column.attnum], [field.name for field in fields])
             fields.append(pa.field(names[column.attnum], arrow_type))
-        return self._with(schema, names, fields)
-
-    def _with(self, schema: TableSchema, names: dict[int, str], fields: list[pa.Field]) -> TableLayout:
         if self.mode is Mode.HISTORY:
-            lake = pa.schema(fields)
-            old = pa.field(OLD, _old_type(schema, names, lake))
+            old = pa.field(OLD, _old_type(schema, names, pa.schema(fields)))
             fields = [old if field.name == OLD else field for field in fields]
-        return TableLayout(schema, self.mode, names, pa.schema(fields))
+        return TableLayout(schema, self.mode, names, pa.schema(fields), frozenset(times))
 
     def _refuse(self, before: Column, after: Column | None) -> None:
         table = str(self.source)
@@ -169,13 +182,13 @@ def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bo
         pa.field(lake_names[column.attnum], delta_type(columns.field(name).type))
         for column, name in zip(source.columns, fields, strict=True)
     ]
-    layout = TableLayout(source, mode, lake_names, _whole_schema(source, mode, lake_names, own))
+    times = frozenset(
+        column.attnum
+        for column, name in zip(source.columns, fields, strict=True)
+        if holds_times(columns.field(name).type)
+    )
+    layout = TableLayout(source, mode, lake_names, _whole_schema(source, mode, lake_names, own), times)
     return layout.with_texts() if texts else layout
-
-
-def empty_layout(source: TableSchema, mode: Mode) -> TableLayout:
-    """Before the first copy: the columns' types are not known yet."""
-    return TableLayout(source, mode, {}, pa.schema([]))
 
 
 def to_metadata(state: TableState, id_: str, created: int, configuration: Mapping[str, str]) -> Metadata:
@@ -189,6 +202,7 @@ def to_metadata(state: TableState, id_: str, created: int, configuration: Mappin
         _MODE: layout.mode.value,
         _SOURCE: compact_json(schema_to_json(layout.source)),
         _COLUMNS: compact_json({str(attnum): name for attnum, name in layout.names.items()}),
+        _TIMES: compact_json(sorted(layout.times)),
     }
     return Metadata(id_, schema_string(layout.schema), {**configuration, **own}, (), created)
 
@@ -200,7 +214,8 @@ def from_metadata(metadata: Metadata) -> TableState | None:
         return None
     names = {int(attnum): name for attnum, name in json.loads(found[_COLUMNS]).items()}
     source = schema_from_json(json.loads(found[_SOURCE]))
-    layout = TableLayout(source, Mode(found[_MODE]), names, arrow_schema(metadata.schema_string))
+    times = frozenset[int](json.loads(found[_TIMES]))
+    layout = TableLayout(source, Mode(found[_MODE]), names, arrow_schema(metadata.schema_string), times)
     return TableState(found[OWNER], int(found[_TABLE_ID]), found[_BEGUN], found[_COPIED], layout)
 
 

@@ -170,7 +170,7 @@ def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
         changes = read_changes(steps, work.layout.source)
     except Exception as error:
         raise unreadable(work.table, work.table_id, error) from error
-    return changes.fitted(work.layout.renames, work.layout.schema)
+    return changes.fitted(work.layout.renames, work.layout.fit)
 
 
 def _rows(steps: Sequence[Rows | Truncate]) -> list[Rows]:

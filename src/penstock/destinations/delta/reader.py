@@ -1,0 +1,107 @@
+"""Reading a table of the lake as its source has it: a pinned version, in parts, in the names and types of segments.
+
+For comparing with the source, and for tests; other readers use whatever reads Delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.changes.segment import UNREPRESENTABLE
+from penstock.changes.texts import join_texts, split_texts
+from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.files import iterate_data_file
+from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout, from_metadata
+from penstock.destinations.delta.log import DeltaLog
+from penstock.destinations.delta.maintenance.pins import Pin, pin_version, release_pin
+from penstock.destinations.delta.storage import Storage
+from penstock.destinations.refusals import unusable
+from penstock.values import TypeSettings, codec_for
+
+PIN_SECONDS = 6 * 3600.0
+"""How long a reader that died may keep old files."""
+
+
+@dataclass(frozen=True, slots=True)
+class LakeReader:
+    """Reads the live rows of files; pickles."""
+
+    storage: Storage
+    layout: TableLayout
+
+    def read(self, part: Add, /) -> Iterator[pa.RecordBatch]:
+        """The rows of one file, named and typed as in segments."""
+        soft = self.layout.mode is Mode.SOFT_DELETE
+        names = [*self.layout.columns, *([UNREPRESENTABLE] if self.layout.has_texts else [])]
+        wanted = [*names, *([DELETED_AT] if soft else [])]
+        schema = pa.schema([self.layout.schema.field(name) for name in wanted])
+        for rows in iterate_data_file(self.storage, part, schema):
+            if soft:
+                rows = rows.filter(rows.column(DELETED_AT).is_null()).select(names)
+            yield from self._as_segment(rows).to_batches()
+
+    def _as_segment(self, rows: pa.Table) -> pa.Table:
+        back = {lake: name for name, lake in self.layout.renames.items()}
+        for column in self.layout.source.columns:
+            if column.attnum in self.layout.times:
+                name = self.layout.names[column.attnum]
+                codec = codec_for(column.type, column.type_modifier, TypeSettings())
+                at = rows.schema.get_field_index(name)
+                rows = rows.set_column(at, name, _read_times(rows.column(name), codec.arrow_type))
+        if UNREPRESENTABLE in rows.column_names:
+            texts = {back[name]: column for name, column in split_texts(rows).items()}
+            maps = join_texts(texts, rows.num_rows)
+            at = rows.schema.get_field_index(UNREPRESENTABLE)
+            if maps is not None:
+                rows = rows.set_column(at, UNREPRESENTABLE, maps)
+        return rows.rename_columns([back.get(name, name) for name in rows.column_names])
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedVersion:
+    """A version of a table that stays readable until it is closed (`penstock.destinations.base.PinnedTable`)."""
+
+    parts: tuple[Add, ...]
+    reader: LakeReader
+    version: int
+    pin: Pin
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        release_pin(self.reader.storage, self.pin)
+
+
+def pin_table(storage: Storage, table: str) -> PinnedVersion | None:
+    """Pin the newest version of the table in a folder; None if there is none with a complete copy."""
+    snapshot = DeltaLog(storage, table).refresh()
+    state = None if snapshot is None else from_metadata(snapshot.metadata)
+    if snapshot is None or state is None or not state.copied:
+        return None
+    if state.layout.mode is Mode.HISTORY:
+        raise unusable(
+            f"{table} keeps every change, so its rows cannot be compared with the source",
+            hint='Use mode = "mirror" or "soft_delete" for tables that are to be compared.',
+        )
+    pin = pin_version(storage, snapshot.version, seconds=PIN_SECONDS, reason="compared with its source")
+    return PinnedVersion(tuple(snapshot.files.values()), LakeReader(storage, state.layout), snapshot.version, pin)
+
+
+def _read_times(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
+    """What `penstock.destinations.delta.schema.fit` has printed."""
+    if pa.types.is_time(wanted):
+        # Arrow has no cast to times: read them as timestamps of the first day.
+        day, nothing = pa.scalar("1970-01-01 ", column.type), pa.scalar("", column.type)
+        moments = pc.cast(pc.binary_join_element_wise(day, column, nothing), pa.timestamp("us"))
+        return pc.cast(moments, wanted)
+    chunks: list[pa.Array] = []
+    for chunk in column.chunks:
+        values = _read_times(pa.chunked_array([chunk.flatten()]), wanted.value_type).combine_chunks()
+        counts = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
+        offsets = pa.array(np.append(0, np.cumsum(counts)).astype(np.int32))
+        chunks.append(pa.ListArray.from_arrays(offsets, values, mask=chunk.is_null()))
+    return pa.chunked_array(chunks, wanted)
