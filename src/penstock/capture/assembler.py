@@ -66,6 +66,8 @@ class AssemblerSettings:
     """… up to here: each table in a block has a fixed cost."""
     message_prefixes: frozenset[str] = frozenset()
     """Logical messages with these prefixes are kept."""
+    ddl_prefix: str | None = None
+    """Logical messages with this prefix are records of DDL; None where there is no trigger that makes them."""
     types: TypeSettings = field(default_factory=TypeSettings)
 
 
@@ -290,7 +292,8 @@ class Assembler:
 
     def _take_single(self, kind: int, message: bytes) -> None:
         if kind == wire.RELATION:
-            self._relations.describe(parse_relation(message))
+            at = None if self._open is None else OrderKey(self._open.commit_lsn, self._ordinal)
+            self._relations.describe(parse_relation(message), at=at)
         elif kind == wire.TRUNCATE:
             if self._open is None:
                 raise DecodeError("a truncate outside of a transaction", offset=0)
@@ -331,6 +334,9 @@ class Assembler:
 
     def _take_message(self, raw: bytes, transaction: Transaction | None, stream: int | None = None) -> None:
         message = parse_logical_message(raw, streamed=stream is not None)
+        if transaction is not None and message.prefix == self._settings.ddl_prefix:
+            self._relations.learn(message.content, OrderKey(transaction.commit_lsn, self._ordinal))
+            return
         if message.prefix not in self._settings.message_prefixes or transaction is None:
             return
         key = OrderKey(transaction.commit_lsn, self._ordinal)
@@ -370,7 +376,9 @@ class Assembler:
             kind, message = int(scan.kind[index]), scan.message(index)
             if kind == wire.RELATION:
                 # Kept even if its sub-transaction was rolled back: the server does not send it again.
-                self._relations.describe(parse_relation(message, streamed=True), transaction=transaction.xid)
+                relation = parse_relation(message, streamed=True)
+                at = OrderKey(transaction.commit_lsn, self._ordinal)
+                self._relations.describe(relation, transaction=transaction.xid, at=at)
             elif int.from_bytes(message[1:5], "big") in aborted:
                 continue
             elif kind == wire.TRUNCATE:

@@ -136,19 +136,20 @@ class Capture:
         writer.discard_unpublished()
         with connect(settings.source, Role.CATALOG, parameters=NO_TIMEOUTS) as catalog:
             require_publication(catalog, settings.publication)
+            messages = bool(settings.assembler.message_prefixes or settings.assembler.ddl_prefix)
             options = StartOptions(
                 slot=settings.slot,
                 publications=(settings.publication,),
                 # Logical messages of rolled-back savepoints come under the name of the whole transaction when streamed.
-                streaming=settings.streaming and not settings.assembler.message_prefixes,
-                messages=bool(settings.assembler.message_prefixes),
+                streaming=settings.streaming and not messages,
+                messages=messages,
             )
             if not settings.temporary:
                 require_usable(inspect_slot(catalog, settings.slot), settings.slot, database=catalog.info.dbname)
             session = ReplicationSession(settings.source, options)
             try:
                 self._start(session, writer, catalog)
-                resolver = CatalogResolver(catalog, writer.schemas)
+                resolver = CatalogResolver(catalog, writer.schemas, recorded=settings.assembler.ddl_prefix is not None)
                 streams = OpenStreams(writer.open_folder, writer.disk)
                 assembler = Assembler(writer, resolver, streams, settings.assembler)
                 self._run_threads(session, writer, assembler, _sender_timeout(catalog))

@@ -14,6 +14,7 @@ from typing import Protocol
 from penstock.capture.messages import Relation
 from penstock.changes.segment import SegmentLayout, segment_layout
 from penstock.errors import DecodeError
+from penstock.lsn import OrderKey
 from penstock.schema import TableSchema
 from penstock.values import TypeSettings
 
@@ -21,8 +22,12 @@ from penstock.values import TypeSettings
 class SchemaResolver(Protocol):
     """Completes a RELATION message by what only the catalog knows: attribute numbers, types, primary key."""
 
-    def resolve(self, relation: Relation) -> TableSchema:
-        """Called once per RELATION message, from the decoding thread; may ask the source."""
+    def resolve(self, relation: Relation, at: OrderKey | None = None) -> TableSchema:
+        """Called once per RELATION message, from the decoding thread; may ask the source. `at` is where it stands."""
+        ...
+
+    def learn(self, content: bytes, at: OrderKey) -> None:
+        """The source has recorded a change of a table here (`penstock.source.ddl_trigger`)."""
         ...
 
 
@@ -52,9 +57,9 @@ class RelationMap:
         self._announced_at: dict[int, dict[int, int]] = {}
         self.lanes: list[Lane] = []
 
-    def describe(self, relation: Relation, *, transaction: int | None = None) -> Lane:
+    def describe(self, relation: Relation, *, transaction: int | None = None, at: OrderKey | None = None) -> Lane:
         """Take a RELATION message; the lane stays the same when nothing has changed."""
-        schema = self._resolver.resolve(relation)
+        schema = self._resolver.resolve(relation, at)
         lane = self._visible(relation.table_id, transaction)
         if lane is None or lane.schema != schema:
             lane = Lane(len(self.lanes), segment_layout(schema, self._settings))
@@ -65,6 +70,10 @@ class RelationMap:
         else:
             self._streamed.setdefault(transaction, {})[relation.table_id] = lane
         return lane
+
+    def learn(self, content: bytes, at: OrderKey) -> None:
+        """Take a record of DDL; the table's RELATION message follows before its next row."""
+        self._resolver.learn(content, at)
 
     def announce(self, table_id: int, transaction: int) -> None:
         """A description has arrived inside a streamed transaction; it is taken (`describe`) at its commit."""

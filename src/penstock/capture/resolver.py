@@ -1,4 +1,4 @@
-"""Completes RELATION messages from the source's catalog."""
+"""Completes RELATION messages from the source's catalog, or from what the source has recorded of its DDL."""
 
 from __future__ import annotations
 
@@ -7,31 +7,77 @@ from typing import Any
 import psycopg
 
 from penstock.capture.messages import Relation
+from penstock.lsn import OrderKey
 from penstock.schema import PostgresType, TableSchema
-from penstock.source.catalog import build_schema, load_table, load_types
+from penstock.source.catalog import Attribute, CatalogTable, build_schema, load_table, load_types, schema_from_catalog
+from penstock.source.ddl_trigger import parse_announcement
 from penstock.spool.schemas import SchemaVersions
 
 
 class CatalogResolver:
-    """Asks once per RELATION message: these are rare, and a column can be dropped and added again unseen otherwise."""
+    """Asks once per RELATION message: these are rare, and a column can be dropped and added again unseen otherwise.
 
-    def __init__(self, connection: psycopg.Connection[Any], versions: SchemaVersions) -> None:
+    Where DDL is `recorded` the version that holds at a position is the truth, and the catalog, which may be ahead, is
+    asked only for tables of which there is none.
+    """
+
+    def __init__(
+        self, connection: psycopg.Connection[Any], versions: SchemaVersions, *, recorded: bool = False
+    ) -> None:
         self._connection = connection
         self._versions = versions
+        self._recorded = recorded
         self._types: dict[int, PostgresType] = {}
 
-    def resolve(self, relation: Relation) -> TableSchema:
+    def resolve(self, relation: Relation, at: OrderKey | None = None) -> TableSchema:
         """The message's columns with attribute numbers, types and the primary key."""
-        catalog = load_table(self._connection, relation.table_id)
-        oids = {column.type_oid for column in relation.columns}
-        self._types |= load_types(self._connection, oids - self._types.keys(), self._types)
+        versions, table_id = self._versions, relation.table_id
+        previous = versions.latest(table_id) if at is None else versions.at(table_id, at)
+        catalog = _as_recorded(relation, previous) if self._recorded else None
+        if catalog is None:
+            catalog = load_table(self._connection, table_id)
+        self._load_types({column.type_oid for column in relation.columns})
         return build_schema(
-            relation.table_id,
+            table_id,
             relation.namespace,
             relation.name,
             relation.replica_identity,
             relation.columns,
             catalog,
             self._types,
-            self._versions.latest(relation.table_id),
+            previous,
         )
+
+    def learn(self, content: bytes, at: OrderKey) -> None:
+        """Remember a table's attributes as the version that holds from here on."""
+        table = parse_announcement(content)
+        self._load_types({attribute.type_oid for attribute in table.live_attributes})
+        self._versions.version_for(schema_from_catalog(table, self._types), at)
+
+    def _load_types(self, oids: set[int]) -> None:
+        self._types |= load_types(self._connection, oids - self._types.keys(), self._types)
+
+
+def _as_recorded(relation: Relation, version: TableSchema | None) -> CatalogTable | None:
+    """The attributes of a version, if it has all columns of the message; what else a catalog has is not needed."""
+    if version is None or not {column.name for column in relation.columns} <= {c.name for c in version.columns}:
+        return None
+    keyed = [column for column in version.columns if column.primary_key_position is not None]
+    return CatalogTable(
+        oid=version.table_id,
+        namespace=version.namespace,
+        name=version.name,
+        kind="r",
+        persistence="p",
+        replica_identity=version.replica_identity,
+        identity_attnums=(),
+        primary_key_attnums=tuple(
+            column.attnum for column in sorted(keyed, key=lambda each: each.primary_key_position or 0)
+        ),
+        is_partition=False,
+        partition_parent_oid=None,
+        partition_root_oid=None,
+        attributes=tuple(
+            Attribute(column.attnum, column.name, column.type.oid, column.type_modifier) for column in version.columns
+        ),
+    )

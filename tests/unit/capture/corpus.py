@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.capture.messages import Relation
 from penstock.capture.scan import HEADER, PADDING, Parcel
+from penstock.lsn import OrderKey
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 from penstock.schema.json import schema_from_json, schema_to_json
 
@@ -50,7 +51,10 @@ class RecordedResolver:
     def __init__(self, schemas: dict[int, TableSchema]) -> None:
         self._schemas = schemas
 
-    def resolve(self, relation: Relation) -> TableSchema:
+    def learn(self, content: bytes, at: OrderKey) -> None:
+        raise AssertionError("nothing was recorded")
+
+    def resolve(self, relation: Relation, at: OrderKey | None = None) -> TableSchema:
         known = self._schemas.get(relation.table_id)
         if known and [column.name for column in known.columns] == [column.name for column in relation.columns]:
             return known

@@ -14,7 +14,7 @@ from penstock.capture.relations import RelationMap
 from penstock.capture.scan import HEADER
 from penstock.capture.streams import OpenStreams
 from penstock.errors import DecodeError
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.columns import RelationColumn
 from penstock.spool.disk import DiskGuard
@@ -218,7 +218,10 @@ class _LateCatalog:
     def __init__(self) -> None:
         self._looks = 0
 
-    def resolve(self, relation: Relation) -> TableSchema:
+    def learn(self, content: bytes, at: OrderKey) -> None:
+        raise AssertionError("nothing was recorded")
+
+    def resolve(self, relation: Relation, at: OrderKey | None = None) -> TableSchema:
         self._looks += 1
         key = 1 if self._looks == 2 else None
         column = Column("id", 1, PostgresType(23, "int4"), identity=True, primary_key_position=key)

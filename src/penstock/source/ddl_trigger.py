@@ -1,0 +1,271 @@
+"""An optional record of DDL in the stream itself: what a table's columns are, from exactly here on.
+
+RELATION messages name columns and types. Attribute numbers and the primary key come from the catalog, which is that of
+now: while capture is behind, a column that was dropped and added again cannot be told from the one before. With the
+trigger the source says it at the right place: after each DDL on a published table it emits a transactional logical
+message with the table's attributes, and at each start one for every table, from which all others follow.
+
+Two functions in the schema `penstock_ddl` and one event trigger, named after the slot: two streams on a database do not
+disturb each other. The trigger never fails the DDL that fired it: what goes wrong is a warning, and the catalog decides
+as it does without a trigger. Only names, numbers and types are sent: no defaults, no statements, no values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from penstock.errors import DecodeError, PermissionDenied, UnsupportedServer
+from penstock.schema import ReplicaIdentity
+from penstock.source.columns import Attribute, CatalogTable
+from penstock.source.faults import translated
+
+SCHEMA = "penstock_ddl"
+PREFIX = "penstock_ddl"
+MESSAGES_SINCE = 140000
+"""Older servers do not send logical messages through pgoutput."""
+_LONGEST_NAME = 63
+_OWN_PUBLICATION = "ALTER PUBLICATION"
+_TAGS = ("ALTER TABLE", "CREATE TABLE", "CREATE TABLE AS", "SELECT INTO", _OWN_PUBLICATION)
+
+logger = logging.getLogger(__name__)
+
+_EMIT = """
+declare
+    content text;
+begin
+    select pg_catalog.json_build_object(
+        'table', c.oid::int8, 'namespace', n.nspname, 'name', c.relname, 'kind', c.relkind,
+        'persistence', c.relpersistence, 'identity', c.relreplident, 'partition', c.relispartition,
+        'primary_key', (
+            select (x.indkey::int2[])[0:x.indnkeyatts - 1]
+            from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary
+        ),
+        'identity_key', (
+            select (x.indkey::int2[])[0:x.indnkeyatts - 1]
+            from pg_catalog.pg_index x
+            where x.indrelid = c.oid and case c.relreplident
+                when 'i' then x.indisreplident when 'd' then x.indisprimary and x.indimmediate else false
+            end
+        ),
+        'attributes', (
+            select pg_catalog.json_agg(
+                pg_catalog.json_build_array(
+                    a.attnum, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped, a.attgenerated, a.attnotnull
+                ) order by a.attnum
+            )
+            from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0
+        )
+    )::text into content
+    from pg_catalog.pg_class c
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where c.oid = changed and c.relkind in ('r', 'p') and c.relpersistence = 'p';
+    if content is not null then
+        perform pg_catalog.pg_logical_emit_message(true, {prefix}, content);
+    end if;
+end
+"""
+
+# Whatever happens to a partitioned table happens to its partitions, and the stream may speak of either. A statement on
+# the publication itself can add any table.
+_TRIGGER = """
+declare
+    changed oid;
+begin
+    if pg_catalog.current_setting('wal_level') <> 'logical'
+        or not exists (select from pg_catalog.pg_publication p where p.pubname = {publication})
+    then
+        return;
+    end if;
+    for changed in
+        with recursive altered (id) as (
+            select d.objid from pg_catalog.pg_event_trigger_ddl_commands() d
+            where d.classid = 'pg_catalog.pg_class'::pg_catalog.regclass
+            union
+            select i.inhrelid from altered a join pg_catalog.pg_inherits i on i.inhparent = a.id
+        ), published as (
+            select t.relid from pg_catalog.pg_get_publication_tables({publication}) t
+        )
+        select distinct a.id from altered a
+        where exists (
+            select from published p
+            where p.relid = a.id or p.relid in (select r.relid from pg_catalog.pg_partition_ancestors(a.id) r)
+        )
+        union
+        select p.relid from published p where tg_tag = {own}
+        order by 1
+    loop
+        perform {emit}(changed);
+    end loop;
+exception when others then
+    raise warning 'penstock could not record a change of a table: %', sqlerrm;
+end
+"""
+
+
+_FUNCTIONS = """
+    select p.proname, p.prosrc
+    from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
+    where n.nspname = %s and p.proname = any(%s)
+"""
+_ANY_FUNCTION = """
+    select from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
+    where n.nspname = %s limit 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DdlTrigger:
+    """The objects of one stream on its source."""
+
+    slot: str
+    publication: str
+
+    @property
+    def name(self) -> str:
+        """Of the event trigger and its function."""
+        return _fit(f"{PREFIX}_{self.slot}")
+
+    @property
+    def emit_name(self) -> str:
+        return _fit(f"{PREFIX}_emit_{self.slot}")
+
+    @property
+    def prefix(self) -> str:
+        """Of the messages."""
+        return message_prefix(self.slot)
+
+    def create(self, connection: psycopg.Connection[Any]) -> None:
+        """Make the objects, or bring them up to date; needs no privilege where they are."""
+        if connection.info.server_version < MESSAGES_SINCE:
+            raise UnsupportedServer("a record of DDL needs PostgreSQL 14 or newer", hint="Set ddl_trigger = false.")
+        bodies = self._bodies(connection)
+        with translated(connection, "look for the DDL trigger"):
+            found = dict(connection.execute(_FUNCTIONS, [SCHEMA, list(bodies)]).fetchall())
+        if found == bodies and self.exists(connection):
+            return
+        with _privileged(connection, "create the DDL trigger"), connection.transaction():
+            for statement in self._statements(bodies):
+                connection.execute(statement)
+        logger.info("ddl trigger created name=%s publication=%s", self.name, self.publication)
+
+    def exists(self, connection: psycopg.Connection[Any]) -> bool:
+        """Whether the event trigger is there and fires."""
+        with translated(connection, "look for the DDL trigger"):
+            found = connection.execute(
+                "select from pg_catalog.pg_event_trigger where evtname = %s and evtenabled <> 'D'", [self.name]
+            )
+            return found.fetchone() is not None
+
+    def announce(self, connection: psycopg.Connection[Any]) -> None:
+        """Send what every published table is now: what is known before the first DDL."""
+        statement = sql.SQL(
+            "select count({emit}(t.relid)::text) from pg_catalog.pg_get_publication_tables({publication}) t"
+        ).format(emit=sql.Identifier(SCHEMA, self.emit_name), publication=sql.Literal(self.publication))
+        with _privileged(connection, "announce the tables"):
+            connection.execute(statement)
+
+    def drop(self, connection: psycopg.Connection[Any]) -> bool:
+        """Remove the objects; False if there were none. The schema goes with the last of them."""
+        with _privileged(connection, "drop the DDL trigger"), connection.transaction():
+            found = connection.execute(_FUNCTIONS, [SCHEMA, [self.name, self.emit_name]]).fetchall()
+            connection.execute(sql.SQL("drop event trigger if exists {}").format(sql.Identifier(self.name)))
+            for name, _ in found:
+                function = sql.Identifier(SCHEMA, name)
+                connection.execute(sql.SQL("drop function {}").format(function))
+            others = connection.execute(_ANY_FUNCTION, [SCHEMA]).fetchone()
+            if others is None:
+                connection.execute(sql.SQL("drop schema if exists {}").format(sql.Identifier(SCHEMA)))
+        return bool(found)
+
+    def _bodies(self, connection: psycopg.Connection[Any]) -> dict[str, str]:
+        """The functions' texts by their names."""
+        values = {
+            "prefix": sql.Literal(self.prefix),
+            "publication": sql.Literal(self.publication),
+            "own": sql.Literal(_OWN_PUBLICATION),
+            "emit": sql.Identifier(SCHEMA, self.emit_name),
+        }
+        texts = {self.emit_name: sql.SQL(_EMIT), self.name: sql.SQL(_TRIGGER)}
+        return {name: text.format(**values).as_string(connection) for name, text in texts.items()}
+
+    def _statements(self, bodies: Mapping[str, str]) -> Iterator[sql.Composed]:
+        schema, name = sql.Identifier(SCHEMA), sql.Identifier(self.name)
+        # Whoever drives the stream may announce its tables, also if another role has made the functions.
+        yield sql.SQL("create schema if not exists {}").format(schema)
+        yield sql.SQL("grant usage on schema {} to public").format(schema)
+        signatures = {
+            self.emit_name: (sql.SQL("changed oid"), sql.SQL("void")),
+            self.name: (sql.SQL(""), sql.SQL("event_trigger")),
+        }
+        for function, (arguments, result) in signatures.items():
+            yield sql.SQL(
+                "create or replace function {name}({arguments}) returns {result} language plpgsql "
+                "security definer set search_path = pg_catalog, pg_temp as {body}"
+            ).format(
+                name=sql.Identifier(SCHEMA, function),
+                arguments=arguments,
+                result=result,
+                body=sql.Literal(bodies[function]),
+            )
+        yield sql.SQL("drop event trigger if exists {}").format(name)
+        yield sql.SQL(
+            "create event trigger {name} on ddl_command_end when tag in ({tags}) execute function {schema}.{name}()"
+        ).format(name=name, schema=schema, tags=sql.SQL(", ").join(map(sql.Literal, _TAGS)))
+
+
+def message_prefix(slot: str) -> str:
+    """Of the messages that a stream's trigger sends."""
+    return f"{PREFIX}:{slot}"
+
+
+def parse_announcement(content: bytes) -> CatalogTable:
+    """A table as the source has described it in a message."""
+    try:
+        record: dict[str, Any] = json.loads(content)
+        return CatalogTable(
+            oid=int(record["table"]),
+            namespace=record["namespace"],
+            name=record["name"],
+            kind=record["kind"],
+            persistence=record["persistence"],
+            replica_identity=ReplicaIdentity(record["identity"]),
+            identity_attnums=tuple(record["identity_key"] or ()),
+            primary_key_attnums=tuple(record["primary_key"] or ()),
+            is_partition=record["partition"],
+            partition_parent_oid=None,
+            partition_root_oid=None,
+            attributes=tuple(Attribute(*fields) for fields in record["attributes"] or ()),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DecodeError(f"a record of DDL that cannot be understood ({type(error).__name__})", offset=0) from None
+
+
+@contextmanager
+def _privileged(connection: psycopg.Connection[Any], doing: str) -> Iterator[None]:
+    """Say what a role needs, when it lacks it."""
+    try:
+        with translated(connection, doing):
+            yield
+    except PermissionDenied as denied:
+        raise PermissionDenied(
+            denied.message,
+            hint="Event triggers are for superusers (or the role that your provider has for them): run once as one, or "
+            "set ddl_trigger = false.",
+            **denied.facts,
+        ) from None
+
+
+def _fit(name: str) -> str:
+    """A name that the server does not shorten."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
