@@ -19,17 +19,25 @@ with what the load has counted: a run that is not fair or not complete fails.
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psycopg
+from draining import (
+    RECVLOGICAL,
+    SERVER_SETTINGS,
+    Drain,
+    Load,
+    create_slot,
+    drain_by_recvlogical,
+    drop_slot,
+    require_equal_options,
+    run_load,
+    wait_for_start,
+)
 from harness import (
     BenchmarkFailed,
     Watch,
@@ -52,52 +60,8 @@ from penstock.spool import SpoolReader, SpoolSettings
 from penstock.spool.folder import SpoolFolder
 from penstock.testing.postgres import PostgresServer
 
-RECVLOGICAL, CAPTURE = "pg_recvlogical", "capture"
+CAPTURE = "capture"
 DRAIN_SECONDS = 600.0
-START_SECONDS = 60.0
-SERVER_SETTINGS: Mapping[str, str] = {
-    # No checkpoint, no vacuum and no waiting for the disk while something is measured.
-    "shared_buffers": "512MB",
-    "max_wal_size": "64GB",
-    "checkpoint_timeout": "1h",
-    "autovacuum": "off",
-    # All of a workload's slots are there at once.
-    "max_replication_slots": "100",
-}
-_OPTION = re.compile(r"\"?(\w+)\"?\s+'((?:[^']|'')*)'")
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the server has written, between which positions."""
-
-    changes: int
-    transactions: int
-    end: Lsn
-    wal_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A walsender at work."""
-
-    pid: int
-    at: float
-    """Unix time of START_REPLICATION."""
-    options: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """One slot, read to the end."""
-
-    seconds: float
-    startup_seconds: float
-    cpu_seconds: float
-    server_cpu_seconds: float
-    peak_rss_mib: float
-    options: Mapping[str, str]
 
 
 def main() -> None:
@@ -140,16 +104,16 @@ def run(
             workload.prepare(connection, wanted)
             connection.execute(f"create publication {PUBLICATION} for all tables".encode())
             connection.execute("checkpoint")
-            slots = [_create_slot(connection, number) for number in range(len(turns))]
-            load = _run_load(connection, wanted)
+            slots = [create_slot(connection, number) for number in range(len(turns))]
+            load = run_load(connection, wanted)
             say(f"{workload.name}: {load.changes:,} changes written in {load.seconds:.1f} s")
             drains: dict[str, list[Drain]] = {RECVLOGICAL: [], CAPTURE: []}
             for (slot, position), reader in zip(slots, turns, strict=True):
                 if reader == RECVLOGICAL:
-                    drain = _drain_by_recvlogical(server, connection, database, slot, load.end)
+                    drain = drain_by_recvlogical(server, connection, database, slot, load.end)
                 else:
                     drain = _drain_by_capture(server, connection, database, slot, position, load, folder)
-                _drop_slot(connection, slot)
+                drop_slot(connection, slot)
                 drains[reader].append(drain)
                 say(
                     f"{workload.name}: {reader} {load.changes / drain.seconds:,.0f} changes/s "
@@ -157,52 +121,8 @@ def run(
                 )
     finally:
         server.drop_database(database)
-    _require_equal_options([*drains[RECVLOGICAL], *drains[CAPTURE]])
+    require_equal_options([*drains[RECVLOGICAL], *drains[CAPTURE]])
     return load, drains
-
-
-def _run_load(connection: psycopg.Connection[Any], wanted: int) -> Load:
-    before = _current_position(connection)
-    began = time.monotonic()
-    row = connection.execute("call load(%s, 0, 0)", [wanted]).fetchone()
-    seconds = time.monotonic() - began
-    assert row is not None
-    changes, transactions = row
-    if changes != wanted:
-        raise BenchmarkFailed(f"the load was to make {wanted:,} changes, and made {changes:,}")
-    end = _current_position(connection)
-    return Load(changes, transactions, end, end - before, seconds)
-
-
-def _drain_by_recvlogical(
-    server: PostgresServer, connection: psycopg.Connection[Any], database: str, slot: str, end: Lsn
-) -> Drain:
-    command = [
-        str(server.binaries.program("pg_recvlogical")),
-        *("-h", "127.0.0.1", "-p", str(server.port), "-U", server.user, "-d", database),
-        *("--start", "--slot", slot, "--endpos", str(end), "--no-loop", "--file", os.devnull, "--fsync-interval", "0"),
-        *("-o", "proto_version=2", "-o", "streaming=on", "-o", f'publication_names="{PUBLICATION}"'),
-    ]
-    launched = time.time()
-    with subprocess.Popen(command, env=os.environ | {"PGPASSWORD": server.password}) as process:
-        try:
-            started = _wait_for_start(connection, slot, lambda: process.poll() is None)
-            with Watch(reader=process.pid, walsender=started.pid) as watch:
-                _, status, used = os.wait4(process.pid, 0)
-                ended = time.time()
-            process.returncode = os.waitstatus_to_exitcode(status)
-        finally:
-            process.kill()
-    if process.returncode != 0:
-        raise BenchmarkFailed(f"pg_recvlogical ended with exit code {process.returncode}")
-    return Drain(
-        seconds=ended - started.at,
-        startup_seconds=started.at - launched,
-        cpu_seconds=used.ru_utime + used.ru_stime - watch.first("reader").cpu_seconds,
-        server_cpu_seconds=watch.last("walsender").cpu_seconds,
-        peak_rss_mib=watch.last("reader").peak_rss_mib,
-        options=started.options,
-    )
 
 
 def _drain_by_capture(
@@ -225,7 +145,7 @@ def _drain_by_capture(
         )
         launched = time.time()
         with CaptureProcess(settings) as capture:
-            started = _wait_for_start(connection, slot, lambda: _is_in_first_start(capture))
+            started = wait_for_start(connection, slot, lambda: _is_in_first_start(capture))
             assert capture.pid is not None
             with Watch(reader=capture.pid, walsender=started.pid) as watch:
                 if not capture.wait_captured(load.end, DRAIN_SECONDS):
@@ -245,24 +165,6 @@ def _drain_by_capture(
         )
 
 
-def _wait_for_start(connection: psycopg.Connection[Any], slot: str, is_alive: Callable[[], bool]) -> Started:
-    """Wait until the slot is in use. The time is the server's, so it does not matter how often we look."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        row = connection.execute(
-            """select a.pid, extract(epoch from a.query_start)::float8, a.query
-               from pg_catalog.pg_replication_slots s join pg_catalog.pg_stat_activity a on a.pid = s.active_pid
-               where s.slot_name = %s and a.query ilike 'start_replication%%'""",
-            [slot],
-        ).fetchone()
-        if row is not None:
-            return Started(row[0], row[1], dict(_OPTION.findall(row[2])))
-        if not is_alive():
-            raise BenchmarkFailed("a reader ended before it was seen at work: measure more changes")
-        time.sleep(0.005)
-    raise BenchmarkFailed(f"nobody has read from slot {slot} within {START_SECONDS:.0f} s")
-
-
 def _is_in_first_start(capture: CaptureProcess) -> bool:
     capture.check()
     if capture.restarts:
@@ -278,40 +180,6 @@ def _require_complete(spool: Path, position: Lsn, load: Load) -> None:
             f"the spool has {rows:,} rows of {transactions:,} transactions; "
             f"the server has written {load.changes:,} of {load.transactions:,}"
         )
-
-
-def _require_equal_options(drains: Sequence[Drain]) -> None:
-    different = {tuple(sorted(drain.options.items())) for drain in drains}
-    if len(different) != 1 or not drains[0].options:
-        raise BenchmarkFailed(f"the readers asked the server for different things: {sorted(different)}")
-
-
-def _create_slot(connection: psycopg.Connection[Any], number: int) -> tuple[str, Lsn]:
-    name = f"bench_{number}"
-    row = connection.execute(
-        "select lsn from pg_catalog.pg_create_logical_replication_slot(%s, 'pgoutput')", [name]
-    ).fetchone()
-    assert row is not None
-    return name, Lsn.parse(row[0])
-
-
-def _drop_slot(connection: psycopg.Connection[Any], slot: str) -> None:
-    """Drop it once the walsender has noticed that its reader is gone."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            connection.execute("select pg_catalog.pg_drop_replication_slot(%s)", [slot])
-            return
-        except psycopg.errors.ObjectInUse:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
-def _current_position(connection: psycopg.Connection[Any]) -> Lsn:
-    row = connection.execute("select pg_catalog.pg_current_wal_flush_lsn()").fetchone()
-    assert row is not None
-    return Lsn.parse(row[0])
 
 
 _SUMMARY = {

@@ -59,7 +59,14 @@ _COMMIT = "commit; transactions := transactions + 1;"
 
 
 def _prepare_one_table(
-    connection: psycopg.Connection[Any], changes: int, *, table: str, columns: str, row: str, update: str
+    connection: psycopg.Connection[Any],
+    changes: int,
+    *,
+    table: str,
+    columns: str,
+    row: str,
+    update: str,
+    updated_rows: int = _UPDATED_ROWS,
 ) -> None:
     """One table, transactions of 60 updates, 30 inserts and 10 deletes.
 
@@ -68,13 +75,13 @@ def _prepare_one_table(
     _execute(
         connection,
         f"create table {table} ({columns})",
-        f"insert into {table} select {row} from generate_series(1::bigint, {changes // 10 + _UPDATED_ROWS}) i",
+        f"insert into {table} select {row} from generate_series(1::bigint, {changes // 10 + updated_rows}) i",
         _procedure(
-            f"before constant bigint := wanted / 10; last constant bigint := before + {_UPDATED_ROWS};",
+            f"before constant bigint := wanted / 10; last constant bigint := before + {updated_rows};",
             f"""
             for t in 0 .. wanted / 100 - 1 loop
                 update {table} set {update} where id = any (array(
-                    select before + 1 + j * {_STRIDE} % {_UPDATED_ROWS}
+                    select before + 1 + j * {_STRIDE} % {updated_rows}
                     from generate_series(t::bigint * 60, t * 60 + 59) j));
                 {_COUNT}
                 insert into {table} select {row} from generate_series(last + t * 30 + 1, last + t * 30 + 30) i;
@@ -108,6 +115,19 @@ def create_orders(connection: psycopg.Connection[Any], table: str, rows: int) ->
 def _prepare_mixed(connection: psycopg.Connection[Any], changes: int) -> None:
     _prepare_one_table(
         connection, changes, table="orders", columns=_ORDER_COLUMNS, row=_ORDER_ROW, update=_ORDER_UPDATE
+    )
+
+
+def prepare_mixed_into(connection: psycopg.Connection[Any], changes: int, rows: int) -> None:
+    """As `mixed`, into a table of so many rows, all over it."""
+    _prepare_one_table(
+        connection,
+        changes,
+        table="orders",
+        columns=_ORDER_COLUMNS,
+        row=_ORDER_ROW,
+        update=_ORDER_UPDATE,
+        updated_rows=rows - changes // 10,
     )
 
 
@@ -198,15 +218,20 @@ def _prepare_text(connection: psycopg.Connection[Any], changes: int) -> None:
 
 
 def _prepare_many(connection: psycopg.Connection[Any], changes: int) -> None:
+    prepare_many(connection, changes, TABLE_COUNT)
+
+
+def prepare_many(connection: psycopg.Connection[Any], changes: int, tables: int) -> None:
     """Each transaction changes five rows in each of ten tables: six in ten visits update, three insert, one deletes.
 
-    In 300 transactions every table has ten visits; their numbers give each its own rows to insert or delete.
+    In as many transactions as there are tables (no multiple of 7 or 31) every table has ten visits; their numbers give
+    each its own rows to insert or delete.
     """
-    deleted = 50 * (changes // 50 // TABLE_COUNT + 1)
+    deleted = 50 * (changes // 50 // tables + 1)
     _execute(
         connection,
         f"""do $do$ begin
-            for k in 0 .. {TABLE_COUNT - 1} loop
+            for k in 0 .. {tables - 1} loop
                 execute format($$create table t%s (id bigint primary key, account int, name text,
                                  amount numeric(12,2), changed timestamptz, active boolean)$$, k);
                 execute format($$insert into t%s
@@ -218,8 +243,8 @@ def _prepare_many(connection: psycopg.Connection[Any], changes: int) -> None:
             f"""
             for t in 0 .. wanted / 50 - 1 loop
                 for j in 0 .. {TABLES_PER_TRANSACTION - 1} loop
-                    k := (t * 7 + j * 31) % {TABLE_COUNT};
-                    visit := t / {TABLE_COUNT} * {TABLES_PER_TRANSACTION} + j;
+                    k := (t * 7 + j * 31) % {tables};
+                    visit := t / {tables} * {TABLES_PER_TRANSACTION} + j;
                     if (t + j) % 10 < 6 then
                         execute format('update t%s set amount = amount + 1.5, name = $2, changed = clock_timestamp()
                                         where id between $1 and $1 + 4', k)
