@@ -7,6 +7,7 @@ Everything is applied in the driver, row by row. Positions are kept beside the r
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,29 @@ class MemoryTables:
                 if each.mirror is not None and each.table == table:
                     return each.mirror
         raise KeyError(table)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedRows:
+    """Rows of one moment; the reader of a `PinnedMemory`."""
+
+    rows: pa.Table
+
+    def read(self, part: int, /) -> Iterator[pa.RecordBatch]:
+        """All rows: there is one part."""
+        yield from self.rows.to_batches()
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedMemory:
+    """See `penstock.destinations.base.PinnedTable`."""
+
+    schema: TableSchema
+    reader: PinnedRows
+    parts: Sequence[int] = (0,)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class MemoryDestination:
@@ -126,6 +150,18 @@ class MemoryDestination:
             if found is None or found.owner != self._started.pipeline_id or not self._started.knows(found.lineage):
                 return None
             return found.position
+
+    @property
+    def keeps_versions(self) -> bool:
+        """See `ReadableDestination`."""
+        return True
+
+    def pin(self, schema: TableSchema) -> PinnedMemory | None:
+        """See `ReadableDestination`; from this process only."""
+        with self.storage.lock:
+            found = self.storage.tables.get(schema.table_id)
+            mirror = None if found is None else found.mirror
+            return None if mirror is None else PinnedMemory(mirror.schema, PinnedRows(mirror.arrow()))
 
     def shutdown(self) -> None:
         """Nothing to close; the tables stay."""

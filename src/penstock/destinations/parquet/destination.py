@@ -25,6 +25,7 @@ from penstock.destinations.parquet.manifests import (
     make_folder,
     put_if_absent,
 )
+from penstock.destinations.parquet.pinned import PinnedParquet, pin_generation
 from penstock.destinations.parquet.tasks import ChangesItem, CopyTarget, write_changes, write_range
 from penstock.destinations.refusals import (
     fenced_copy,
@@ -195,6 +196,16 @@ class ParquetDestination:
         if last is None or last[1].kind is ManifestKind.FENCED or not self._started.knows(last[1].lineage):
             return None
         return last[1].position
+
+    @property
+    def keeps_versions(self) -> bool:
+        """See `ReadableDestination`: files are never changed."""
+        return True
+
+    def pin(self, schema: TableSchema) -> PinnedParquet | None:
+        """See `ReadableDestination`."""
+        generation = self._root.table(schema.namespace, schema.name).current()
+        return None if generation is None else pin_generation(generation)
 
     def shutdown(self) -> None:
         """See `Destination`."""
