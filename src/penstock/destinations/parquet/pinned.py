@@ -75,6 +75,10 @@ class CurrentReader:
         if part.changes and net is not None:
             yield from self._remaining(net).to_batches()
 
+    def fit(self, rows: pa.Table) -> pa.Table:
+        """Some of the columns, in their types of now."""
+        return rows.cast(pa.schema([self.types.field(name) for name in rows.column_names]))
+
     @property
     def key(self) -> list[str]:
         numbers = {column.attnum for column in self.schema.key}
@@ -204,7 +208,7 @@ def _types(schema: TableSchema, copied: Sequence[tuple[TableSchema, str]], chang
 @lru_cache(maxsize=2)
 def _net_changes(reader: CurrentReader) -> NetChanges:
     """Kept at hand for the next part that a process reads."""
-    changes = read_changes(_joined(reader.changes), reader.schema).fitted({}, reader.types)
+    changes = read_changes(_joined(reader.changes), reader.schema).fitted({}, reader.fit)
     return compact(changes, reader.key)
 
 

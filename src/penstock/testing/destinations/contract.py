@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.changes.batch import EventBatch, Rows
 from penstock.changes.events import Row, Unchanged, Unrepresentable
-from penstock.destinations.base import CopyRows, Destination, TableResult
+from penstock.destinations.base import CopyRows, Destination, RangeReader, ReadableDestination, TableResult
+from penstock.destinations.batch_events import copied_rows
 from penstock.errors import PenstockError
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 from penstock.testing.destinations.script import LocalTasks, ScriptedReader, ScriptedSource, make_context
@@ -468,4 +470,24 @@ def _refused(call: Callable[[], object], *, required: bool = False) -> None:
 def _expect(harness: DestinationHarness, schema: TableSchema, expected: list[Any]) -> None:
     rows = harness.rows(schema)
     assert rows is not None, f"{schema} does not exist at the destination"
-    assert sorted(rows, key=repr) == sorted((dict(row) for row in expected), key=repr)
+    wanted = sorted((dict(row) for row in expected), key=repr)
+    assert sorted(rows, key=repr) == wanted
+    reading = harness.open()
+    if isinstance(reading, ReadableDestination):
+        assert sorted(_pinned_rows(reading, schema), key=repr) == wanted
+
+
+def _pinned_rows(destination: ReadableDestination, schema: TableSchema) -> list[dict[str, Any]]:
+    """What `penstock verify` would compare; read where it would be: in tasks."""
+    pinned = destination.pin(schema)
+    assert pinned is not None
+    try:
+        assert [column.attnum for column in pinned.schema.columns] == [column.attnum for column in schema.columns]
+        parts = LocalTasks().run(list(pinned.parts), partial(_read_part, pinned.reader), description="read")
+        return [dict(row) for part in parts for batch in part for row in copied_rows(batch, pinned.schema)]
+    finally:
+        pinned.close()
+
+
+def _read_part(reader: RangeReader, part: Any) -> list[Any]:
+    return list(reader.read(part))
