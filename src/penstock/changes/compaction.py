@@ -109,6 +109,16 @@ class NetChanges:
         table, texts = self._extended(answers)
         return replace(self, table=table, texts=texts, origins=origins)
 
+    def select(self, rows: _Indices) -> KnownRows:
+        """Some of the new rows, as far as they are known."""
+        origins = {name: found[rows] for name, found in self.origins.items()}
+        masks = {name: (found < 0) | (found >= self.table.num_rows) for name, found in origins.items()}
+        taken = {name: pa.array(np.where(masks[name], 0, found), mask=masks[name]) for name, found in origins.items()}
+        own = pa.array(self.images[rows])
+        columns = {name: self.table.column(name).take(taken.get(name, own)) for name in self.table.column_names}
+        texts = {name: column.take(taken.get(name, own)) for name, column in self.texts.items()}
+        return KnownRows(rows, pa.table(columns).combine_chunks(), texts)
+
     def rows(self) -> tuple[pa.Table, Texts]:
         """The new rows; nothing may be unknown any more."""
         taken = {name: pa.array(found) for name, found in self.origins.items()}

@@ -1,8 +1,9 @@
 """Cells that were not sent: read from the rows that they were in before, or asked from the source; never NULL.
 
 Only the rows and columns that are needed are read. A row that comes into view by a publication's row filter arrives as
-an insert without its large cells, and no file has them: then the source is asked for the row as it is now, which is
-right or about to be overwritten by a change that is on its way. What nobody has stops the table.
+an insert without its large cells, and no file has them: then the source is asked for the row as it is now. If that is
+the same in all that was sent, so are the other cells; if it is not, changes of it are on their way, and the table waits
+for them. What nobody has stops the table.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from numpy.typing import NDArray
 
 from penstock.changes.compaction import KnownRows, NetChanges, keys_of
 from penstock.changes.segment import UNREPRESENTABLE
-from penstock.changes.texts import split_texts
+from penstock.changes.texts import Texts, join_texts, split_texts
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.layout import TableLayout
 from penstock.destinations.delta.match import FileMatch
 from penstock.destinations.delta.rows import read_rows
-from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.refusals import unknown_row
+from penstock.errors import CellsMissing, PenstockError
 
 
 def fill(
@@ -67,25 +68,41 @@ def _read_before(net: NetChanges, matches: Sequence[FileMatch], storage: Storage
 def _ask(
     net: NetChanges, rows: NDArray[np.int64], columns: Sequence[str], layout: TableLayout, source: SourceRows | None
 ) -> NetChanges:
+    """Take unknown cells from the source's rows, if these are the same in all that is known of them."""
     table = str(layout.source)
     if source is None or not layout.key:
         raise unknown_row(table, "a row came without some of its cells, and there is no old one to take them from")
-    taken = pa.array(net.images[rows])
-    asked = net.table.select(layout.key).take(taken).combine_chunks()
-    texts = {name: column.take(taken) for name, column in net.texts.items() if name in layout.key}
-    segment_names = {lake: name for name, lake in layout.renames.items()}
-    keys = keys_of(asked, texts, layout.key)
-    answers = source.fetch(layout.source, asked.rename_columns([segment_names[name] for name in layout.key]))
-    names = layout.renames
-    answers = answers.rename_columns([names.get(name, name) for name in answers.column_names])
-    schema = layout.with_texts().schema
-    needed = dict.fromkeys([*layout.key, *columns, UNREPRESENTABLE])
-    read = fit(answers, pa.schema([schema.field(name) for name in needed])).combine_chunks()
-    there = keys_of(read, split_texts(read), layout.key)
-    places = pc.index_in(keys, value_set=there)
+    known = net.select(rows)
+    keys = keys_of(known.table, known.texts, layout.key)
+    found, texts = _fetch(known, layout, source)
+    places = pc.index_in(keys, value_set=keys_of(found, texts, layout.key))
     if places.null_count:
-        raise unknown_row(
-            table, "a row came without some of its cells, and it is not at the source any more to ask for them"
-        )
-    read = read.take(places)
-    return net.completed(KnownRows(rows, read.select(list(columns)), split_texts(read)))
+        raise _not_as_it_was(table)
+    found = found.take(places).combine_chunks()
+    texts = {name: column.take(places) for name, column in texts.items()}
+    complete = net.completed(KnownRows(rows, found.select(list(columns)), texts))
+    written = complete.select(rows)
+    same = pc.equal(keys_of(written.table, written.texts, layout.columns), keys_of(found, texts, layout.columns))
+    if not pc.all(same).as_py():
+        raise _not_as_it_was(table)
+    return complete
+
+
+def _fetch(known: KnownRows, layout: TableLayout, source: SourceRows) -> tuple[pa.Table, Texts]:
+    """The source's rows of some keys, in the names and types of the lake."""
+    segment_names = {lake: name for name, lake in layout.renames.items()}
+    asked = known.table.select(layout.key)
+    asked = asked.rename_columns([segment_names[name] for name in layout.key])
+    maps = join_texts(
+        {segment_names[name]: known.texts[name] for name in layout.key if name in known.texts}, len(asked)
+    )
+    answers = source.fetch(layout.source, asked if maps is None else asked.append_column(UNREPRESENTABLE, maps))
+    texts = {layout.renames[name]: column for name, column in split_texts(answers).items()}
+    answers = answers.select(list(layout.renames))
+    return layout.fit(answers.rename_columns(list(layout.renames.values()))).combine_chunks(), texts
+
+
+def _not_as_it_was(table: str) -> PenstockError:
+    return CellsMissing(
+        f"{table}: a row came without some of its cells, and it has changed at the source since", table=table
+    )

@@ -20,7 +20,8 @@ from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout, fr
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import Pin, pin_version, release_pin
 from penstock.destinations.delta.storage import Storage
-from penstock.destinations.refusals import unusable
+from penstock.errors import NotComparable
+from penstock.schema import TableSchema
 from penstock.values import TypeSettings, codec_for
 
 PIN_SECONDS = 6 * 3600.0
@@ -66,6 +67,7 @@ class LakeReader:
 class PinnedVersion:
     """A version of a table that stays readable until it is closed (`penstock.destinations.base.PinnedTable`)."""
 
+    schema: TableSchema
     parts: tuple[Add, ...]
     reader: LakeReader
     version: int
@@ -83,12 +85,14 @@ def pin_table(storage: Storage, table: str) -> PinnedVersion | None:
     if snapshot is None or state is None or not state.copied:
         return None
     if state.layout.mode is Mode.HISTORY:
-        raise unusable(
+        raise NotComparable(
             f"{table} keeps every change, so its rows cannot be compared with the source",
             hint='Use mode = "mirror" or "soft_delete" for tables that are to be compared.',
+            table=table,
         )
     pin = pin_version(storage, snapshot.version, seconds=PIN_SECONDS, reason="compared with its source")
-    return PinnedVersion(tuple(snapshot.files.values()), LakeReader(storage, state.layout), snapshot.version, pin)
+    reader = LakeReader(storage, state.layout)
+    return PinnedVersion(state.layout.source, tuple(snapshot.files.values()), reader, snapshot.version, pin)
 
 
 def _read_times(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
