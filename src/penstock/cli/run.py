@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, running
+from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured
 from penstock.cli.display import Display, opened_display
-from penstock.cli.lag import LagWatch
+from penstock.cli.outputs import POLL_SECONDS, LookedAt, prefixed, started_outputs
 from penstock.cli.plan import plan_lines
-from penstock.cli.progress import OutputLook, Progress
-from penstock.cli.status_file import StatusFile
 from penstock.cli.tail import Ending
 from penstock.config import Config
-from penstock.errors import LeaseHeld, PenstockError, Retry
+from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
 from penstock.pipeline import Outputs, Pipeline
-from penstock.source import Role, connect
 from penstock.source.wal import current_position
-from penstock.state import Errored, Ready, Store, WorkerType
-from penstock.workers.process_tasks import ProcessTasks
+from penstock.state import Errored, Ready
 
-_POLL_SECONDS = 0.5
 _STATUS_SECONDS = 10.0
 
 
@@ -69,40 +61,17 @@ def run(
 
 
 def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> None:
-    destinations = {output.name: config.create_destination(output) for output in config.outputs}
-    with ExitStack() as stack:
-        stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.outputs}
-        # Before Spark starts: a person should not wait for a refusal.
-        for store in stores.values():
-            _refuse_second(config, store)
-        with ending.interruptible():
-            connect(config.pipeline.source, Role.CATALOG).close()
-        with _started_tasks(config, ending, display) as (tasks, session):
-            outputs = Outputs(
-                [
-                    Pipeline(output.settings, stores[output.name], destinations[output.name], tasks, session)
-                    for output in config.outputs
-                ]
-            )
-            try:
-                with ending.interruptible():
-                    outputs.start()
-                display.say(_greeting(config, outputs, [destination.name for destination in destinations.values()]))
-                caught_up = _watch(config, outputs, ending, display, once=once)
-                display.say("caught up, stopping" if caught_up else "stopping: the batch at hand is finished first")
-                failed = [
-                    _prefixed(outputs, pipeline, name)
-                    for pipeline in outputs
-                    for name, phase in pipeline.phases.items()
-                    if isinstance(phase, Errored)
-                ]
-            finally:
-                outputs.stop()
-                tasks.close()
-                outputs.shutdown()
-        for pipeline in outputs:
-            position = pipeline.store.get_replication_progress(WorkerType.apply())
-            display.say(_prefixed(outputs, pipeline, f"stopped at {position or 'the beginning'}"))
+    with started_outputs(config, ending, display) as running:
+        outputs = running.outputs
+        with LookedAt(config, outputs, display) as looked_at:
+            caught_up = _watch(config, outputs, ending, looked_at, once=once)
+        display.say("caught up, stopping" if caught_up else "stopping: the batch at hand is finished first")
+        failed = [
+            prefixed(outputs, pipeline, name)
+            for pipeline in outputs
+            for name, phase in pipeline.phases.items()
+            if isinstance(phase, Errored)
+        ]
     if once and failed:
         raise PenstockError(
             f"{len(failed)} table{'s' * (len(failed) > 1)} stopped: {', '.join(failed)}",
@@ -110,57 +79,20 @@ def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> Non
         )
 
 
-def _greeting(config: Config, outputs: Outputs, into: Sequence[str]) -> str:
-    settings = config.pipeline
-    tables = max(len(pipeline.phases) for pipeline in outputs)
-    return (
-        f"following publication {settings.publication} on {settings.source.location} by slot {settings.slot}, "
-        f"{tables} table{'s' * (tables != 1)}, into {' and '.join(into)}; Ctrl-C ends it"
-    )
-
-
-def _prefixed(outputs: Outputs, pipeline: Pipeline, text: str) -> str:
-    """What is said about one of several outputs."""
-    return f"{pipeline.output}: {text}" if len(outputs) > 1 else text
-
-
-def _watch(config: Config, outputs: Outputs, ending: Ending, display: Display, *, once: bool) -> bool:
+def _watch(config: Config, outputs: Outputs, ending: Ending, looked_at: LookedAt, *, once: bool) -> bool:
     """Look until an output ends, or all should; whether they have caught up with where `once` ends."""
-    source = config.pipeline.source
-    with LagWatch(source) as lag:
-        watches = [_progress(outputs, pipeline, lag) for pipeline in outputs]
-        status_file = StatusFile(config.pipeline.spool.path)
-        target: Lsn | None = None
-        while not ending.stop.is_set():
-            if outputs.wait(0):
-                return False
-            _look(watches, display, status_file)
-            if once and all(_is_settled(pipeline) for pipeline in outputs):
-                target = target or current_position(source)
-                if all(_has_reached(pipeline, target) for pipeline in outputs):
-                    _look(watches, display, status_file)
-                    return True
-            ending.stop.wait(_POLL_SECONDS)
-        return False
-
-
-def _look(watches: Sequence[Progress], display: Display, status_file: StatusFile) -> None:
-    looks: list[OutputLook] = []
-    for watch in watches:
-        notices, look = watch.look()
-        for notice in notices:
-            display.tell(notice)
-        looks += [look] if look is not None else []
-    display.show(looks)
-    status_file.write(looks)
-
-
-def _progress(outputs: Outputs, pipeline: Pipeline, lag: LagWatch) -> Progress:
-    return Progress(
-        pipeline,
-        lambda status: lag.behind(status.applied, status.last_commit_time),
-        prefix=_prefixed(outputs, pipeline, ""),
-    )
+    target: Lsn | None = None
+    while not ending.stop.is_set():
+        if outputs.wait(0):
+            return False
+        looked_at.look()
+        if once and all(_is_settled(pipeline) for pipeline in outputs):
+            target = target or current_position(config.pipeline.source)
+            if all(_has_reached(pipeline, target) for pipeline in outputs):
+                looked_at.look()
+                return True
+        ending.stop.wait(POLL_SECONDS)
+    return False
 
 
 def _is_settled(pipeline: Pipeline) -> bool:
@@ -178,45 +110,3 @@ def _has_reached(pipeline: Pipeline, target: Lsn) -> bool:
     # A table that failed holds back what is acknowledged.
     held = any(isinstance(phase, Errored) for phase in pipeline.phases.values())
     return reaches(status.applied if held else status.acknowledged, target)
-
-
-def _refuse_second(config: Config, store: Store) -> None:
-    driver = running(store)
-    if driver is not None:
-        raise LeaseHeld(
-            f"pipeline {config.pipeline.id} runs already: it is driven by {driver}",
-            host=driver.host,
-            pid=driver.pid,
-            since=driver.since,
-            expires=driver.expires,
-        )
-
-
-@contextmanager
-def _started_tasks(config: Config, ending: Ending, display: Display) -> Iterator[tuple[Any, Any]]:
-    """Where the data work is done, and the Spark session if there is one."""
-    choice = config.spark
-    if choice.master is None:
-        yield ProcessTasks(copy_tasks=config.copy_tasks), None
-        return
-    # Imported here: commands without Spark start without it.
-    from penstock.spark.session import SparkSettings, build_session
-    from penstock.spark.tasks import SparkTasks
-
-    settings = SparkSettings(
-        master=choice.master,
-        app_name=f"penstock {config.pipeline.id}",
-        memory=choice.memory,
-        options=choice.options,
-    )
-    display.say(f"starting Spark on {choice.master}")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with ending.interruptible():
-        session = build_session(settings)
-    try:
-        # PySpark has put its own in the place of ours: it cancels all jobs on Ctrl-C, also the batch at hand.
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        yield SparkTasks(session, copy_tasks=config.copy_tasks), session
-    finally:
-        session.stop()

@@ -1,0 +1,157 @@
+"""Outputs that a command runs in its own process: started, looked at while they run, and ended in good order."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cli.configured import running
+from penstock.cli.display import Display
+from penstock.cli.lag import LagWatch
+from penstock.cli.progress import OutputLook, Progress
+from penstock.cli.status_file import StatusFile
+from penstock.cli.tail import Ending
+from penstock.config import Config
+from penstock.errors import LeaseHeld
+from penstock.pipeline import Outputs, Pipeline
+from penstock.source import Role, connect
+from penstock.state import Store, WorkerType
+from penstock.workers.process_tasks import ProcessTasks
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What runs, and what its tasks run on."""
+
+    outputs: Outputs
+    tasks: Any
+    session: Any
+    """The Spark session; None without Spark."""
+
+
+@contextmanager
+def started_outputs(config: Config, ending: Ending, display: Display) -> Iterator[Running]:
+    """The outputs of a config, with changes flowing; when the block ends, the batches at hand are finished."""
+    destinations = {output.name: config.create_destination(output) for output in config.outputs}
+    with ExitStack() as stack:
+        stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.outputs}
+        # Before Spark starts: a person should not wait for a refusal.
+        for store in stores.values():
+            _refuse_second(config, store)
+        with ending.interruptible():
+            connect(config.pipeline.source, Role.CATALOG).close()
+        with started_tasks(config, ending, display) as (tasks, session):
+            outputs = Outputs(
+                [
+                    Pipeline(output.settings, stores[output.name], destinations[output.name], tasks, session)
+                    for output in config.outputs
+                ]
+            )
+            try:
+                with ending.interruptible():
+                    outputs.start()
+                display.say(_greeting(config, outputs, [destination.name for destination in destinations.values()]))
+                yield Running(outputs, tasks, session)
+            finally:
+                outputs.stop()
+                tasks.close()
+                outputs.shutdown()
+        for pipeline in outputs:
+            position = pipeline.store.get_replication_progress(WorkerType.apply())
+            display.say(prefixed(outputs, pipeline, f"stopped at {position or 'the beginning'}"))
+
+
+def _greeting(config: Config, outputs: Outputs, into: Sequence[str]) -> str:
+    settings = config.pipeline
+    tables = max(len(pipeline.phases) for pipeline in outputs)
+    return (
+        f"following publication {settings.publication} on {settings.source.location} by slot {settings.slot}, "
+        f"{tables} table{'s' * (tables != 1)}, into {' and '.join(into)}; Ctrl-C ends it"
+    )
+
+
+def prefixed(outputs: Outputs, pipeline: Pipeline, text: str) -> str:
+    """What is said about one of several outputs."""
+    return f"{pipeline.output}: {text}" if len(outputs) > 1 else text
+
+
+class LookedAt:
+    """Shows how the outputs are, each time that `look` is called, and leaves it in a file for other commands."""
+
+    def __init__(self, config: Config, outputs: Outputs, display: Display) -> None:
+        self._display = display
+        self._lag = LagWatch(config.pipeline.source)
+        self._watches = [
+            Progress(
+                pipeline,
+                lambda status: self._lag.behind(status.applied, status.last_commit_time),
+                prefix=prefixed(outputs, pipeline, ""),
+            )
+            for pipeline in outputs
+        ]
+        self._status_file = StatusFile(config.pipeline.spool.path)
+
+    def __enter__(self) -> LookedAt:
+        self._lag.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lag.__exit__(*exception)
+
+    def look(self) -> None:
+        """Called about twice a second."""
+        looks: list[OutputLook] = []
+        for watch in self._watches:
+            notices, look = watch.look()
+            for notice in notices:
+                self._display.tell(notice)
+            looks += [look] if look is not None else []
+        self._display.show(looks)
+        self._status_file.write(looks)
+
+
+def _refuse_second(config: Config, store: Store) -> None:
+    driver = running(store)
+    if driver is not None:
+        raise LeaseHeld(
+            f"pipeline {config.pipeline.id} runs already: it is driven by {driver}",
+            host=driver.host,
+            pid=driver.pid,
+            since=driver.since,
+            expires=driver.expires,
+        )
+
+
+@contextmanager
+def started_tasks(config: Config, ending: Ending, display: Display) -> Iterator[tuple[Any, Any]]:
+    """Where the data work is done, and the Spark session if there is one."""
+    choice = config.spark
+    if choice.master is None:
+        yield ProcessTasks(copy_tasks=config.copy_tasks), None
+        return
+    # Imported here: commands without Spark start without it.
+    from penstock.spark.session import SparkSettings, build_session
+    from penstock.spark.tasks import SparkTasks
+
+    settings = SparkSettings(
+        master=choice.master,
+        app_name=f"penstock {config.pipeline.id}",
+        memory=choice.memory,
+        options=choice.options,
+    )
+    display.say(f"starting Spark on {choice.master}")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with ending.interruptible():
+        session = build_session(settings)
+    try:
+        # PySpark has put its own in the place of ours: it cancels all jobs on Ctrl-C, also the batch at hand.
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        yield SparkTasks(session, copy_tasks=config.copy_tasks), session
+    finally:
+        session.stop()
