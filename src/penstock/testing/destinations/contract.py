@@ -17,7 +17,7 @@ from penstock.changes.batch import EventBatch, Rows
 from penstock.changes.events import Row, Unchanged, Unrepresentable
 from penstock.destinations.base import CopyRows, Destination, RangeReader, ReadableDestination, TableResult
 from penstock.destinations.batch_events import copied_rows
-from penstock.errors import PenstockError
+from penstock.errors import NotComparable, PenstockError
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 from penstock.testing.destinations.script import LocalTasks, ScriptedReader, ScriptedSource, make_context
 
@@ -474,7 +474,11 @@ def _expect(harness: DestinationHarness, schema: TableSchema, expected: list[Any
     assert sorted(rows, key=repr) == wanted
     reading = harness.open()
     if isinstance(reading, ReadableDestination):
-        assert sorted(_pinned_rows(reading, schema), key=repr) == wanted
+        try:
+            pinned = _pinned_rows(reading, schema)
+        except NotComparable:
+            return  # it keeps something else than the source's rows, and says so
+        assert sorted(pinned, key=repr) == wanted
 
 
 def _pinned_rows(destination: ReadableDestination, schema: TableSchema) -> list[dict[str, Any]]:
