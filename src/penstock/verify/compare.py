@@ -1,0 +1,231 @@
+"""Compares a table of the source, in a snapshot, with what a destination has pinned of it.
+
+First both sides are read, in tasks, to sums of digests by bucket (`scan`). Where they are equal, that was all. Buckets
+that differ are read again, and their rows compared one by one (`differences`). What goes through the driver is bounded
+by the number of pieces and buckets, never by rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from penstock.changes.segment import field_names, segment_layout
+from penstock.copy import CopyRows
+from penstock.copy.listening import RangeRead, listening
+from penstock.destinations.base import PinnedTable, Tasks
+from penstock.verify.differences import Compared, Files, compare_buckets, describe
+from penstock.verify.report import Counts, Difference, TableReport
+from penstock.verify.scan import (
+    BucketSums,
+    Collected,
+    Collection,
+    Piece,
+    Scan,
+    Side,
+    SideRows,
+    collect_piece,
+    sum_piece,
+)
+from penstock.verify.source_rows import SourceReader
+
+MAX_PIECES = 256
+"""Of each side: every piece sends its sums back."""
+_BUCKET_ROWS = 1024
+_BUCKETS = (16, 8192)
+_DETAILED_ROWS = 200_000
+"""About how many rows are written with all their cells, so that some can be shown."""
+_COMPARED_ROWS = 1_000_000
+"""About how many rows one task compares at a time."""
+
+OnProgress = Callable[[float], None]
+"""Told the fraction that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSettings:
+    """How tables are compared."""
+
+    sample: float = 1.0
+    show_values: bool = False
+    shown: int = 20
+    """Differing rows that are described, of each table."""
+    work_folder: Path | None = None
+    """For what differs: a folder that all tasks see. None: the system's folder for temporary files."""
+
+
+def compare_table(
+    rows: CopyRows,
+    pinned: PinnedTable,
+    tasks: Tasks,
+    settings: CompareSettings | None = None,
+    on_progress: OnProgress | None = None,
+) -> TableReport:
+    """Compare a table; `rows` says how its source is cut into ranges, at the position of `pinned`."""
+    settings = settings or CompareSettings()
+    began = time.monotonic()
+    scan = plan_scan(rows, pinned, settings)
+    pieces = _plan_pieces(rows.ranges, pinned.parts)
+    watched = _Watched(tasks, len(pieces), on_progress or _ignore)
+    sums = {side: BucketSums.nothing(scan.buckets) for side in Side}
+    found = watched.run(pieces, partial(sum_piece, scan), description=f"compare {scan.table}")
+    for piece, each in zip(pieces, found, strict=True):
+        sums[piece.side].merge(each)
+    suspicious = sums[Side.SOURCE].differing(sums[Side.DESTINATION])
+    counts = Counts(equal=int(sums[Side.SOURCE].counts[~suspicious].sum()))
+    differences: Sequence[Difference] = ()
+    if suspicious.any():
+        sizes = sums[Side.SOURCE].counts + sums[Side.DESTINATION].counts
+        more, differences = _look_closer(scan, pieces, watched, suspicious, sizes, settings)
+        counts += more
+    return TableReport(scan.table, counts, tuple(differences), time.monotonic() - began)
+
+
+def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings) -> Scan:
+    """How both sides of a table are read. Columns are followed by number: their names may have changed since."""
+    schema = rows.schema
+    layout = segment_layout(schema, rows.reader.types)
+    there = dict(zip((column.attnum for column in pinned.schema.columns), field_names(pinned.schema), strict=True))
+    key = {column.attnum for column in schema.key}
+    return Scan(
+        table=str(schema),
+        columns=pa.schema([pa.field(column.field_name, column.codec.arrow_type) for column in layout.columns]),
+        key=tuple(number for number, column in enumerate(schema.columns) if column.attnum in key),
+        sides={
+            Side.SOURCE: SideRows(SourceReader(rows.reader), field_names(schema)),
+            Side.DESTINATION: SideRows(pinned.reader, tuple(there.get(column.attnum) for column in schema.columns)),
+        },
+        buckets=_count_buckets(rows.estimated_rows),
+        sample=settings.sample,
+    )
+
+
+def _look_closer(
+    scan: Scan,
+    pieces: Sequence[Piece],
+    tasks: _Watched,
+    suspicious: NDArray[np.bool_],
+    sizes: NDArray[np.int64],
+    settings: CompareSettings,
+) -> tuple[Counts, Sequence[Difference]]:
+    """Read the buckets that differ again, and compare their rows one by one."""
+    with _work_folder(settings.work_folder) as folder:
+        collection = Collection(folder, suspicious, _detailed(suspicious, sizes))
+        tasks.begin(len(pieces))
+        collected = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"look at {scan.table}")
+        files = _join(folder, collected)
+        groups = _group_buckets(suspicious, sizes)
+        compared: list[Compared] = tasks.run(
+            groups, partial(compare_buckets, files, settings.shown), description=f"look at {scan.table}"
+        )
+        counts = sum((each.counts for each in compared), Counts())
+        keys = list(itertools.islice((key for each in compared for key in each.keys), settings.shown))
+        [differences] = tasks.run(
+            [keys],
+            partial(_describe, scan, files, settings.show_values),
+            description=f"describe what differs in {scan.table}",
+        )
+        return counts, differences[: settings.shown]
+
+
+def _describe(scan: Scan, files: Files, show_values: bool, keys: list[tuple[int, int]]) -> list[Difference]:
+    return describe(scan, files, keys, show_values)
+
+
+class _Watched:
+    """Runs pieces in tasks that leave room for others, and tells how far it is."""
+
+    def __init__(self, tasks: Tasks, pieces: int, on_progress: OnProgress) -> None:
+        self._tasks = tasks
+        self._on_progress = on_progress
+        self._pieces = pieces
+        self._done: set[int] = set()
+
+    def begin(self, pieces: int) -> None:
+        """Another reading of all pieces."""
+        self._pieces, self._done = pieces, set()
+
+    def run(self, items: Sequence[Any], function: Callable[[Any], Any], *, description: str) -> list[Any]:
+        with listening(self._take), self._tasks.copying():
+            return self._tasks.run(items, function, description=description)
+
+    def _take(self, read: RangeRead) -> None:
+        self._done.add(read.index)
+        self._on_progress(len(self._done) / max(1, self._pieces))
+
+
+def _plan_pieces(ranges: Sequence[Any], parts: Sequence[Any]) -> list[Piece]:
+    """Both sides in turn, since one of them waits for the server and the other for nobody."""
+    sides = [
+        [(Side.SOURCE, group) for group in _grouped(ranges)],
+        [(Side.DESTINATION, group) for group in _grouped(parts)],
+    ]
+    turns = [each for pair in itertools.zip_longest(*sides) for each in pair if each is not None]
+    return [Piece(index, side, group) for index, (side, group) in enumerate(turns)]
+
+
+def _grouped(items: Sequence[Any]) -> list[tuple[Any, ...]]:
+    count = min(len(items), MAX_PIECES)
+    borders = [len(items) * number // count for number in range(count)]
+    return [tuple(items[first:end]) for first, end in zip(borders, [*borders[1:], len(items)], strict=True)]
+
+
+def _count_buckets(rows: int | None) -> int:
+    low, high = _BUCKETS
+    return high // 2 if rows is None else min(high, max(low, rows // _BUCKET_ROWS))
+
+
+def _detailed(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Some of the buckets that differ, at least one, with not too many rows altogether."""
+    at = np.flatnonzero(suspicious)
+    few = at[: max(1, int(np.searchsorted(np.cumsum(sizes[at]), _DETAILED_ROWS, side="right")))]
+    chosen = np.zeros(len(suspicious), np.bool_)
+    chosen[few] = True
+    return chosen
+
+
+def _group_buckets(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Ranges of buckets, each with about as many rows as one task should compare."""
+    at = np.flatnonzero(suspicious)
+    numbers = np.cumsum(sizes[at]) // _COMPARED_ROWS
+    starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+    return [(int(at[first]), int(at[end - 1]) + 1) for first, end in zip(starts, [*starts[1:], len(at)], strict=True)]
+
+
+def _join(folder: str, collected: Sequence[Collected]) -> Files:
+    def names(side: Side, rows: bool) -> tuple[str, ...]:
+        found = [each.rows if rows else each.digests for each in collected if each.side is side]
+        return tuple(itertools.chain.from_iterable(found))
+
+    return Files(
+        folder,
+        digests={side: names(side, rows=False) for side in Side},
+        rows={side: names(side, rows=True) for side in Side},
+    )
+
+
+@contextmanager
+def _work_folder(parent: Path | None) -> Iterator[str]:
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="penstock-verify-", dir=parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ignore(fraction: float) -> None:
+    pass

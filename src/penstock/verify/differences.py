@@ -1,0 +1,209 @@
+"""Which rows differ, from what both sides wrote down of the buckets that do: counts, keys and columns.
+
+Rows are compared as multisets. What has the same digest on both sides is set aside, each row against one other; of what
+is left, rows with the same key are changed ones, and the others are missing or extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from penstock.changes.segment import UNREPRESENTABLE
+from penstock.changes.texts import split_texts
+from penstock.verify.digest import DigestedRows, digest_cells
+from penstock.verify.report import Counts, Difference, Kind
+from penstock.verify.scan import BUCKET, DIGESTS, TEXTS, Scan, Side, read_files
+
+Key = tuple[int, int]
+"""The two lanes of a key's digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What was written down, by side."""
+
+    folder: str
+    digests: Mapping[Side, tuple[str, ...]]
+    rows: Mapping[Side, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How two sets of rows compare."""
+
+    counts: Counts
+    keys: tuple[Key, ...]
+    """Some of those whose rows differ."""
+
+
+def compare_buckets(files: Files, limit: int, buckets: tuple[int, int]) -> Compared:
+    """In a task: compare the rows of some buckets, from the first number to before the second."""
+    return compare_digests(
+        *(_read_digests(files, side, buckets) for side in (Side.SOURCE, Side.DESTINATION)), limit=limit
+    )
+
+
+def compare_digests(source: DigestedRows, destination: DigestedRows, *, limit: int) -> Compared:
+    """Compare rows by their digests; at most `limit` keys are named."""
+    words = np.concatenate(
+        [
+            np.concatenate([source.keys, destination.keys], axis=1),
+            np.concatenate([source.rows, destination.rows], axis=1),
+        ]
+    )
+    if not words.shape[1]:
+        return Compared(Counts(), ())
+    order = np.lexsort(words[::-1])
+    words = words[:, order]
+    is_source = (order < len(source)).astype(np.int64)
+    rows = _starts(words)
+    here, there = np.add.reduceat(is_source, rows), np.add.reduceat(1 - is_source, rows)
+    same = np.minimum(here, there)
+    keys = _starts(words[:2, rows])
+    missing, extra = np.add.reduceat(here - same, keys), np.add.reduceat(there - same, keys)
+    changed = np.minimum(missing, extra)
+    counts = Counts(
+        equal=int(same.sum()),
+        missing=int((missing - changed).sum()),
+        extra=int((extra - changed).sum()),
+        changed=int(changed.sum()),
+    )
+    first = rows[keys[np.flatnonzero(missing + extra)[:limit]]]
+    return Compared(counts, tuple((int(one), int(other)) for one, other in words[:2, first].T))
+
+
+def describe(scan: Scan, files: Files, keys: Sequence[Key], show_values: bool) -> list[Difference]:
+    """In a task: the rows behind keys that differ, as far as they were written down."""
+    tables = {side: _read_rows(files, side, keys) for side in Side}
+    found: list[Difference] = []
+    # Cold: some ten keys, for a person to read.
+    for key in keys:
+        rows = {side: _Row.list_of(table, key, scan) for side, table in tables.items()}
+        found += _pair(scan, rows[Side.SOURCE], rows[Side.DESTINATION], show_values)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row, for people."""
+
+    digest: tuple[int, int]
+    cells: Mapping[str, Any]
+    """As they are shown, by column name."""
+    digests: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def list_of(cls, table: pa.Table, key: Key, scan: Scan) -> list[_Row]:
+        at = np.flatnonzero(_matching(table, {key}))
+        rows = table.take(pa.array(at)).combine_chunks()
+        texts = split_texts(rows.select([TEXTS]).rename_columns([UNREPRESENTABLE]))
+        cells: dict[str, list[Any]] = {}
+        digests: dict[str, list[tuple[int, int]]] = {}
+        for number, name in enumerate(scan.columns.names):
+            column, kept = _array(rows.column(str(number))), texts.get(str(number))
+            values = (
+                column.to_pylist()
+                if kept is None
+                else [
+                    value if text is None else text
+                    for value, text in zip(column.to_pylist(), kept.to_pylist(), strict=True)
+                ]
+            )
+            cells[name] = [_shown(value) for value in values]
+            digests[name] = [(int(one), int(other)) for one, other in digest_cells(column, number, kept).T]
+        lanes = [rows.column(name).to_pylist() for name in DIGESTS[2:]]
+        return [
+            cls(
+                (lanes[0][index], lanes[1][index]),
+                {name: values[index] for name, values in cells.items()},
+                {name: values[index] for name, values in digests.items()},
+            )
+            for index in range(rows.num_rows)
+        ]
+
+
+def _pair(scan: Scan, source: list[_Row], destination: list[_Row], show_values: bool) -> list[Difference]:
+    """Rows with one key: what is the same on both sides is set aside, the rest are differences."""
+    for row in list(source):
+        twin = next((other for other in destination if other.digest == row.digest), None)
+        if twin is not None:
+            source.remove(row)
+            destination.remove(twin)
+    names = scan.columns.names
+    key_names = [names[number] for number in scan.key]
+
+    def key_of(row: _Row) -> dict[str, Any]:
+        return {name: row.cells[name] for name in key_names}
+
+    def values_of(row: _Row, columns: Sequence[str]) -> dict[str, Any] | None:
+        return {name: row.cells[name] for name in columns} if show_values else None
+
+    found: list[Difference] = []
+    pairs = min(len(source), len(destination))
+    for here, there in zip(source[:pairs], destination[:pairs], strict=True):
+        columns = tuple(name for name in names if here.digests[name] != there.digests[name])
+        values = values_of(here, columns), values_of(there, columns)
+        found.append(Difference(Kind.CHANGED, key_of(here), columns, *values))
+    found += [Difference(Kind.MISSING, key_of(row), source=values_of(row, names)) for row in source[pairs:]]
+    found += [Difference(Kind.EXTRA, key_of(row), destination=values_of(row, names)) for row in destination[pairs:]]
+    return found
+
+
+def _read_digests(files: Files, side: Side, buckets: tuple[int, int]) -> DigestedRows:
+    parts: list[NDArray[np.uint64]] = [np.zeros((4, 0), np.uint64)]
+    for table in read_files(files.folder, files.digests[side]):
+        first, end = np.searchsorted(table.column(BUCKET).to_numpy(), buckets)
+        part = table.slice(int(first), int(end - first))
+        parts.append(np.stack([part.column(name).to_numpy() for name in DIGESTS]))
+    words = np.concatenate(parts, axis=1)
+    return DigestedRows(words[:2], words[2:])
+
+
+def _read_rows(files: Files, side: Side, keys: Sequence[Key]) -> pa.Table:
+    wanted = set(keys)
+    parts = [table.filter(pa.array(_matching(table, wanted))) for table in read_files(files.folder, files.rows[side])]
+    return pa.concat_tables(parts) if parts else pa.table({})
+
+
+def _matching(table: pa.Table, keys: set[Key]) -> NDArray[np.bool_]:
+    """The rows that have one of these keys: few, so one after the other."""
+    found = np.zeros(table.num_rows, np.bool_)
+    if table.num_rows:
+        first, second = (table.column(name).to_numpy() for name in DIGESTS[:2])
+        for one, other in keys:
+            found |= (first == np.uint64(one)) & (second == np.uint64(other))
+    return found
+
+
+def _starts(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Where columns of ordered words begin to be others than before."""
+    changes = (words[:, 1:] != words[:, :-1]).any(axis=0)
+    return np.flatnonzero(np.append(True, changes))
+
+
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
+
+
+def _shown(value: Any) -> Any:
+    """A value as people and JSON can take it."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case bytes():
+            return f"\\x{value.hex()}"
+        case datetime() | date() | time() | Decimal() | float():
+            return str(value)
+        case list():
+            return [_shown(each) for each in value]
+        case _:
+            return str(value)

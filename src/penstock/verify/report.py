@@ -1,0 +1,138 @@
+"""What a comparison found, as values, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from penstock.lsn import Lsn
+
+
+class Kind(StrEnum):
+    """How a row differs."""
+
+    MISSING = "missing"
+    """The source has it, the destination has not."""
+    EXTRA = "extra"
+    """The destination has it, the source has not; or has it more often."""
+    CHANGED = "changed"
+    """Both have the key, with other cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One row that differs."""
+
+    kind: Kind
+    key: Mapping[str, Any]
+    """The columns that tell rows apart, by their names; empty in a table without a key."""
+    columns: tuple[str, ...] = ()
+    """Of a changed row: what differs."""
+    source: Mapping[str, Any] | None = None
+    """Values of these columns; of all where a whole row is missing or extra. None unless they were asked for."""
+    destination: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"kind": self.kind.value, "key": dict(self.key)}
+        if self.kind is Kind.CHANGED:
+            record["columns"] = list(self.columns)
+        if self.source is not None:
+            record["source"] = dict(self.source)
+        if self.destination is not None:
+            record["destination"] = dict(self.destination)
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many rows are equal, and how many are not."""
+
+    equal: int = 0
+    missing: int = 0
+    extra: int = 0
+    changed: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.equal + other.equal,
+            self.missing + other.missing,
+            self.extra + other.extra,
+            self.changed + other.changed,
+        )
+
+    @property
+    def different(self) -> int:
+        return self.missing + self.extra + self.changed
+
+    @property
+    def source_rows(self) -> int:
+        return self.equal + self.missing + self.changed
+
+    @property
+    def destination_rows(self) -> int:
+        return self.equal + self.extra + self.changed
+
+
+@dataclass(frozen=True, slots=True)
+class TableReport:
+    """What became of one table."""
+
+    table: str
+    counts: Counts = field(default_factory=Counts)
+    differences: tuple[Difference, ...] = ()
+    """Some of them."""
+    seconds: float = 0.0
+    reason: str | None = None
+    """Why it was not compared; None if it was."""
+
+    @property
+    def result(self) -> str:
+        """`equal`, `different` or `not compared`."""
+        if self.reason is not None:
+            return "not compared"
+        return "different" if self.counts.different else "equal"
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"table": self.table, "result": self.result}
+        if self.reason is not None:
+            return {**record, "reason": self.reason}
+        return {
+            **record,
+            "source_rows": self.counts.source_rows,
+            "destination_rows": self.counts.destination_rows,
+            "equal": self.counts.equal,
+            "missing": self.counts.missing,
+            "extra": self.counts.extra,
+            "changed": self.counts.changed,
+            "differences": [difference.to_json() for difference in self.differences],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of all of them."""
+
+    position: Lsn
+    """Where both sides were."""
+    tables: tuple[TableReport, ...]
+    sample: float = 1.0
+    """The fraction of the rows that was looked at."""
+    held_seconds: float = 0.0
+    """For how long changes were not written, so that both sides could be compared."""
+
+    @property
+    def exit_code(self) -> int:
+        """0: all equal; 1: some rows differ; 2: something could not be compared, and nothing differs elsewhere."""
+        results = {table.result for table in self.tables}
+        return 1 if "different" in results else 2 if "not compared" in results or not self.tables else 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "position": str(self.position),
+            "sample": self.sample,
+            "held_seconds": round(self.held_seconds, 3),
+            "tables": [table.to_json() for table in self.tables],
+        }

@@ -1,0 +1,281 @@
+"""Reading both sides of a table in tasks: rows with their digests, by buckets of their keys.
+
+Rows with the same key fall into the same bucket on both sides. Of each bucket a task gives back how many rows it saw
+and the sum of their digests: sums are equal exactly if the same rows were seen, in whatever order, however often each
+(but for an accident of 128 bits). So where source and destination are equal, nothing is written, sorted or sent.
+Rows of buckets that differ are read once more and written to a folder, where they are compared one by one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from penstock.changes.texts import join_texts, split_texts
+from penstock.copy.listening import RangeRead, tell
+from penstock.destinations.base import RangeReader
+from penstock.errors import NotComparable
+from penstock.values.datetimes import TimeCodec
+from penstock.verify.digest import LANES, DigestedRows, Digests, digest_cells, digest_rows
+
+BUCKET, TEXTS = "bucket", "texts"
+DIGESTS = ("key_0", "key_1", "row_0", "row_1")
+_SLICE_ROWS = 1 << 15
+"""Digested at a time: what fits the processor's cache."""
+_FILE_ROWS = 1 << 20
+_HALF = np.uint64(32)
+
+
+class Side(StrEnum):
+    """Which of the two."""
+
+    SOURCE = "source"
+    DESTINATION = "destination"
+
+
+@dataclass(frozen=True, slots=True)
+class SideRows:
+    """How one side is read."""
+
+    reader: RangeReader
+    names: tuple[str | None, ...]
+    """What the table's columns are called there, in order; None for one that is not there, and NULL in every row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some parts of one side: the work of one task, or a share of it."""
+
+    index: int
+    side: Side
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Some rows, with digests."""
+
+    columns: list[pa.Array]
+    """In the order and the types of the table."""
+    texts: dict[int, pa.Array]
+    """Of cells that their type cannot hold, by the number of the column."""
+    digests: DigestedRows
+    buckets: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSums:
+    """What was seen of each bucket."""
+
+    counts: NDArray[np.int64]
+    sums: Digests
+
+    @classmethod
+    def nothing(cls, buckets: int) -> BucketSums:
+        return cls(np.zeros(buckets, np.int64), np.zeros((LANES, buckets), np.uint64))
+
+    def add(self, buckets: NDArray[np.int64], rows: Digests) -> None:
+        """More rows, in place."""
+        np.add.at(self.counts, buckets, 1)
+        for lane in range(LANES):
+            np.add.at(self.sums[lane], buckets, rows[lane])
+
+    def merge(self, other: BucketSums) -> None:
+        """What somebody else saw, in place."""
+        np.add(self.counts, other.counts, out=self.counts)
+        np.add(self.sums, other.sums, out=self.sums)
+
+    def differing(self, other: BucketSums) -> NDArray[np.bool_]:
+        """The buckets in which the two saw something else."""
+        return (self.counts != other.counts) | (self.sums != other.sums).any(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A table, and how both sides of it are read; pickles."""
+
+    table: str
+    columns: pa.Schema
+    """Names and types, as in segments."""
+    key: tuple[int, ...]
+    """The columns that tell rows apart, by number; empty: rows are a multiset."""
+    sides: Mapping[Side, SideRows]
+    buckets: int
+    sample: float = 1.0
+    """Which fraction of the rows is looked at: the same ones on both sides."""
+
+    def read(self, piece: Piece) -> Iterator[ReadRows]:
+        """The rows of a piece, some at a time."""
+        side = self.sides[piece.side]
+        for part in piece.parts:
+            for batch in side.reader.read(part):
+                for start in range(0, batch.num_rows, _SLICE_ROWS):
+                    yield self._digest(batch.slice(start, _SLICE_ROWS), side)
+
+    def _digest(self, batch: pa.RecordBatch, side: SideRows) -> ReadRows:
+        numbers = {name: number for number, name in enumerate(side.names) if name is not None}
+        texts = {numbers[name]: column for name, column in split_texts(pa.Table.from_batches([batch])).items()}
+        columns = [
+            pa.nulls(batch.num_rows, wanted.type) if name is None else self._fit(batch.column(name), wanted)
+            for name, wanted in zip(side.names, self.columns, strict=True)
+        ]
+        if self.sample < 1:
+            columns, texts = self._sampled(columns, texts)
+        if not columns:
+            # A table without columns: its rows are all the same.
+            empty = np.zeros((LANES, batch.num_rows), np.uint64)
+            return ReadRows([], {}, DigestedRows(empty, empty), np.zeros(batch.num_rows, np.int64))
+        digests = digest_rows(columns, texts, self.key)
+        return ReadRows(columns, texts, digests, find_buckets(digests.keys, self.buckets))
+
+    def _fit(self, column: pa.Array, wanted: pa.Field) -> pa.Array:
+        try:
+            return fit_type(column, wanted.type)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            # What it says may hold a cell.
+            raise NotComparable(
+                f"{self.table}: column {wanted.name!r} is {wanted.type}, and at the destination {column.type}",
+                hint="Run `penstock resync` for this table, or look who changed it.",
+                table=self.table,
+            ) from None
+
+    def _sampled(
+        self, columns: list[pa.Array], texts: dict[int, pa.Array]
+    ) -> tuple[list[pa.Array], dict[int, pa.Array]]:
+        """The rows whose keys are chosen, by their digests: the other lane than the one that buckets go by."""
+        chosen = list(self.key) or list(range(len(columns)))
+        keys = np.zeros(len(columns[0]), np.uint64) if columns else np.zeros(0, np.uint64)
+        for number in chosen:
+            keys += digest_cells(columns[number], number, texts.get(number))[1]
+        wanted = pa.array(keys < np.uint64(int(self.sample * 2**64)))
+        return (
+            [column.filter(wanted) for column in columns],
+            {number: column.filter(wanted) for number, column in texts.items()},
+        )
+
+
+def find_buckets(keys: Digests, count: int) -> NDArray[np.int64]:
+    """The bucket of each key."""
+    return (((keys[0] >> _HALF) * np.uint64(count)) >> _HALF).astype(np.int64)
+
+
+def fit_type(column: pa.Array, wanted: pa.DataType) -> pa.Array:
+    """A column of a destination in the type that the source's has; values stay what they are."""
+    if column.type == wanted:
+        return column
+    if pa.types.is_time(wanted) and _is_text(column.type):
+        return TimeCodec(wanted).decode(pc.cast(column, pa.large_string())).array
+    if pa.types.is_list(wanted) and pa.types.is_list(column.type) and pa.types.is_time(wanted.value_type):
+        ends = column.offsets
+        values = fit_type(column.values.slice(ends[0].as_py(), ends[-1].as_py() - ends[0].as_py()), wanted.value_type)
+        shifted = pc.subtract(ends, ends[0])
+        mask = column.is_null() if column.null_count else None
+        return pa.ListArray.from_arrays(shifted, values, type=wanted, mask=mask)
+    return pc.cast(column, wanted)
+
+
+def sum_piece(scan: Scan, piece: Piece) -> BucketSums:
+    """In a task: the sums of a piece."""
+    sums = BucketSums.nothing(scan.buckets)
+    for rows in scan.read(piece):
+        sums.add(rows.buckets, rows.digests.rows)
+    tell(RangeRead(piece.index, int(sums.counts.sum())))
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """What of both sides is written down, and where."""
+
+    folder: str
+    wanted: NDArray[np.bool_]
+    """By bucket: write the digests of its rows."""
+    detailed: NDArray[np.bool_]
+    """By bucket: write the rows too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The files that one task wrote."""
+
+    side: Side
+    digests: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+
+
+def collect_piece(scan: Scan, collection: Collection, piece: Piece) -> Collected:
+    """In a task: write the digests of rows in buckets that differ, and some of the rows. New files, each time."""
+    digests: list[pa.Table] = []
+    rows: list[pa.Table] = []
+    files: tuple[list[str], list[str]] = ([], [])
+    count = 0
+    for each in scan.read(piece):
+        wanted = collection.wanted[each.buckets]
+        if not wanted.any():
+            continue
+        table = digest_table(each)
+        digests.append(table.filter(pa.array(wanted)))
+        detailed = collection.detailed[each.buckets]
+        if detailed.any():
+            rows.append(_with_cells(table, each).filter(pa.array(detailed)))
+        count += int(wanted.sum())
+        if count >= _FILE_ROWS:
+            _flush(collection, piece, digests, rows, files)
+            count = 0
+    _flush(collection, piece, digests, rows, files)
+    tell(RangeRead(piece.index, 0))
+    return Collected(piece.side, tuple(files[0]), tuple(files[1]))
+
+
+def digest_table(rows: ReadRows) -> pa.Table:
+    """Buckets and digests as columns."""
+    lanes = [*rows.digests.keys, *rows.digests.rows]
+    arrays = [pa.array(rows.buckets), *(pa.array(np.ascontiguousarray(lane)) for lane in lanes)]
+    return pa.Table.from_arrays(arrays, names=[BUCKET, *DIGESTS])
+
+
+def read_files(folder: str, names: Sequence[str]) -> Iterator[pa.Table]:
+    """What was written down, a file at a time, by ascending bucket, mapped into memory rather than read."""
+    for name in names:
+        with pa.memory_map(str(Path(folder) / name)) as source:
+            yield pa.ipc.open_file(source).read_all()
+
+
+def _with_cells(digests: pa.Table, rows: ReadRows) -> pa.Table:
+    for number, column in enumerate(rows.columns):
+        digests = digests.append_column(str(number), column)
+    texts = {str(number): column for number, column in rows.texts.items()}
+    maps = join_texts(texts, digests.num_rows)
+    kind = pa.map_(pa.string(), pa.string())
+    return digests.append_column(TEXTS, pa.nulls(digests.num_rows, kind) if maps is None else maps)
+
+
+def _flush(
+    collection: Collection,
+    piece: Piece,
+    digests: list[pa.Table],
+    rows: list[pa.Table],
+    files: tuple[list[str], list[str]],
+) -> None:
+    for what, tables, names in (("digests", digests, files[0]), ("rows", rows, files[1])):
+        if tables:
+            name = f"{piece.side}-{what}-{uuid.uuid4().hex}.arrow"
+            table = pa.concat_tables(tables).sort_by(BUCKET).combine_chunks()
+            path = str(Path(collection.folder) / name)
+            with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+                file.write_table(table)
+            names.append(name)
+            tables.clear()
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
