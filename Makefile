@@ -73,7 +73,7 @@ fmt: $(STAMP) ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-handover bench-shutdown ## all benchmarks
+bench: bench-capture bench-copy bench-stream bench-latency bench-handover bench-shutdown ## all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## capture against pg_recvlogical; ARGS="--workload mixed --changes 300000" narrows it
@@ -90,6 +90,14 @@ bench-handover: $(STAMP) ## the lag of small tables while a large one is copied;
 .PHONY: bench-shutdown
 bench-shutdown: $(STAMP) ## how soon a pipeline ends, and streams again; ARGS="--mode none --rounds 3" narrows it
 	$(BIN)/python benchmarks/shutdown.py $(ARGS)
+
+.PHONY: bench-stream
+bench-stream: $(STAMP) ## changes from a slot into Delta, against pg_recvlogical; ARGS="--large" adds tables of 20M rows
+	$(BIN)/python benchmarks/stream.py $(ARGS)
+
+.PHONY: bench-latency
+bench-latency: $(STAMP) ## from commit to visible in Delta, at 200 transactions/s; ARGS="--seconds 20" narrows it
+	$(BIN)/python benchmarks/latency.py $(ARGS)
 
 .PHONY: traps
 traps: $(STAMP) ## which trap is covered by which tests, and which by none
