@@ -174,9 +174,10 @@ class ScriptedTransaction:
 class ScriptedSource:
     """Transactions in commit order, and batches of them between any two boundaries."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, start: Lsn = Lsn(_START)) -> None:  # noqa: B008 (immutable)
+        """`start` is where the first transaction commits."""
         self._folder = folder
-        self._position = Lsn(_START)
+        self._start = self._position = start
         self._pending: list[ScriptedTransaction] = []
         self._entries: list[_Entry] = []
         self._schemas: dict[tuple[int, str], TableSchema] = {}
@@ -254,7 +255,7 @@ class ScriptedSource:
                     run.append(change)
             if run:
                 steps.append(self._write_segment(run))
-        begin = self._entries[-1].end if self._entries else Lsn(_START)
+        begin = self._entries[-1].end if self._entries else self._start
         self._entries.append(_Entry(begin, self._position, len(self._pending), _TIME, _TIME, tuple(steps)))
         self._pending = []
 
