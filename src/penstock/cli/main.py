@@ -17,6 +17,7 @@ from rich.text import Text
 from penstock.cli.check import check
 from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
+from penstock.cli.init import init
 from penstock.cli.report import report
 from penstock.cli.run import run
 from penstock.cli.schema import schema
@@ -37,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command("init")(init)
 app.command("run")(run)
 app.command("status")(status)
 app.command("tables")(tables)

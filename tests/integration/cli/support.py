@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,3 +124,62 @@ class Site:
 def check_discreet(site: Site, text: str) -> None:
     assert "Traceback" not in text, text
     assert site.database.dsn not in text
+
+
+class Terminal:
+    """A process in a terminal of its own, and what it has written there."""
+
+    def __init__(self, *arguments: str, cwd: Path, environment: dict[str, str], columns: int = 120) -> None:
+        self._descriptor, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        hidden = ("COLUMNS", "LINES", "NO_COLOR")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments],
+            cwd=cwd,
+            env={name: value for name, value in environment.items() if name not in hidden} | {"TERM": "xterm"},
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+        )
+        os.close(other)
+        self.text = ""
+        self._seen = 0
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(PATIENCE)
+        os.close(self._descriptor)
+
+    def wait_for(self, part: str) -> None:
+        """Until this was written, after what was waited for before."""
+        deadline = time.monotonic() + PATIENCE
+        while (found := self.text.find(part, self._seen)) < 0:
+            assert time.monotonic() < deadline, self.text
+            assert self._read() or part in self.text[self._seen :], self.text
+        self._seen = found + len(part)
+
+    def type(self, line: str) -> None:
+        os.write(self._descriptor, f"{line}\n".encode())
+
+    def wait(self) -> int:
+        """All that it writes, until its end; its exit status."""
+        deadline = time.monotonic() + PATIENCE
+        while self._read():
+            assert time.monotonic() < deadline, self.text
+        return self.process.wait(PATIENCE)
+
+    def _read(self) -> bool:
+        """Some more; False at the end."""
+        if select.select([self._descriptor], [], [], 0.2)[0]:
+            try:
+                content = os.read(self._descriptor, 65536)
+            except OSError:
+                return False
+            self.text += content.decode("utf-8", "replace")
+            return bool(content)
+        return True

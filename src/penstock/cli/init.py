@@ -1,0 +1,301 @@
+"""`penstock init`: look at a database, and write the config of a pipeline for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import psycopg
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.config_template import Choices, PublicUrl, password_variable, public_url, render_config, with_password
+from penstock.cli.configured import DEFAULT_PATH
+from penstock.cli.formats import count_of, format_bytes
+from penstock.cli.options import Url
+from penstock.cli.tables import wide_console
+from penstock.config import load_config
+from penstock.errors import AuthenticationFailed, ConfigError, PenstockError, ServerUnavailable
+from penstock.schema import ReplicaIdentity
+from penstock.source import Role, SourceSettings, connect
+from penstock.source.catalog import load_tables
+from penstock.source.columns import CatalogTable
+from penstock.source.faults import translated
+from penstock.source.patterns import TableName, TablePattern, select_tables
+from penstock.source.preflight import Request, Severity, run_preflight
+from penstock.source.publications import find_tables
+from penstock.source.sizes import TableSize, load_sizes
+
+MOST_TABLES = 40
+"""More are only counted."""
+
+
+class Kind(StrEnum):
+    """The destinations that need no more than a path."""
+
+    DELTA = "delta"
+    PARQUET = "parquet"
+    STDOUT = "stdout"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTable:
+    """A table that could be followed."""
+
+    name: TableName
+    catalog: CatalogTable
+    size: TableSize | None
+
+    @property
+    def identity(self) -> str:
+        """How its rows are told apart."""
+        match self.catalog.replica_identity:
+            case ReplicaIdentity.FULL:
+                return "full"
+            case ReplicaIdentity.INDEX:
+                return "index"
+            case ReplicaIdentity.DEFAULT if self.catalog.primary_key_attnums:
+                return "primary key"
+            case _:
+                return "none"
+
+
+def init(
+    url: Url = None,
+    config_path: Annotated[
+        Path, typer.Option("--config", "-c", help="The file to write; must not exist.", metavar="FILE")
+    ] = DEFAULT_PATH,
+    pipeline_id: Annotated[
+        str | None, typer.Option("--id", help="The pipeline's name; by default the database's.", metavar="NAME")
+    ] = None,
+    tables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table", help="A table or a pattern to follow; may be repeated. All by default.", metavar="PATTERN"
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="A pattern to leave out; may be repeated.", metavar="PATTERN")
+    ] = None,
+    destination: Annotated[Kind | None, typer.Option(help="What the tables become.")] = None,
+    path: Annotated[str | None, typer.Option(help="Where they go: a folder, or s3://….", metavar="PATH")] = None,
+    master: Annotated[
+        str | None, typer.Option(help='Where tasks run: local[*], spark://…, or "none".', metavar="MASTER")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not given has its default.")] = False,
+) -> None:
+    """Write a config file for a database: connects, lists its tables, and asks for what was not given.
+
+    Changes nothing on the server, and overwrites no file. A password goes into no file: the config refers to an
+    environment variable. Without a terminal, or with --yes, nothing is asked.
+
+    Examples:
+
+        penstock init
+        export PENSTOCK_URL=postgresql://me:…@db.example/shop
+        penstock init --table 'sales.*' --destination delta --path lake --yes
+    """
+    if config_path.exists():
+        raise ConfigError(
+            f"there is a file {str(config_path)!r} already", hint="Name another one with -c, or move it away first."
+        )
+    ask = _Ask(sys.stdin.isatty() and not yes)
+    url = url or ask.text("source URL, like postgresql://user@host:5432/database", "--url or PENSTOCK_URL")
+    try:
+        url, connection = _connect(url, ask)
+    except ServerUnavailable as error:
+        error.hint = ServerUnavailable.hint_for_one_try
+        raise
+    with connection:
+        database = connection.info.dbname
+        found = _find(connection)
+    location = SourceSettings(url).location
+    typer.echo(f"connected to {location}: {count_of(len(found), 'table')}")
+    _show(found)
+    chosen = _choose_tables(found, tables, exclude or [], ask)
+    name = pipeline_id or ask.text("name of the pipeline", "--id", default=_usable_id(database))
+    variable = password_variable(name)
+    public = public_url(url, variable)
+    kind = destination or Kind(ask.choice("what should the tables become?", [*Kind], Kind.DELTA))
+    choices = Choices(
+        pipeline_id=name,
+        url=public.text,
+        password_variable=variable if public.password is not None else None,
+        tables=tuple(chosen),
+        exclude=tuple(exclude or ()),
+        destination=kind,
+        path=None if kind is Kind.STDOUT else path or ask.text("where (a folder or s3://…)", "--path", default="lake"),
+        master=master or _default_master(),
+    )
+    _write(config_path, choices, public)
+    _say_next(config_path, choices, public, url)
+
+
+class _Ask:
+    """Asks where there is somebody to answer, and takes defaults elsewhere."""
+
+    def __init__(self, interactive: bool) -> None:
+        self.interactive = interactive
+
+    def text(self, question: str, option: str, default: str | None = None) -> str:
+        if self.interactive:
+            return str(typer.prompt(question, default=default)).strip()
+        if default is None:
+            raise ConfigError(f"there is nobody to ask for the {question}", hint=f"Give it by {option}.")
+        return default
+
+    def choice(self, question: str, known: Sequence[str], default: str) -> str:
+        while True:
+            answer = self.text(f"{question} ({', '.join(known)})", "", default=default)
+            if answer in known:
+                return answer
+            typer.echo(f"not one of {', '.join(known)}")
+
+    def password(self, user: str) -> str:
+        return str(typer.prompt(f"password of {user}", hide_input=True))
+
+
+def _connect(url: str, ask: _Ask) -> tuple[str, psycopg.Connection[Any]]:
+    """A connection, and the URL with the password that was typed if one was needed."""
+    settings = SourceSettings(url)
+    try:
+        return url, connect(settings, Role.CHECK)
+    except AuthenticationFailed:
+        given = settings.parameters()
+        if not ask.interactive or "password" in given:
+            raise
+    password = ask.password(given.get("user") or os.environ.get("PGUSER", "") or "the user")
+    typed = with_password(url, password)
+    return typed, connect(SourceSettings(typed), Role.CHECK)
+
+
+def _find(connection: psycopg.Connection[Any]) -> list[FoundTable]:
+    names = find_tables(connection, ["*"])
+    oids = _oids(connection, names)
+    catalogs = load_tables(connection, list(oids.values()))
+    sizes = load_sizes(connection, list(catalogs))
+    found = [FoundTable(name, catalogs[oid], sizes.get(oid)) for name, oid in oids.items() if oid in catalogs]
+    if not found:
+        raise ConfigError("there are no tables to follow in this database", hint="Is it the right database, and role?")
+    return found
+
+
+def _oids(connection: psycopg.Connection[Any], names: Sequence[TableName]) -> dict[TableName, int]:
+    query = (
+        "select n.nspname, c.relname, c.oid::int8 from pg_catalog.pg_class c"
+        " join pg_catalog.pg_namespace n on n.oid = c.relnamespace where c.relkind in ('r', 'p')"
+    )
+    with translated(connection, "list the tables"):
+        known = {TableName(namespace, name): oid for namespace, name, oid in connection.execute(query).fetchall()}
+    return {name: known[name] for name in names if name in known}
+
+
+def _show(found: Sequence[FoundTable]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("table", "size", "rows", "replica identity"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("size", "rows") else "left")
+    for each in found[:MOST_TABLES]:
+        size = each.size
+        table.add_row(
+            Text(str(each.name)),
+            Text("" if size is None else format_bytes(size.bytes)),
+            Text("" if size is None or size.rows is None else f"~{size.rows:,}"),
+            Text(each.identity, style="bold red" if each.identity == "none" else ""),
+        )
+    console = wide_console()
+    console.print(table)
+    if len(found) > MOST_TABLES:
+        console.print(f"… and {len(found) - MOST_TABLES} more")
+    console.print()
+
+
+def _choose_tables(
+    found: Sequence[FoundTable], given: Sequence[str] | None, exclude: Sequence[str], ask: _Ask
+) -> list[str]:
+    names = [each.name for each in found]
+    while True:
+        answer = given or re.split(r"[,\s]+", ask.text("tables (names or patterns)", "--table", default="*.*"))
+        patterns = [each for each in answer if each]
+        try:
+            chosen = select_tables(names, patterns, exclude)
+            lost = [each for each in patterns if not any(TablePattern(each).matches(name) for name in names)]
+            if not chosen or lost:
+                raise ConfigError(
+                    f"no table matches {', '.join(lost) or 'what is left'}", hint="Write schema.table, or sales.*"
+                )
+        except ConfigError as error:
+            if given or not ask.interactive:
+                raise
+            typer.echo(f"{error.message}; {error.hint}")
+            continue
+        without = [each for each in found if each.name in chosen and each.identity == "none"]
+        if without:
+            listed = ", ".join(str(each.name) for each in without[:5]) + (", …" if len(without) > 5 else "")
+            typer.echo(
+                f"warning: {count_of(len(without), 'table')} without replica identity: once it is published, the "
+                f"server refuses updates and deletes of it: {listed}"
+            )
+        return patterns
+
+
+def _usable_id(database: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", database).lstrip("_.-")[:100] or "pipeline"
+
+
+def _default_master() -> str:
+    """Spark, where there is a Java for it."""
+    # Imported here: commands without Spark start without it.
+    from penstock.spark.java import find_java
+
+    try:
+        find_java()
+    except PenstockError as error:
+        typer.echo(f'{error.message}: the config says master = "none", which needs neither')
+        return "none"
+    return "local[*]"
+
+
+def _write(path: Path, choices: Choices, public: PublicUrl) -> None:
+    """Write the file, and make sure that it is understood; nothing is left of one that is not."""
+    try:
+        with open(path, "x") as file:
+            file.write(render_config(choices))
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}", hint="Name another file with -c.") from None
+    variable = {} if choices.password_variable is None else {choices.password_variable: public.password or ""}
+    try:
+        config = load_config(path, {**os.environ, **variable})
+        for output in config.outputs:
+            config.create_destination(output)
+    except BaseException:
+        path.unlink()
+        raise
+
+
+def _say_next(path: Path, choices: Choices, public: PublicUrl, url: str) -> None:
+    typer.echo(f"wrote {path}")
+    request = Request(None, None, choices.tables, choices.exclude)
+    report = run_preflight(SourceSettings(url), request)
+    critical = [each for each in report.failed if each.severity is Severity.CRITICAL]
+    if critical:
+        typer.echo(f"the server is not ready: {critical[0].what}; `penstock check` shows all, with what to do")
+    option = "" if path == DEFAULT_PATH else f" -c {path}"
+    typer.echo("next:")
+    if choices.password_variable is not None:
+        hint = ""
+        if public.password != SourceSettings(url).parameters().get("password"):
+            hint = "   # with special characters percent-encoded, as in a URL"
+        typer.echo(f"  export {choices.password_variable}=…{hint}")
+    for command, what in (
+        ("check", "is the server ready?"),
+        ("run --plan", "what would be created and copied"),
+        ("run", "copy, then follow every change"),
+    ):
+        typer.echo(f"  penstock {command + option:<{12 + len(option)}}  # {what}")
