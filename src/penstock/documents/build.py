@@ -28,10 +28,10 @@ from penstock.documents.expressions import (
     document_id,
     from_table,
     is_deleted,
-    type_name,
+    values_source,
 )
 from penstock.documents.specification import IndexSpecification
-from penstock.documents.statements import as_literal, run_statement
+from penstock.documents.statements import run_statement
 from penstock.errors import ConfigError, QueryFailed
 
 ROOT = "root"
@@ -67,31 +67,23 @@ def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> 
     """The statement for an index; raises `ConfigError` for tables and columns that are not there."""
     specification = complete(specification, catalog)
     root = catalog.table(specification.table)
-    key = [root.column(name) for name in specification.doc_id]
-    names = [f"k{number}" for number in range(len(key))]
+    key = root.select(specification.doc_id)
+    requested = [column("r", f"v{number}") for number in range(len(key))]
     matched = [
-        compare("=", column(ROOT, each.name), column("r", name), each.base, each.base)
-        for each, name in zip(key, names, strict=True)
+        compare("=", column(ROOT, each.name), value, each.base, each.base)
+        for each, value in zip(key, requested, strict=True)
     ]
     matched += conditions(specification.filters, ROOT, root)
     if specification.soft_delete is not None:
         matched.append(sql.SQL("not {}").format(is_deleted(specification.soft_delete, ROOT, root)))
     text = sql.SQL(
-        "with requested as (select {casts}, place from unnest({arrays}) with ordinality u ({names}, place))"
-        " select {id}, {version}, d.body::pg_catalog.text"
-        " from requested r left join lateral (select {body} as body from {root} where {matched}) d on true"
+        "select {id}, {version}, d.body::pg_catalog.text"
+        " from {requested} left join lateral (select {body} as body from {root} where {matched}) d on true"
         " order by r.place"
     ).format(
-        casts=sql.SQL(", ").join(
-            sql.SQL("{}::{} as {}").format(column("u", name), type_name(each.base), sql.Identifier(name))
-            for each, name in zip(key, names, strict=True)
-        ),
-        arrays=sql.SQL(", ").join(
-            sql.SQL(as_literal(f"${number}::pg_catalog.text[]")) for number in range(1, len(key) + 1)
-        ),
-        names=sql.SQL(", ").join(map(sql.Identifier, names)),
-        id=document_id([canonical(column("r", name), each) for each, name in zip(key, names, strict=True)]),
+        id=document_id([canonical(value, each) for value, each in zip(requested, key, strict=True)]),
         version=sql.SQL(_VERSION),
+        requested=values_source("r", key, 1, ordered=True),
         body=DocumentSql(catalog).object_of(specification.fields, Row(ROOT, root)),
         root=from_table(root, ROOT, specification.filters),
         matched=conjunction(matched),

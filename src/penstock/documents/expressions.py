@@ -96,6 +96,24 @@ def document_id(parts: Sequence[Sql]) -> Sql:
     return sql.SQL(" || ':' || ").join([escape.format(part) for part in parts])
 
 
+def values_source(alias: str, columns: Sequence[SourceColumn], parameter: int, *, ordered: bool = False) -> Sql:
+    """Arrays of texts as rows with typed columns `v0`, `v1`, …; `ordered` adds `place`, which counts them."""
+    names = [sql.Identifier(f"v{number}") for number in range(len(columns))]
+    casts = [
+        sql.SQL("{}::{} as {}").format(column("u", f"v{number}"), type_name(each.base), name)
+        for number, (name, each) in enumerate(zip(names, columns, strict=True))
+    ]
+    arrays = [sql.SQL(as_literal(f"${parameter + number}::pg_catalog.text[]")) for number in range(len(columns))]
+    place = [sql.Identifier("place")] if ordered else []
+    return sql.SQL("(select {} from unnest({}) {} u ({})) {}").format(
+        sql.SQL(", ").join([*casts, *place]),
+        sql.SQL(", ").join(arrays),
+        sql.SQL("with ordinality" if ordered else ""),
+        sql.SQL(", ").join([*names, *place]),
+        sql.Identifier(alias),
+    )
+
+
 def from_table(table: SourceTable, alias: str, filters: Sequence[Filter] = ()) -> Sql:
     """The table under an alias, with SQL conditions applied where only its own columns are in scope."""
     raw = raw_conditions(filters)
