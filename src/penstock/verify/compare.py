@@ -178,8 +178,8 @@ def _plan_pieces(ranges: Sequence[Any], parts: Sequence[Any]) -> list[Piece]:
 
 def _grouped(items: Sequence[Any]) -> list[tuple[Any, ...]]:
     count = min(len(items), MAX_PIECES)
-    borders = [len(items) * number // count for number in range(count)]
-    return [tuple(items[first:end]) for first, end in zip(borders, [*borders[1:], len(items)], strict=True)]
+    borders = [len(items) * number // max(1, count) for number in range(count + 1)]
+    return [tuple(items[first:end]) for first, end in itertools.pairwise(borders)]
 
 
 def _count_buckets(rows: int | None) -> int:

@@ -103,6 +103,8 @@ class _Row:
     @classmethod
     def list_of(cls, table: pa.Table, key: Key, scan: Scan) -> list[_Row]:
         at = np.flatnonzero(_matching(table, {key}))
+        if not len(at):
+            return []
         rows = table.take(pa.array(at)).combine_chunks()
         texts = split_texts(rows.select([TEXTS]).rename_columns([UNREPRESENTABLE]))
         cells: dict[str, list[Any]] = {}

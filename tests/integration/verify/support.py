@@ -1,0 +1,72 @@
+"""A table that was copied to a destination, faults that are planted there, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.copy import CopyRows
+from penstock.destinations.registry import create_destination
+from penstock.lsn import Lsn
+from penstock.testing.destinations.script import LocalTasks, ScriptedSource, ScriptedTransaction, make_context
+from penstock.verify.compare import CompareSettings, compare_table
+from penstock.verify.report import Report, TableReport
+
+DESTINATIONS: dict[str, dict[str, Any]] = {
+    "parquet": {},
+    "delta": {"maintenance": False},
+    "delta without vectors": {"maintenance": False, "deletion_vectors": False},
+    "delta soft_delete": {"maintenance": False, "mode": "soft_delete"},
+}
+
+
+class Place:
+    """A destination in a folder, as a process that writes opens it, and as one that only looks does."""
+
+    def __init__(self, kind: str, folder: Path, **options: Any) -> None:
+        self._options = {"path": str(folder / "lake"), **DESTINATIONS[kind], **options}
+        self._type = kind.split()[0]
+        self._folder = folder
+        self._plants = 0
+
+    def open(self) -> Any:
+        """To look."""
+        return create_destination(self._type, self._options)
+
+    def started(self) -> Any:
+        """To write."""
+        destination = self.open()
+        destination.startup(make_context())
+        return destination
+
+    def copy(self, rows: CopyRows) -> None:
+        """As a pipeline does it."""
+        destination = self.started()
+        destination.drop_table_for_copy(rows.schema, rows.attempt)
+        destination.write_table_rows(rows.schema, rows)
+        destination.shutdown()
+
+    def plant(self, rows: CopyRows, fault: Callable[[ScriptedTransaction], None]) -> None:
+        """Change the destination, and not the source, through the code that writes every batch."""
+        destination = self.started()
+        position = destination.position(rows.schema.table_id)
+        self._plants += 1
+        script = ScriptedSource(self._folder / f"faults-{self._plants}", start=Lsn(position))
+        with script.transaction() as transaction:
+            fault(transaction)
+        result = destination.write_events(script.batch()).result(30)
+        assert all(each.error is None for each in result.tables.values())
+        destination.shutdown()
+
+    def compare(self, rows: CopyRows, **settings: Any) -> TableReport:
+        """The table against its source; tasks get what they need through pickle."""
+        pinned = self.open().pin(rows.schema)
+        try:
+            return compare_table(rows, pinned, LocalTasks(), CompareSettings(**settings))
+        finally:
+            pinned.close()
+
+
+def exit_code(report: TableReport) -> int:
+    return Report(Lsn(0), (report,)).exit_code
