@@ -1,0 +1,109 @@
+"""Rows compared by their digests, against the obvious way; and buckets whose sums are equal exactly if rows are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import NotComparable
+from penstock.verify.differences import compare_digests
+from penstock.verify.digest import DigestedRows, digest_rows
+from penstock.verify.report import Counts
+from penstock.verify.scan import BucketSums, Piece, Scan, Side, SideRows, find_buckets, fit_type, sum_piece
+
+Row = tuple[int, int]
+ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=12)
+
+
+def digests(rows: list[Row], *, keyed: bool = True) -> DigestedRows:
+    columns = [pa.array([row[place] for row in rows], pa.int64()) for place in (0, 1)]
+    return digest_rows(columns, {}, [0] if keyed else [])
+
+
+def obvious(source: list[Row], destination: list[Row], *, keyed: bool) -> Counts:
+    here, there = Counter(source), Counter(destination)
+    missing, extra = here - there, there - here
+    changed = 0
+    if keyed:
+        keys_missing = Counter(row[0] for row in missing.elements())
+        keys_extra = Counter(row[0] for row in extra.elements())
+        changed = (keys_missing & keys_extra).total()
+    return Counts((here & there).total(), missing.total() - changed, extra.total() - changed, changed)
+
+
+@given(ROWS, ROWS, st.booleans())
+def test_multisets_are_compared_as_the_obvious_way_does(source: list[Row], destination: list[Row], keyed: bool) -> None:
+    found = compare_digests(digests(source, keyed=keyed), digests(destination, keyed=keyed), limit=100)
+    assert found.counts == obvious(source, destination, keyed=keyed)
+    assert bool(found.keys) == bool(found.counts.different)
+    assert len(compare_digests(digests(source), digests(destination), limit=1).keys) <= 1
+
+
+@given(ROWS, ROWS, st.integers(1, 7))
+def test_sums_of_buckets_differ_exactly_if_rows_do(source: list[Row], destination: list[Row], buckets: int) -> None:
+    sums: list[BucketSums] = []
+    for rows in (source, destination):
+        digested = digests(rows)
+        each = BucketSums.nothing(buckets)
+        each.add(find_buckets(digested.keys, buckets), digested.rows)
+        sums.append(each)
+    assert sums[0].differing(sums[1]).any() == (Counter(source) != Counter(destination))
+
+
+@given(st.lists(st.integers(), min_size=1), st.integers(1, 8192))
+def test_buckets_follow_the_order_of_keys(values: list[int], count: int) -> None:
+    keys = digest_rows([pa.array([hash(value) for value in values])], {}, [0]).keys
+    order = np.argsort(keys[0])
+    buckets = find_buckets(keys, count)
+    assert (np.diff(buckets[order]) >= 0).all()
+    assert 0 <= buckets.min() <= buckets.max() < count
+
+
+class FewRows:
+    """Reads a part that is a table."""
+
+    def read(self, part: pa.Table, /):
+        yield from part.to_batches()
+
+
+def scan_of(names: tuple[str | None, ...], *, sample: float = 1.0) -> Scan:
+    columns = pa.schema([("id", pa.int32()), ("at", pa.time64("us"))])
+    side = SideRows(FewRows(), names)
+    return Scan("public.t", columns, (0,), {Side.SOURCE: side, Side.DESTINATION: side}, 4, sample)
+
+
+def test_a_side_may_hold_the_same_values_in_other_types_and_names() -> None:
+    seconds = [0, 1_500_000, None]
+    plain = pa.table({"id": pa.array([1, 2, 3], pa.int32()), "at": pa.array(seconds, pa.time64("us"))})
+    other = pa.table({"a": pa.array(["00:00:00", "00:00:01.5", None]), "key": pa.array([1, 2, 3], pa.int64())})
+    one = sum_piece(scan_of(("id", "at")), Piece(0, Side.SOURCE, (plain.slice(0, 1), plain.slice(1))))
+    two = sum_piece(scan_of(("key", "a")), Piece(0, Side.DESTINATION, (other,)))
+    assert not one.differing(two).any()
+    assert one.counts.sum() == 3
+
+
+def test_a_column_that_cannot_be_the_same_is_said_without_its_values() -> None:
+    wrong = pa.table({"id": ["secret"], "at": pa.nulls(1, pa.time64("us"))})
+    with pytest.raises(NotComparable) as caught:
+        sum_piece(scan_of(("id", "at")), Piece(0, Side.DESTINATION, (wrong,)))
+    assert "secret" not in str(caught.value)
+    assert "'id'" in str(caught.value)
+
+
+@given(st.lists(st.none() | st.lists(st.none() | st.integers(0, 86_399_999_999), max_size=3)), st.integers(0, 3))
+def test_lists_of_times_come_back_from_texts(values: list[list[int | None] | None], skipped: int) -> None:
+    wanted = pa.array(values, pa.list_(pa.time64("us")))
+    texts = pa.array([None if each is None else [_clock(time) for time in each] for each in values], pa.list_(pa.string()))  # fmt: skip
+    assert fit_type(texts.slice(skipped), wanted.type).equals(wanted.slice(skipped))
+
+
+def _clock(microseconds: int | None) -> str | None:
+    if microseconds is None:
+        return None
+    seconds, fraction = divmod(microseconds, 1_000_000)
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}.{fraction:06d}"
