@@ -123,7 +123,9 @@ def init(
     name = pipeline_id or ask.text("name of the pipeline", "--id", default=_usable_id(database))
     variable = password_variable(name)
     public = public_url(url, variable)
-    kind = destination or Kind(ask.choice("what should the tables become?", [*Kind], Kind.DELTA))
+    kind = destination or Kind(
+        ask.choice("what should the tables become?", [each.value for each in Kind], Kind.DELTA.value)
+    )
     choices = Choices(
         pipeline_id=name,
         url=public.text,

@@ -112,21 +112,22 @@ def test_a_password_outside_the_user_part_is_taken_out_too(source: Any, tmp_path
 def test_a_person_is_asked(source: Any, tmp_path: Path):
     where, role = address(source)
     with Terminal("init", cwd=tmp_path, environment=environment()) as terminal:
-        terminal.wait_for("source URL")
+        # The last space of a question comes when the terminal is ready for the answer.
+        terminal.wait_for("source URL, like postgresql://user@host:5432/database: ")
         terminal.type(f"postgresql://{role}@{where}")
-        # The last space comes when nothing is echoed any more.
         terminal.wait_for(f"password of {role}: ")
         terminal.type(SECRET)
         terminal.wait_for("3 tables")
-        terminal.wait_for("tables (names or patterns) [*.*]")
+        terminal.wait_for("tables (names or patterns) [*.*]: ")
         terminal.type("public.nope")
         terminal.wait_for("no table matches public.nope")
+        terminal.wait_for("tables (names or patterns) [*.*]: ")
         terminal.type("orders, public.w*")
-        terminal.wait_for("name of the pipeline")
+        terminal.wait_for(f"name of the pipeline [{source.name}]: ")
         terminal.type("shop")
-        terminal.wait_for("what should the tables become? (delta, parquet, stdout) [delta]")
+        terminal.wait_for("what should the tables become? (delta, parquet, stdout) [delta]: ")
         terminal.type("parquet")
-        terminal.wait_for("where")
+        terminal.wait_for("where (a folder or s3://…) [lake]: ")
         terminal.type("")
         assert terminal.wait() == 0, terminal.text
     assert SECRET not in terminal.text
