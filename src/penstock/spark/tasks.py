@@ -3,7 +3,7 @@
 Changes and copies share the cores. A batch of changes is one job in the pool `apply`, whatever the number of tables.
 Copies run in the pool `copy`, a job of one task at a time for each of their turns, and there are always fewer turns
 than cores: a task cannot be pre-empted, and changes must not wait for one. Starting a job costs a tenth of a second,
-more on a busy machine, so such a task takes a few ranges.
+more on a busy machine, so such a task takes a few ranges, or the whole of several small tables.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pyspark.sql import SparkSession
 
 from penstock.copy.listening import RangeRead, current_listener, listening
 from penstock.errors import PenstockError, TasksFailed
+from penstock.spark.light_copies import CopyGroup, LightCopies
 from penstock.spark.session import APPLY_POOL, COPY_POOL
 from penstock.spark.turns import Turns, TurnsClosed
 
@@ -58,6 +59,14 @@ class _Raised:
     at: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Shipped:
+    """What of a group of items goes to its task."""
+
+    items: Sequence[Any]
+    function: Callable[[Any], Any]
+
+
 class SparkTasks:
     """Runs functions in Spark tasks (`penstock.destinations.base.Tasks`). May be called from any thread.
 
@@ -69,6 +78,7 @@ class SparkTasks:
         self._copy_tasks = copy_tasks
         self._here = threading.local()
         self._turns = Turns(lambda: self.copy_tasks)
+        self._light_copies = LightCopies()
         self._tag = f"penstock-copy-{uuid.uuid4().hex}"
 
     @property
@@ -130,30 +140,54 @@ class SparkTasks:
         """Jobs of a few items, as many at a time as there are turns; the first exception ends it. Copies of fewer items
         get their turns before those of more."""
         turns = min(len(items), self.copy_tasks)
-        groups = group_for_turns(items, turns)
+        parts = group_for_turns(items, turns)
+        groups = [
+            CopyGroup(part, function, f"{description} ({number} of {len(parts)})")
+            for number, part in enumerate(parts, 1)
+        ]
         failed = threading.Event()
         listener = current_listener() or _ignore
 
-        def run_group(number: int) -> list[_Result]:
-            with self._turn(len(items)):
-                if failed.is_set():
-                    return []
-                try:
-                    text = f"{description} ({number + 1} of {len(groups)})"
-                    outcomes = self._job([groups[number]], function, text, COPY_POOL, stop_early=True)[0]
-                    for read in (read for outcome in outcomes if isinstance(outcome, _Done) for read in outcome.reads):
-                        listener(read)
-                    return [_value(outcome) for outcome in outcomes]
-                except BaseException:
-                    failed.set()
-                    raise
+        def run_group(group: CopyGroup) -> list[_Result]:
+            try:
+                with self._turn(len(items)):
+                    if failed.is_set():
+                        return []
+                    self._run_together(self._light_copies.take(group))
+                outcomes = group.outcomes.result()
+                for read in (read for outcome in outcomes if isinstance(outcome, _Done) for read in outcome.reads):
+                    listener(read)
+                return [_value(outcome) for outcome in outcomes]
+            except BaseException:
+                failed.set()
+                raise
+            finally:
+                self._light_copies.withdraw(group)
 
+        if len(groups) == 1:
+            self._light_copies.offer(groups[0])
+            return run_group(groups[0])
         with ThreadPoolExecutor(turns, thread_name_prefix="copy") as pool:
-            futures = [pool.submit(run_group, number) for number in range(len(groups))]
+            futures = [pool.submit(run_group, group) for group in groups]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
         return [result for future in futures for result in future.result()]
+
+    def _run_together(self, groups: list[CopyGroup]) -> None:
+        """One task for these; each group hears what became of it."""
+        if not groups:
+            return
+        more = f" and {len(groups) - 1} more" if len(groups) > 1 else ""
+        try:
+            shipped = [_Shipped(group.items, group.function) for group in groups]
+            done = self._job([shipped], _run_group, groups[0].description + more, COPY_POOL, tagged=True)[0]
+            for group, outcome in zip(groups, done, strict=True):
+                group.outcomes.set_result(_value(outcome))
+        except BaseException as error:
+            for group in groups:
+                if not group.outcomes.done():
+                    group.outcomes.set_exception(error)
 
     @contextmanager
     def _turn(self, size: int) -> Iterator[None]:
@@ -170,25 +204,24 @@ class SparkTasks:
         description: str,
         pool: str,
         *,
-        stop_early: bool = False,
+        tagged: bool = False,
     ) -> list[list[_Done[_Result] | _Raised]]:
-        """One task per payload. With `stop_early` an exception ends its task, and the job can be cancelled."""
+        """One task per payload; a job that is `tagged` can be cancelled."""
         context = self._context
         before = {name: context.getLocalProperty(name) for name in (_DESCRIPTION, _POOL)}
         context.setLocalProperty(_DESCRIPTION, description)
         context.setLocalProperty(_POOL, pool)
-        if stop_early:
+        if tagged:
             context.addJobTag(self._tag)
         try:
-            work = _Work(function, stop_early)
-            return context.parallelize(payloads, len(payloads)).mapPartitions(work).collect()
+            return context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
         except (py4j.protocol.Py4JError, PySparkException) as error:
             logger.debug("a job failed description=%s", description, exc_info=True)
-            if stop_early and self._turns.closed:
+            if tagged and self._turns.closed:
                 raise _given_up() from None
             raise TasksFailed(f"Spark could not {description}: {_first_line(error)}") from None
         finally:
-            if stop_early:
+            if tagged:
                 context.removeJobTag(self._tag)
             for name, value in before.items():
                 # None removes a property, whatever the annotation says.
@@ -198,27 +231,32 @@ class SparkTasks:
 class _Work:
     """What is shipped: a function that turns exceptions into values."""
 
-    def __init__(self, function: Callable[[Any], Any], stop_early: bool) -> None:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
-        self._stop_early = stop_early
 
     def __call__(self, payloads: Iterable[list[Any]]) -> Iterator[list[_Done[Any] | _Raised]]:
         for payload in payloads:
-            outcomes: list[_Done[Any] | _Raised] = []
-            for item in payload:
-                outcomes.append(self._call(item))
-                if self._stop_early and isinstance(outcomes[-1], _Raised):
-                    break
-            yield outcomes
+            yield [_call(self._function, item) for item in payload]
 
-    def _call(self, item: Any) -> _Done[Any] | _Raised:
-        reads: list[RangeRead] = []
-        try:
-            with listening(reads.append):
-                result = self._function(item)
-            return _Done(result, tuple(reads))
-        except Exception as error:
-            return _Raised(_portable(error), traceback.format_exc())
+
+def _run_group(group: _Shipped) -> list[_Done[Any] | _Raised]:
+    """In a task: the items of one copy, up to the first that raises."""
+    outcomes: list[_Done[Any] | _Raised] = []
+    for item in group.items:
+        outcomes.append(_call(group.function, item))
+        if isinstance(outcomes[-1], _Raised):
+            break
+    return outcomes
+
+
+def _call(function: Callable[[Any], Any], item: Any) -> _Done[Any] | _Raised:
+    reads: list[RangeRead] = []
+    try:
+        with listening(reads.append):
+            result = function(item)
+        return _Done(result, tuple(reads))
+    except Exception as error:
+        return _Raised(_portable(error), traceback.format_exc())
 
 
 def group_for_turns(items: list[_Item], turns: int) -> list[list[_Item]]:

@@ -5,6 +5,9 @@
 
 Whatever goes wrong before SyncDone, the next attempt starts from the beginning, with another name: the destination has
 fenced this one off.
+
+Small tables are copied many at a time: what each of them costs is waiting, not work. They share snapshots, and the
+tasks that read them.
 """
 
 from __future__ import annotations
@@ -13,21 +16,27 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
 
 from penstock import failpoints
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.listening import listening
 from penstock.copy.progress import CopyCounter, CopyProgress
 from penstock.destinations.base import Destination, Tasks
-from penstock.errors import PenstockError, PublicationChanged
+from penstock.errors import PenstockError, PublicationChanged, QueryFailed
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.faults import translated
 from penstock.source.slots import Blocker, warn_of_blockers
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
@@ -38,11 +47,23 @@ from penstock.state.transitions import finish_catchup, finish_copy, start_copy
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
 from penstock.workers.board import Board
+from penstock.workers.shared_snapshots import OnWait, SharedSnapshots
 
 logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 60.0
 """Capture answers within a tenth of a second, unless it is being started again."""
+SMALL_TABLE_BYTES = 8 << 20
+"""On the source's disk: read in less than a second."""
+SMALL_TABLES_PER_WORKER = 8
+_SIZE_SECONDS = 0.5
+"""How long DDL on a table may keep its size from being looked at; then it counts as large."""
+_PLACE_SECONDS = 0.2
+_LOCK_NOT_AVAILABLE = "55P03"
+_TABLE_BYTES = """
+    select pg_catalog.pg_table_size(%s::oid)
+        + coalesce((select sum(pg_catalog.pg_table_size(relid)) from pg_catalog.pg_partition_tree(%s::oid)), 0)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +132,24 @@ class TableSync:
         counter = self._counter
         return None if counter is None else CopyStatus(self.attempt, counter.progress, self._copy_seconds)
 
-    def run(self) -> None:
+    def run(self, shared: Shared) -> None:
         """Bring the table to SyncDone. Raises `Stopping` when it is not wanted any more, and what went wrong."""
         self._board.claim(self._table_id, self.attempt)
-        try:
-            rows_position = self._copy_table()
-            self._catch_up(rows_position)
-        finally:
-            self._holds.release(self._reader, self._table_id)
+        schema, size = self._describe()
+        is_large = size is None or size > SMALL_TABLE_BYTES
+        with shared.large_tables.place(self._check_stop) if is_large else nullcontext():
+            try:
+                rows_position = self._copy_table(schema, shared.snapshots)
+                self._catch_up(rows_position)
+            finally:
+                self._holds.release(self._reader, self._table_id)
 
     def leave(self) -> None:
         """After `run`, and after what it raised was dealt with."""
         self._board.leave(self._table_id, self.attempt)
 
-    def _copy_table(self) -> Lsn:
+    def _copy_table(self, schema: TableSchema, snapshots: SharedSnapshots) -> Lsn:
         """Fence, copy, and give the boundary of the snapshot."""
-        schema = self._describe()
         self._destination.drop_table_for_copy(schema, self.attempt)
         failpoints.reach("after_drop")
         self._store.clear_table_copy_state(self._table_id)
@@ -136,7 +159,7 @@ class TableSync:
         self._holds.request(self._reader, self._table_id)
         self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS)
         failpoints.reach("before_snapshot")
-        with self._take_snapshot(schema) as snapshot:
+        with self._snapshot(schema, snapshots) as snapshot:
             failpoints.reach("after_snapshot")
             rows = prepare_copy(
                 snapshot,
@@ -162,16 +185,25 @@ class TableSync:
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position
 
-    def _take_snapshot(self, schema: TableSchema) -> Snapshot:
+    @contextmanager
+    def _snapshot(self, schema: TableSchema, snapshots: SharedSnapshots) -> Iterator[Snapshot]:
         """Wait for the transactions that are open, visibly."""
         since = datetime.now(UTC)
 
         def wait(blockers: Sequence[Blocker]) -> None:
             self.waiting = SnapshotWait(tuple(blockers), since)
-            warn_of_blockers(blockers, what=f"the snapshot of {schema}")
+
+        def take(on_wait: OnWait) -> Snapshot:
+            def warn(blockers: Sequence[Blocker]) -> None:
+                warn_of_blockers(blockers, what=f"the snapshot of {schema}")
+                on_wait(blockers)
+
+            return take_snapshot(self._source, on_wait=warn, check=self._check_stop)
 
         try:
-            return take_snapshot(self._source, on_wait=wait, check=self._check_stop)
+            with snapshots.enter(take, on_wait=wait, check=self._check_stop) as snapshot:
+                self.waiting = None
+                yield snapshot
         finally:
             self.waiting = None
 
@@ -217,8 +249,8 @@ class TableSync:
             raise written.failed[self._table_id]
         return written.durable.get(self._table_id, position)
 
-    def _describe(self) -> TableSchema:
-        """The table as it is now, for the destination to find what is there of it."""
+    def _describe(self) -> tuple[TableSchema, int | None]:
+        """The table as it is now, for the destination to find what is there of it, and its size if that is known."""
         with connect(self._source, Role.CATALOG) as connection:
             table = load_table(connection, self._table_id)
             if table is None:
@@ -226,7 +258,22 @@ class TableSync:
                     f"table {self._table_id} does not exist any more", tables=[str(self._table_id)]
                 )
             types = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
-        return schema_from_catalog(table, types)
+            size = self._ask_size(connection)
+        return schema_from_catalog(table, types), size
+
+    def _ask_size(self, connection: psycopg.Connection[Any]) -> int | None:
+        try:
+            with (
+                translated(connection, "look at the size of a table"),
+                connection.cursor(row_factory=tuple_row) as cursor,
+            ):
+                cursor.execute(f"set lock_timeout = {round(_SIZE_SECONDS * 1000)}".encode())
+                row = cursor.execute(_TABLE_BYTES, [self._table_id, self._table_id]).fetchone()
+        except QueryFailed as error:
+            if error.facts.get("sqlstate") != _LOCK_NOT_AVAILABLE:
+                raise
+            return None
+        return None if row is None or row[0] is None else int(row[0])
 
     def _remember_schema(self, rows: CopyRows) -> None:
         self._store.store_table_schema(TableSchemaVersion(OrderKey(rows.position, 0), rows.schema))
@@ -237,11 +284,37 @@ class TableSync:
         self._board.check_claim(self._table_id, self.attempt)
 
 
+class Places:
+    """A number of places, which those who come wait for."""
+
+    def __init__(self, count: int) -> None:
+        self._free = threading.BoundedSemaphore(count)
+
+    @contextmanager
+    def place(self, check: Callable[[], None]) -> Iterator[None]:
+        """Have one inside; `check` raises when it is not wanted any more."""
+        while not self._free.acquire(timeout=_PLACE_SECONDS):
+            check()
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the workers of a pool share."""
+
+    large_tables: Places
+    snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
+
+
 class SyncPool:
-    """Runs table sync workers, a few at a time, one per table."""
+    """Runs table sync workers: of large tables `max_workers` at a time, of small ones that many groups."""
 
     def __init__(self, max_workers: int) -> None:
-        self._max_workers = max_workers
+        self._max_threads = max_workers * SMALL_TABLES_PER_WORKER
+        self._shared = Shared(Places(max_workers))
         self._lock = threading.Lock()
         self._running: dict[int, threading.Thread] = {}
 
@@ -250,7 +323,7 @@ class SyncPool:
         """How many more may start."""
         with self._lock:
             self._forget_ended()
-            return self._max_workers - len(self._running)
+            return self._max_threads - len(self._running)
 
     def is_running(self, table_id: int) -> bool:
         with self._lock:
@@ -262,7 +335,7 @@ class SyncPool:
 
         def run() -> None:
             try:
-                work.run()
+                work.run(self._shared)
             except Stopping:
                 pass
             except Exception as error:
@@ -272,7 +345,7 @@ class SyncPool:
 
         with self._lock:
             self._forget_ended()
-            if table_id in self._running or len(self._running) >= self._max_workers:
+            if table_id in self._running or len(self._running) >= self._max_threads:
                 return False
             thread = threading.Thread(target=run, name=f"table-sync-{table_id}", daemon=True)
             self._running[table_id] = thread
