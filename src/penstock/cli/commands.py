@@ -92,7 +92,7 @@ def _send_to(
             f"pipeline {config.pipeline.id} has not run yet: there is nothing to {kind.value}",
             hint="Start it with `penstock run`.",
         )
-    chosen = _choose(config, store, tables)
+    chosen = choose_tables(config, store, tables)
     driver = running(store)
     command = store.add_command(kind, chosen)
     of_several = f"{output.name}: " if len(config.outputs) > 1 else ""
@@ -124,7 +124,7 @@ def _report(command: Command, done: str) -> None:
         )
 
 
-def _choose(config: Config, store: Store, wanted: Sequence[str]) -> list[str]:
+def choose_tables(config: Config, store: Store, wanted: Sequence[str]) -> list[str]:
     """The tables that are meant, by the names that the pipeline knows; `orders` alone is `public.orders`."""
     names = sorted(table_names(config, store).values())
     known = {TableName(*name.split(".", 1)): name for name in names if "." in name}

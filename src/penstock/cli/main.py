@@ -25,6 +25,7 @@ from penstock.cli.status import status
 from penstock.cli.tables import tables
 from penstock.cli.tail import tail
 from penstock.cli.teardown import teardown
+from penstock.cli.verify import verify
 from penstock.errors import PenstockError
 from penstock.observe import LogFormat, configure_logging, redact
 
@@ -46,6 +47,7 @@ app.command("resync")(resync)
 app.command("rollback")(rollback)
 app.command("pause")(pause)
 app.command("resume")(resume)
+app.command("verify")(verify)
 app.command("teardown")(teardown)
 app.command("report")(report)
 app.command("check")(check)
@@ -60,7 +62,7 @@ def main() -> None:
         app(prog_name="penstock")
     except PenstockError as error:
         report_error(error)
-        sys.exit(1)
+        sys.exit(error.facts.get("exit_status", 1))
 
 
 def report_error(error: PenstockError) -> None:

@@ -8,16 +8,16 @@ import typer
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured
 from penstock.cli.display import Display, opened_display
-from penstock.cli.outputs import POLL_SECONDS, LookedAt, prefixed, started_outputs
+from penstock.cli.outputs import POLL_SECONDS, LookedAt, is_settled, prefixed, started_outputs
 from penstock.cli.plan import plan_lines
 from penstock.cli.tail import Ending
 from penstock.config import Config
-from penstock.errors import PenstockError, Retry
+from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
 from penstock.pipeline import Outputs, Pipeline
 from penstock.source.wal import current_position
-from penstock.state import Errored, Ready
+from penstock.state import Errored
 
 _STATUS_SECONDS = 10.0
 
@@ -86,21 +86,13 @@ def _watch(config: Config, outputs: Outputs, ending: Ending, looked_at: LookedAt
         if outputs.wait(0):
             return False
         looked_at.look()
-        if once and all(_is_settled(pipeline) for pipeline in outputs):
+        if once and all(is_settled(pipeline) for pipeline in outputs):
             target = target or current_position(config.pipeline.source)
             if all(_has_reached(pipeline, target) for pipeline in outputs):
                 looked_at.look()
                 return True
         ending.stop.wait(POLL_SECONDS)
     return False
-
-
-def _is_settled(pipeline: Pipeline) -> bool:
-    """Nothing is copied any more, nothing is tried again by itself, and no command waits that could change that."""
-    return all(command.answered for command in pipeline.store.get_commands()) and all(
-        isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)
-        for phase in pipeline.phases.values()
-    )
 
 
 def _has_reached(pipeline: Pipeline, target: Lsn) -> bool:
