@@ -194,7 +194,7 @@ class LocalStorage:
                     continue
                 try:
                     status = os.stat(full)
-                except _NOT_FOUND:
+                except FileNotFoundError:
                     continue
                 yield StoredFile(path, status.st_size, status.st_mtime)
 
