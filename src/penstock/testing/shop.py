@@ -90,6 +90,24 @@ _GOODS = (
 _TAGS = ("newsletter", "early bird", "returns often", "b2b", "vip")
 _PAGES = ("/", "/search", "/basket", "/offers", "/help")
 _DETAIL_BYTES = 3_000
+_PAST = """
+    insert into shop.customers (name, tier, tags)
+    select (%(first)s::text[])[1 + n %% 10] || ' ' || (%(last)s::text[])[1 + n / 10 %% 10],
+           (enum_range(null::shop.tier))[1 + n %% 3], array[(%(tags)s::text[])[1 + n %% 5]]
+    from generate_series(1, %(orders)s / 25) n;
+
+    insert into shop.orders (customer_id, status, total, placed_at)
+    select 1 + n %% (select max(id) from shop.customers), (enum_range(null::shop.status))[1 + n %% 5],
+           n %% 1000 + 0.99, now() - n * interval '1 minute'
+    from generate_series(1, %(orders)s) n;
+
+    insert into shop.order_items
+    select o.id, l.line, p.sku, 1 + o.id %% 3, p.price
+    from shop.orders o
+    cross join generate_series(1, 2) l (line)
+    join (select sku, price, row_number() over (order by sku) as number from shop.products) p
+      on p.number = 1 + (o.id * 7 + l.line) %% (select count(*) from shop.products)
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +123,15 @@ def create_shop(connection: Connection, *, seed: int = 1) -> None:
             shop.new_customer()
         for number in range(len(_GOODS)):
             shop.new_product(number)
+
+
+def fill_shop(connection: Connection, *, orders: int) -> None:
+    """Give a shop a past: so many orders, with items and customers."""
+    parameters = {"orders": orders, "first": list(_FIRST), "last": list(_LAST), "tags": list(_TAGS)}
+    with connection.transaction():
+        # One at a time: a statement with parameters is alone.
+        for statement in _PAST.split(";"):
+            connection.execute(statement.encode(), parameters)
 
 
 class ShopWriters:
@@ -169,17 +196,17 @@ class _Shop:
     def do_something(self) -> None:
         """One transaction of a random kind."""
         actions: dict[Callable[[], None], int] = {
-            self.place_order: 26,
-            self.move_order: 20,
-            self.visit: 16,
-            self.restock: 10,
-            self.promote_customer: 8,
-            self.new_customer: 6,
-            self.place_order_in_two_attempts: 5,
-            self.rewrite_details: 3,
-            self.delete_order: 4,
-            self.rename_product: 3,
-            self.forget_visits: 2,
+            self.place_order: 260,
+            self.move_order: 200,
+            self.visit: 160,
+            self.restock: 100,
+            self.promote_customer: 80,
+            self.new_customer: 60,
+            self.place_order_in_two_attempts: 50,
+            self.rewrite_details: 30,
+            self.delete_order: 40,
+            self.rename_product: 30,
+            self.forget_visits: 4,
         }
         (action,) = self._choice.choices(list(actions), list(actions.values()))
         with self._connection.transaction():
@@ -217,12 +244,20 @@ class _Shop:
             """
             update shop.orders set status = (enum_range(null::shop.status))[array_position(
                 enum_range(null::shop.status), status) %% 5 + 1]
-            where id = (select id from shop.orders order by random() limit 1)
+            where id = (
+                select id from shop.orders where id >= (select random() * max(id) from shop.orders) order by id limit 1
+            )
             """
         )
 
     def delete_order(self) -> None:
-        self._execute("delete from shop.orders where id = (select id from shop.orders order by random() limit 1)")
+        self._execute(
+            """
+            delete from shop.orders where id = (
+                select id from shop.orders where id >= (select random() * max(id) from shop.orders) order by id limit 1
+            )
+            """
+        )
 
     def restock(self) -> None:
         """A price and a number; the details stay as they are, and the server does not send them again."""
