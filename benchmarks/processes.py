@@ -6,6 +6,7 @@ lines; several of a kind are told apart by their process id.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,9 @@ DRIVER, JVM, PYTHON_WORKER, CAPTURE = "driver", "Spark JVM", "Spark Python worke
 _PYTHON_DAEMON = "Spark Python daemon"
 _SERVER = "postgres"
 """A benchmark's own server is a child of it too; it is the source, and not what is measured."""
+
+_SEARCH_EVERY = 20
+"""Samples; looking through all processes of the machine costs a hundred times as much as looking at a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class TreeWatch:
     def __init__(self, root: int) -> None:
         self._root = root
         self._seen: dict[int, ProcessUsage] = {}
+        self._tree: list[tuple[int, str]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-tree", daemon=True)
         self._sample(is_first=True)
@@ -70,12 +75,14 @@ class TreeWatch:
         return max(peaks, default=0.0)
 
     def _run(self) -> None:
-        # Looking at all processes of the machine costs more than looking at a few.
-        while not self._stop.wait(2 * SAMPLE_SECONDS):
-            self._sample()
+        rounds = itertools.count(1)
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self._sample(search=next(rounds) % _SEARCH_EVERY == 0)
 
-    def _sample(self, *, is_first: bool = False) -> None:
-        for pid, kind in _tree(self._root):
+    def _sample(self, *, is_first: bool = False, search: bool = True) -> None:
+        if search:
+            self._tree = _find_tree(self._root)
+        for pid, kind in self._tree:
             usage = read_usage(pid)
             if usage is None:
                 continue
@@ -110,7 +117,7 @@ def merge_peaks(watches: Sequence[TreeWatch]) -> str:
     return format_table(["process", "CPU s", "peak RSS MiB"], rows)
 
 
-def _tree(root: int) -> list[tuple[int, str]]:
+def _find_tree(root: int) -> list[tuple[int, str]]:
     """The process and its descendants, with what they are."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):

@@ -285,7 +285,7 @@ def _wait(pipeline: Pipeline, look: Callable[[], bool], what: str) -> None:
             raise BenchmarkFailed(f"the pipeline ended before {what}")
         if time.monotonic() > deadline:
             raise BenchmarkFailed(f"waited {DRAIN_SECONDS:.0f} s for {what}: {pipeline.status}")
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def _all_ready(pipeline: Pipeline, count: int) -> bool:
