@@ -37,7 +37,7 @@ jars: $(STAMP)
 	@$(BIN)/python scripts/delta-jars.py $(JARS)
 
 .PHONY: demo
-demo: $(STAMP) ## start a server and writers and watch the changes, for 20 seconds
+demo: $(STAMP) ## a shop becomes Delta tables that follow it, and are compared with it; about a minute
 	$(BIN)/penstock demo $(ARGS)
 
 .PHONY: test
@@ -113,8 +113,8 @@ fuzz: $(STAMP) ## the decoder against 100,000 mutated messages
 	PENSTOCK_FUZZ_CASES=$${PENSTOCK_FUZZ_CASES:-100000} $(PYTEST) tests/unit/capture/test_fuzz.py --timeout 3600 $(ARGS)
 
 .PHONY: soak
-soak: $(STAMP) ## the long tests: 50 kills under load; the report goes to docs/soak
-	PENSTOCK_SOAK_KILLS=$${PENSTOCK_SOAK_KILLS:-50} $(BIN)/python scripts/soak.py $(ARGS)
+soak: $(STAMP) system ## the long tests, in full or as much as fits: MINUTES=20; the report goes to docs/soak
+	$(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .PHONY: build
 build: $(STAMP) ## build the wheel and try it in an environment of its own

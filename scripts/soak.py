@@ -1,72 +1,247 @@
-"""Run the tests marked `soak` and write what happened to docs/soak, one page per run.
+"""Run the long tests, stage by stage, and write what happened to docs/soak, one page per run.
 
-Arguments go to pytest. Numbers that a test notes with `record_property` are in the report.
+    scripts/soak.py                  the full counts of every stage
+    scripts/soak.py --minutes 20     each stage gets its share of the time, and does as much as fits
+    scripts/soak.py --stage trials   only some stages; --seed 7 repeats the seeds of a run
+
+Every stage is a pytest process of its own. A failed test is in the report with the command that repeats it; a stage
+that took far longer than its share is cut off, and the report says so.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
+import secrets
+import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from xml.etree import ElementTree
 
-import pytest
-
+from penstock.testing.handover_model import SCENARIOS
 from penstock.testing.postgres_binaries import installed_binaries
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "soak"
-TEST_SECONDS = 4 * 3600
+GRACE_SECONDS = 120.0
+"""Beyond twice its share a stage is cut off."""
+PACKAGES = ("penstock", "pyspark", "pyarrow", "numpy", "psycopg")
 
 
-@dataclass(slots=True, eq=False)
-class Recorder:
-    """A pytest plugin that keeps the outcome of each test."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a stage is run for a count and a seed: arguments of pytest, and the environment."""
 
-    reports: list[pytest.TestReport] = field(default_factory=list)
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or not report.passed:
-            self.reports.append(report)
+    @property
+    def command(self) -> str:
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return f"{variables} .venv/bin/python -m pytest {shlex.join(self.arguments)}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A kind of long test."""
+
+    name: str
+    unit: str
+    full: int
+    """How many units without a limit of time."""
+    share: float
+    """Of the time, when it is limited."""
+    seconds_each: float
+    """On two cores, roughly: only to choose a count that fits."""
+    fixed_seconds: float
+    run: Callable[[int, int], Run]
+
+    def count(self, seconds: float | None) -> int:
+        """How many units fit."""
+        if seconds is None:
+            return self.full
+        return max(1, min(self.full, int((seconds - self.fixed_seconds) / self.seconds_each)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One test of a stage."""
+
+    test: str
+    outcome: str
+    seconds: float
+    noted: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """A stage that has run."""
+
+    stage: Stage
+    count: int
+    run: Run
+    seconds: float
+    cut_off: bool
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def failed(self) -> bool:
+        return not self.cut_off and (not self.outcomes or any(each.outcome == "failed" for each in self.outcomes))
+
+
+def _soak(*tests: str) -> tuple[str, ...]:
+    return ("-q", "-m", "soak", "--timeout", "0", *tests)
+
+
+def _model(count: int, seed: int) -> Run:
+    test = "tests/unit/workers/test_handover_model.py::test_nothing_is_lost_or_doubled_in_larger_worlds"
+    return Run(_soak(*(f"{test}[{name}]" for name in list(SCENARIOS)[:count])))
+
+
+def _failpoints(count: int, seed: int) -> Run:
+    return Run(
+        ("-q", "--timeout", "0", "-p", "no:cacheprovider", f"--randomly-seed={seed}", "tests/e2e/test_failpoints.py"),
+        {"PENSTOCK_SOAK_FAILPOINT_ROUNDS": str(count)},
+    )
+
+
+STAGES = (
+    Stage("kills", "kills of capture under load", 50, 0.10, 6, 15, lambda count, seed: Run(
+        _soak("tests/e2e/test_crash.py"), {"PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed)})),
+    Stage("oracle", "random workloads per server version", 100, 0.15, 5, 10, lambda count, seed: Run(
+        _soak("tests/e2e/test_oracle.py"), {"PENSTOCK_SOAK_SEEDS": str(count)})),
+    Stage("trials", "pipelines with writers and kills", 60, 0.25, 25, 5, lambda count, seed: Run(
+        _soak("tests/e2e/test_trials.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
+    Stage("model", "worlds of the hand-over model", len(SCENARIOS), 0.15, 90, 5, _model),
+    Stage("failpoints", "rounds over all points", 10, 0.10, 110, 5, _failpoints),
+    Stage("300 tables", "seconds of changes", 1800, 0.15, 1.2, 60, lambda count, seed: Run(
+        _soak("tests/e2e/test_many_tables.py"), {"PENSTOCK_SOAK_ROUNDS": str(count)})),
+    Stage("fuzz", "mutated streams of messages", 100_000, 0.05, 0.003, 5, lambda count, seed: Run(
+        ("-q", "--timeout", "0", "tests/unit/capture/test_fuzz.py"),
+        {"PENSTOCK_FUZZ_CASES": str(count), "PENSTOCK_SEED": str(seed)})),
+    Stage("destinations", "run of their long tests", 1, 0.05, 60, 5, lambda count, seed: Run(
+        _soak("tests/unit/destinations", "tests/integration/destinations"))),
+)  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
-    """Run, write the page, and answer as pytest does."""
-    recorder = Recorder()
-    begun = time.monotonic()
+    """Run, write the page; 1 if anything failed."""
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=None, help="limit of time; without it the full counts")
+    parser.add_argument("--seed", type=int, default=None, help="of all stages but the oracle, which draws its own")
+    parser.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES], help="only these")
+    given = parser.parse_args(arguments)
+    seed = secrets.randbelow(10**6) if given.seed is None else given.seed
+    stages = [stage for stage in STAGES if given.stage is None or stage.name in given.stage]
     when = datetime.now(UTC)
-    status = pytest.main(["-m", "soak", "--timeout", str(TEST_SECONDS), str(ROOT / "tests"), *arguments], [recorder])
-    if not recorder.reports:
-        print("soak: no test was run, no report is written", file=sys.stderr)
-        return int(status)
+    results = [_run(stage, seed, _share(stage, stages, given.minutes)) for stage in stages]
     FOLDER.mkdir(parents=True, exist_ok=True)
     page = FOLDER / f"{when:%Y-%m-%d-%H%M}.md"
-    page.write_text(_report(recorder.reports, when, time.monotonic() - begun))
+    page.write_text(_report(results, when, seed, given.minutes))
     print(f"soak: report in {page.relative_to(ROOT)}")
-    return int(status)
+    return int(any(result.failed for result in results))
 
 
-def _report(reports: list[pytest.TestReport], when: datetime, seconds: float) -> str:
+def _share(stage: Stage, stages: list[Stage], minutes: float | None) -> float | None:
+    """The seconds of a stage; those that do not run leave theirs to the others."""
+    return None if minutes is None else 60 * minutes * stage.share / sum(each.share for each in stages)
+
+
+def _run(stage: Stage, seed: int, seconds: float | None) -> StageResult:
+    count = stage.count(seconds)
+    run = stage.run(count, seed)
+    print(f"soak: {stage.name}: {count} {stage.unit}", flush=True)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
+        xml = Path(folder) / "results.xml"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *run.arguments, f"--junitxml={xml}", f"--basetemp={folder}/files"],
+            cwd=ROOT,
+            env={**os.environ, **run.environment},
+            start_new_session=True,
+        )
+        cut_off = not _ends(process, None if seconds is None else 2 * seconds + GRACE_SECONDS)
+        outcomes = _read(xml) if xml.exists() else ()
+    return StageResult(stage, count, run, time.monotonic() - begun, cut_off, outcomes)
+
+
+def _ends(process: subprocess.Popen[bytes], timeout: float | None) -> bool:
+    """Wait for the end; after the time-out, and on Ctrl-C, the process is ended with all that it has started."""
+    try:
+        process.wait(timeout)
+        return True
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            os.killpg(process.pid, number)
+            try:
+                process.wait(30)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return False
+
+
+def _read(xml: Path) -> tuple[Outcome, ...]:
+    """What pytest has written down."""
+    outcomes: list[Outcome] = []
+    for case in ElementTree.parse(xml).iter("testcase"):
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        skipped = case.find("skipped") is not None
+        noted = [f"{each.get('name')} = {each.get('value')}" for each in case.iter("property")]
+        outcomes.append(
+            Outcome(
+                case.get("name", "?"),
+                "failed" if bad is not None else "skipped" if skipped else "passed",
+                float(case.get("time", 0)),
+                ", ".join(noted),
+                "" if bad is None else (bad.get("message") or bad.text or ""),
+            )
+        )
+    return tuple(outcomes)
+
+
+def _report(results: list[StageResult], when: datetime, seed: int, minutes: float | None) -> str:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     servers = ", ".join(each.version for each in installed_binaries().values())
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     lines = [
         f"# Soak of {when:%Y-%m-%d %H:%M} UTC",
         "",
         f"- commit {commit.strip() or 'unknown'}, Python {platform.python_version()}, PostgreSQL {servers}",
-        f"- {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        f"- kills asked for: {os.environ.get('PENSTOCK_SOAK_KILLS', 'the default of each test')}",
-        f"- {seconds:.0f} s in all",
+        f"- {packages}",
+        f"- {platform.system()} {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f} at the end",
+        f"- seed {seed}; " + (f"limited to {minutes:g} minutes" if minutes is not None else "full counts"),
+        f"- {sum(result.seconds for result in results):.0f} s in all",
         "",
-        "| Test | Outcome | Seconds | Noted |",
-        "|---|---|---|---|",
+        "| Stage | Count | Full | Outcome | Seconds |",
+        "|---|---|---|---|---|",
     ]
-    for report in sorted(reports, key=lambda each: each.nodeid):
-        noted = ", ".join(f"{name} = {value}" for name, value in report.user_properties)
-        lines.append(f"| {report.nodeid.rpartition('::')[2]} | {report.outcome} | {report.duration:.0f} | {noted} |")
+    for result in results:
+        tally = {name: sum(each.outcome == name for each in result.outcomes) for name in ("passed", "failed")}
+        text = "cut off" if result.cut_off else ", ".join(f"{count} {name}" for name, count in tally.items() if count)
+        asked = f"{result.count} {result.stage.unit} | {result.stage.full}"
+        lines.append(f"| {result.stage.name} | {asked} | {text or 'no test ran'} | {result.seconds:.0f} |")
+    noted = [(each, result) for result in results for each in result.outcomes if each.noted]
+    if noted:
+        lines += ["", "| Test | Noted |", "|---|---|", *(f"| {each.test} | {each.noted} |" for each, _ in noted)]
+    for result in results:
+        bad = [each for each in result.outcomes if each.outcome == "failed"]
+        if bad or result.cut_off:
+            lines += ["", f"## {result.stage.name}", "", f"Again: `{result.run.command}`"]
+        for each in bad:
+            lines += ["", f"`{each.test}`", "", "```text", each.message[:3000], "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -20,6 +21,7 @@ from penstock.testing.pipeline_process import PipelineProcess
 from penstock.testing.readback import check_equal, check_exactly_once
 from tests.e2e.support import current_position
 
+ROUNDS = int(os.environ.get("PENSTOCK_SOAK_FAILPOINT_ROUNDS", "1"))
 TABLES = ("counts", "moving", "quiet")
 
 # The process that is killed at the second point of a group is the one that was started again after the first.
@@ -39,8 +41,9 @@ ASKED = ("after_resync", "after_removed")
 class Writer:
     """Counts up, moves and deletes rows, a transaction every few milliseconds."""
 
-    def __init__(self, database) -> None:
+    def __init__(self, database, seed: int) -> None:
         self._database = database
+        self._chance = random.Random(seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -53,7 +56,7 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        chance = random.Random(1)
+        chance = self._chance
         with self._database.connect() as connection:
             while not self._stop.wait(0.005):
                 key = chance.randrange(40)
@@ -124,10 +127,10 @@ def check_counts(changes: list[dict]) -> None:
         assert found == list(range(found[0], found[0] + len(found))), f"row {key}"
 
 
-@pytest.fixture
-def killed(database, tmp_path):
+@pytest.fixture(params=range(ROUNDS) if ROUNDS > 1 else None, ids=lambda number: f"round {number}")
+def killed(request, database, tmp_path):
     made = Killed(database, tmp_path)
-    with Writer(database) as writer:
+    with Writer(database, getattr(request, "param", 0)) as writer:
         made.writer = writer
         yield made
         made.pipeline.close()

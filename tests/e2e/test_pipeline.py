@@ -1,4 +1,4 @@
-"""Whole pipelines: copied while it changes, streamed, killed, and equal to the source in the end."""
+"""A whole pipeline: copied while it changes, streamed, and equal to the source in the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.planned_tables import Size, plan_tables
 from penstock.testing.readback import MemoryReadBack, check_equal
 from penstock.testing.samples import available_samples
-from penstock.testing.trial import TrialSettings, run_trial
 from penstock.testing.writers import Writers
 from penstock.workers import BatchSettings
 from tests.e2e.support import current_position, wait_for
@@ -70,11 +69,3 @@ def test_tables_are_copied_while_they_change_and_then_followed(database, tmp_pat
         "select confirmed_flush_lsn::text from pg_replication_slots where slot_name = %s", [settings.slot]
     )[0]
     assert Lsn.parse(confirmed) >= end
-
-
-@pytest.mark.trap(3, 4, 19, 20, 28)
-@pytest.mark.parametrize("settings", [TrialSettings(1, kills=6), TrialSettings(2, pipelines=2)], ids=["one pipeline", "two pipelines"])
-def test_whoever_is_killed_nothing_is_lost_or_doubled(settings, make_server, tmp_path):
-    report = run_trial(settings, tmp_path, server=make_server())
-    assert report.changes > 0
-    assert report.starts > settings.pipelines

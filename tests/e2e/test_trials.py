@@ -1,0 +1,52 @@
+"""Trials by seed: random writers, pipelines and kills; a few in each run, many in `make soak`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from penstock.testing.trial import TrialSettings, run_trial
+
+SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "60"))
+SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))
+
+
+@pytest.mark.trap(3, 4, 19, 20, 28)
+@pytest.mark.parametrize(
+    "settings",
+    [TrialSettings(1, kills=4), TrialSettings(2, pipelines=2), TrialSettings(4, kills=4, master="local[2]")],
+    ids=["one pipeline", "two pipelines", "spark"],
+)
+def test_whoever_is_killed_nothing_is_lost_or_doubled(settings, make_server, tmp_path):
+    report = run_trial(settings, tmp_path, server=make_server())
+    assert report.changes > 0
+    assert report.starts > settings.pipelines
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_whoever_is_killed_nothing_is_lost_or_doubled_for_many_seeds(tmp_path, record_property):
+    """Every fifth trial runs on Spark, every third has two pipelines."""
+    failures: list[str] = []
+    totals = {"kills": 0, "statements": 0, "rows": 0, "changes": 0}
+    seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
+    for seed in seeds:
+        settings = TrialSettings(
+            seed, pipelines=2 if seed % 3 == 0 else 1, master="local[2]" if seed % 5 == 0 else None
+        )
+        folder = tmp_path / str(seed)
+        try:
+            report = run_trial(settings, folder)
+        except Exception as error:
+            failures.append(f"{settings.command}\n{type(error).__name__}: {error}")
+            continue
+        totals["kills"] += sum(report.kills.values())
+        for name in ("statements", "rows", "changes"):
+            totals[name] += getattr(report, name)
+        shutil.rmtree(folder)
+    record_property("seeds", f"{seeds[0]}–{seeds[-1]}")
+    for name, count in totals.items():
+        record_property(name, count)
+    assert not failures, "\n".join(failures)
