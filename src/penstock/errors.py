@@ -45,7 +45,6 @@ contain a secret or the value of a cell.
     ├── DestinationError            where changes land
     │   ├── DestinationUnavailable  out of reach: tried again
     │   ├── TableRejected           the destination does not take what was sent
-    │   ├── CellsMissing            cells were not sent, and the row has changed since: tried again, with later changes
     │   ├── TableOwned              another pipeline writes this table
     │   └── NotComparable           what is there cannot be compared with the source
     ├── DocumentsRejected           a search index does not take some documents, under the policy `stop`
@@ -333,16 +332,6 @@ class DestinationUnavailable(DestinationError):
 
 class TableRejected(DestinationError):
     """The destination does not take what was sent of a table; a person has to look."""
-
-
-class CellsMissing(DestinationError):
-    """A row came without some of its cells, replaces none, and is not at the source as it was.
-
-    Later changes of it are on their way; together with them it can be written.
-    """
-
-    retry = Retry.TIMED
-    default_hint = "The table goes on by itself when the changes of that row have arrived; otherwise copy it again."
 
 
 class TableOwned(DestinationError):

@@ -86,12 +86,8 @@ class NetChanges:
         if self.gone_at is not None:
             is_unknown = np.logical_or.reduce([found == first + size for found in origins.values()])
             keep = ~(is_unknown & (self.gone_at != LIVE))
-        return NetChanges(
-            self.touched[:0], None, table, texts, self.images[keep],
-            None if self.keys is None else self.keys[keep],
-            None if self.gone_at is None else self.gone_at[keep],
-            {name: found[keep] for name, found in origins.items()},
-        )  # fmt: skip
+        located = replace(self, touched=self.touched[:0], limits=None, table=table, texts=texts, origins=origins)
+        return located if keep.all() else located._filtered(keep)
 
     def incomplete(self) -> tuple[_Indices, list[str]]:
         """After `located`: the new rows that have cells of which nothing is known, and the columns of those."""
@@ -108,6 +104,21 @@ class NetChanges:
         origins = {name: np.where(found == self.unknown, places, found) for name, found in self.origins.items()}
         table, texts = self._extended(answers)
         return replace(self, table=table, texts=texts, origins=origins)
+
+    def without(self, rows: _Indices) -> NetChanges:
+        """The same without some of the new rows."""
+        keep = np.ones(len(self.images), np.bool_)
+        keep[rows] = False
+        return self._filtered(keep)
+
+    def _filtered(self, keep: NDArray[np.bool_]) -> NetChanges:
+        return replace(
+            self,
+            images=self.images[keep],
+            keys=None if self.keys is None else self.keys[keep],
+            gone_at=None if self.gone_at is None else self.gone_at[keep],
+            origins={name: found[keep] for name, found in self.origins.items()},
+        )
 
     def select(self, rows: _Indices) -> KnownRows:
         """Some of the new rows, as far as they are known."""

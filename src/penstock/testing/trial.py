@@ -16,12 +16,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import psycopg
 
@@ -83,6 +84,8 @@ class TrialSettings:
     """Of Spark; None: tasks run in the pipelines' processes."""
     size: Size = field(default_factory=lambda: Size(tables=6, columns=8, sessions=4, initial_rows=40))
     destination: str = "parquet"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the destination."""
 
     @property
     def command(self) -> str:
@@ -188,6 +191,7 @@ class _Trial:
                 slot=f"trial_{number}_{self._database[-12:]}",
                 id=f"trial{number}",
                 destination=self._settings.destination,
+                options=self._settings.options,
                 master=self._settings.master,
             )
         )

@@ -61,3 +61,9 @@ class Catalog:
 
     def _path(self, table_id: int) -> str:
         return f"{_FOLDER}/{quote(self.pipeline_id, safe='')}/{table_id}.json"
+
+
+def noted_folders(storage: Storage) -> list[str]:
+    """The folders of all tables of a lake, whoever writes them."""
+    notes = [storage.get(file.path) for file in storage.list(_FOLDER) if file.path.endswith(".json")]
+    return sorted({str(json.loads(note)["folder"]) for note in notes if note is not None})

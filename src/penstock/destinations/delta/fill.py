@@ -2,12 +2,13 @@
 
 Only the rows and columns that are needed are read. A row that comes into view by a publication's row filter arrives as
 an insert without its large cells, and no file has them: then the source is asked for the row as it is now. If that is
-the same in all that was sent, so are the other cells; if it is not, changes of it are on their way, and the table waits
-for them. What nobody has stops the table.
+the same in all that was sent, so are the other cells. If it is not, or is gone, nobody can tell any more what the cells
+were; but then a later change of that row is on its way, so it is left out, and that change brings it, or ends it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,8 @@ from penstock.destinations.delta.match import FileMatch
 from penstock.destinations.delta.rows import read_rows
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.refusals import unknown_row
-from penstock.errors import CellsMissing, PenstockError
+
+logger = logging.getLogger(__name__)
 
 
 def fill(
@@ -76,16 +78,15 @@ def _ask(
     keys = keys_of(known.table, known.texts, layout.key)
     found, texts = _fetch(known, layout, source)
     places = pc.index_in(keys, value_set=keys_of(found, texts, layout.key))
-    if places.null_count:
-        raise _not_as_it_was(table)
     found = found.take(places).combine_chunks()
     texts = {name: column.take(places) for name, column in texts.items()}
     complete = net.completed(KnownRows(rows, found.select(list(columns)), texts))
     written = complete.select(rows)
     same = pc.equal(keys_of(written.table, written.texts, layout.columns), keys_of(found, texts, layout.columns))
-    if not pc.all(same).as_py():
-        raise _not_as_it_was(table)
-    return complete
+    changed = rows[~same.to_numpy(zero_copy_only=False)]
+    if len(changed):
+        logger.info("rows wait for their next change table=%s rows=%d", layout.source, len(changed))
+    return complete.without(changed)
 
 
 def _fetch(known: KnownRows, layout: TableLayout, source: SourceRows) -> tuple[pa.Table, Texts]:
@@ -100,9 +101,3 @@ def _fetch(known: KnownRows, layout: TableLayout, source: SourceRows) -> tuple[p
     texts = {layout.renames[name]: column for name, column in split_texts(answers).items()}
     answers = answers.select(list(layout.renames))
     return layout.fit(answers.rename_columns(list(layout.renames.values()))).combine_chunks(), texts
-
-
-def _not_as_it_was(table: str) -> PenstockError:
-    return CellsMissing(
-        f"{table}: a row came without some of its cells, and it has changed at the source since", table=table
-    )

@@ -5,8 +5,9 @@ For comparing with the source, and for tests; other readers use whatever reads D
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,17 +16,70 @@ import pyarrow.compute as pc
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.changes.texts import join_texts, split_texts
 from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.catalog import noted_folders
 from penstock.destinations.delta.files import iterate_data_file
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout, from_metadata
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import Pin, pin_version, release_pin
-from penstock.destinations.delta.storage import Storage
+from penstock.destinations.delta.snapshot import Snapshot
+from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.errors import NotComparable
 from penstock.schema import TableSchema
 from penstock.values import TypeSettings, codec_for
 
 PIN_SECONDS = 6 * 3600.0
 """How long a reader that died may keep old files."""
+
+
+class DeltaReader:
+    """The tables under a path, as the source has them; may be used while a pipeline writes.
+
+    Tables are named as in the source: `"public.orders"`. Each call sees the newest version.
+    """
+
+    def __init__(self, path: str | Path, storage_options: Mapping[str, str] | None = None) -> None:
+        self._storage = open_storage(path, storage_options)
+
+    def tables(self) -> list[str]:
+        """Those with a complete copy."""
+        return sorted(self._folders())
+
+    def schema(self, table: str) -> TableSchema:
+        """The source's schema that the rows have now."""
+        return self._look(table)[1].source
+
+    def layout(self, table: str) -> TableLayout:
+        """What the table looks like in the lake."""
+        return self._look(table)[1]
+
+    def folder(self, table: str) -> str:
+        """Where the table lies, for other readers."""
+        return self._storage.child(self._folders()[table]).url
+
+    def read_table(self, table: str) -> pa.Table:
+        """The live rows, named and typed as in segments; without those that were deleted softly."""
+        snapshot, layout = self._look(table)
+        reader = LakeReader(self._storage.child(self._folders()[table]), layout)
+        batches = [batch for add in snapshot.files.values() for batch in reader.read(add)]
+        tables = [pa.Table.from_batches([batch]) for batch in batches]
+        return pa.concat_tables(tables, promote_options="default") if tables else reader.nothing()
+
+    def _look(self, table: str) -> tuple[Snapshot, TableLayout]:
+        folder = self._folders()[table]
+        snapshot = DeltaLog(self._storage.child(folder), table).refresh()
+        state = None if snapshot is None else from_metadata(snapshot.metadata)
+        if snapshot is None or state is None:
+            raise KeyError(table)
+        return snapshot, state.layout
+
+    def _folders(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for folder in noted_folders(self._storage):
+            snapshot = DeltaLog(self._storage.child(folder), folder).refresh()
+            state = None if snapshot is None else from_metadata(snapshot.metadata)
+            if state is not None and state.copied:
+                found[str(state.layout.source)] = folder
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +98,15 @@ class LakeReader:
         for rows in iterate_data_file(self.storage, part, schema):
             if soft:
                 rows = rows.filter(rows.column(DELETED_AT).is_null()).select(names)
-            yield from self._as_segment(rows).to_batches()
+            yield from self.as_segment(rows).to_batches()
 
-    def _as_segment(self, rows: pa.Table) -> pa.Table:
+    def nothing(self) -> pa.Table:
+        """What a table without rows is."""
+        names = [*self.layout.columns, *([UNREPRESENTABLE] if self.layout.has_texts else [])]
+        return self.as_segment(pa.schema([self.layout.schema.field(name) for name in names]).empty_table())
+
+    def as_segment(self, rows: pa.Table) -> pa.Table:
+        """Rows of the lake, named and typed as in segments."""
         back = {lake: name for name, lake in self.layout.renames.items()}
         for column in self.layout.source.columns:
             if column.attnum in self.layout.times:

@@ -1,0 +1,156 @@
+"""Whole pipelines into Delta tables: random tables and writers, processes killed, equal to the source in the end."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+
+import pytest
+
+from penstock.destinations.delta.destination import DeltaDestination
+from penstock.pipeline import Pipeline, PipelineSettings
+from penstock.source.connections import SourceSettings
+from penstock.spool import SpoolSettings
+from penstock.state import MemoryStore
+from penstock.testing.destinations.script import LocalTasks
+from penstock.testing.planned_tables import Size, plan_tables
+from penstock.testing.readback import check_equal, check_exactly_once
+from penstock.testing.samples import available_samples
+from penstock.testing.trial import TrialSettings, run_trial
+from penstock.testing.writers import Writers
+from penstock.workers import BatchSettings
+from tests.e2e.lake import HistoryReadBack, LakeReadBack
+from tests.e2e.support import current_position, wait_for
+
+SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
+
+
+def pipeline_into(
+    database, folder, *, max_rows: int = 500, tables=("public.*",), publication="e2e", **options
+) -> Pipeline:
+    settings = PipelineSettings(
+        id="e2e",
+        source=SourceSettings(database.dsn),
+        publication=publication,
+        manage_publication=publication == "e2e",
+        slot=f"e2e_{database.name[-12:]}",
+        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
+        tables=("public.*",),
+        batches=BatchSettings(interval=0.1, max_rows=max_rows),
+    )
+    return Pipeline(settings, MemoryStore("e2e"), DeltaDestination(folder / "lake", **options), LocalTasks())
+
+
+def wait_applied(pipeline: Pipeline, database) -> None:
+    end = current_position(database)
+    wait_for(lambda: pipeline.status.applied >= end, "apply to reach the end")
+
+
+def wait_ready(pipeline: Pipeline, count: int) -> None:
+    wait_for(lambda: [phase.name for phase in pipeline.phases.values()] == ["ready"] * count, "ready tables")
+
+
+@pytest.mark.trap(22, 25, 26, 27, 29, 31, 32)
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        ({}, LakeReadBack),
+        ({"deletion_vectors": False}, LakeReadBack),
+        ({"mode": "soft_delete"}, LakeReadBack),
+        ({"mode": "history"}, HistoryReadBack),
+    ],
+    ids=["mirror", "mirror without vectors", "soft delete", "history"],
+)
+def test_random_tables_are_followed(database, tmp_path, options, read):
+    with database.connect() as connection:
+        tables = plan_tables(Random(21), available_samples(connection), SIZE)
+    writers = Writers(database.dsn, Random(22), tables, SIZE, truncates=False)
+    with pipeline_into(database, tmp_path, **options) as pipeline:
+        with writers:
+            wait_ready(pipeline, len(tables))
+            writers.begin_truncates()
+            before = pipeline.status.changes
+            wait_for(lambda: pipeline.status.changes > before + 1_500, "changes to flow")
+        wait_applied(pipeline, database)
+        assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
+    readback = read(tmp_path / "lake")
+    check_equal(database.dsn, readback, [table.name for table in tables])
+    if read is HistoryReadBack:
+        assert check_exactly_once(readback) > 1_000
+
+
+@pytest.mark.trap(3, 19, 20, 28, 34, 35, 38)
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [
+        (TrialSettings(31, kills=4, destination="delta"), LakeReadBack),
+        (TrialSettings(32, kills=2, destination="delta", options={"mode": "history"}), HistoryReadBack),
+    ],
+    ids=["mirror", "history"],
+)
+def test_whoever_is_killed_the_lake_equals_the_source(settings, read, make_server, tmp_path):
+    report = run_trial(settings, tmp_path, server=make_server(), readback_of=lambda driven: read(driven.lake))
+    assert report.starts > 1
+
+
+class Sightings:
+    """Rows come into view of a filter and leave it, move their keys, and are deleted; their large texts stay."""
+
+    def __init__(self, database) -> None:
+        self._database = database
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.statements = 0
+
+    def __enter__(self) -> Sightings:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        chance = Random(5)
+        with self._database.connect() as connection:
+            while not self._stop.wait(0.002):
+                number = chance.randrange(40)
+                statement = chance.choices(
+                    [
+                        "update sightings set seen = not seen where id %% 40 = %(n)s",
+                        "update sightings set counter = counter + 1 where id %% 40 = %(n)s",
+                        (
+                            "update sightings set id = id + 1000"
+                            " where id = (select max(id) from sightings where id %% 40 = %(n)s)"
+                        ),
+                        "delete from sightings where id = (select min(id) from sightings where id %% 40 = %(n)s)",
+                    ],
+                    [8, 6, 3, 1],
+                )[0]
+                connection.execute(statement, {"n": number})
+                self.statements += 1
+
+
+@pytest.mark.trap(25, 27)
+def test_rows_that_come_into_view_have_all_their_cells(database, tmp_path):
+    """A row filter's transition is an insert without its large cells, which only the source can tell."""
+    database.execute("create table sightings (id bigint primary key, seen boolean, counter int, note text)")
+    database.execute("alter table sightings alter column note set storage external")
+    database.execute(
+        "insert into sightings select i, i % 2 = 0, 0, repeat(md5(i::text), 200) from generate_series(1, 200) i"
+    )
+    database.execute("alter table sightings replica identity default")
+    # A filter needs its columns in the identity.
+    database.execute("create unique index sighted on sightings (id, seen)")
+    database.execute("alter table sightings alter column seen set not null")
+    database.execute("alter table sightings replica identity using index sighted")
+    database.execute("create publication filtered for table sightings where (seen)")
+    with pipeline_into(database, tmp_path, publication="filtered", max_rows=50) as pipeline:
+        wait_ready(pipeline, 1)
+        with Sightings(database) as sightings:
+            wait_for(lambda: sightings.statements > 800, "rows to come into view")
+        wait_applied(pipeline, database)
+        assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
+    rows = LakeReadBack(tmp_path / "lake").read_table("public.sightings").to_pylist()
+    expected = database.execute("select id, seen, counter, note from sightings where seen")
+    assert sorted(tuple(row[name] for name in ("id", "seen", "counter", "note")) for row in rows) == sorted(expected)
