@@ -31,29 +31,40 @@ from penstock.observe import LogFormat, configure_logging, redact
 
 app = typer.Typer(
     name="penstock",
-    help="Postgres into lakehouse tables, databases and search documents: every change, in order, exactly once.",
+    help="""Postgres into lakehouse tables, databases and search documents: every change, in order, exactly once.
+
+Exit status: 0 done, 1 failed (with a message and a hint on standard error), 2 wrong usage. Commands with --json print
+what a script needs on standard output.
+
+Examples:
+
+    penstock init
+    penstock run
+    penstock status --watch
+""",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("init")(init)
-app.command("run")(run)
-app.command("status")(status)
-app.command("tables")(tables)
-app.command("resync")(resync)
-app.command("rollback")(rollback)
-app.command("pause")(pause)
-app.command("resume")(resume)
-app.command("verify")(verify)
-app.command("teardown")(teardown)
-app.command("report")(report)
-app.command("check")(check)
-app.command("tail")(tail)
-app.command("demo")(demo)
-app.add_typer(schema)
+_START, _RUN, _LOOK = "To start", "A pipeline", "To look at a database"
+
+app.command("demo", rich_help_panel=_START)(demo)
+app.command("init", rich_help_panel=_START)(init)
+app.add_typer(schema, rich_help_panel=_START)
+app.command("run", rich_help_panel=_RUN)(run)
+app.command("status", rich_help_panel=_RUN)(status)
+app.command("tables", rich_help_panel=_RUN)(tables)
+app.command("resync", rich_help_panel=_RUN)(resync)
+app.command("rollback", rich_help_panel=_RUN)(rollback)
+app.command("pause", rich_help_panel=_RUN)(pause)
+app.command("resume", rich_help_panel=_RUN)(resume)
+app.command("verify", rich_help_panel=_RUN)(verify)
+app.command("report", rich_help_panel=_RUN)(report)
+app.command("teardown", rich_help_panel=_RUN)(teardown)
+app.command("check", rich_help_panel=_LOOK)(check)
+app.command("tail", rich_help_panel=_LOOK)(tail)
 
 
 def main() -> None:
@@ -63,6 +74,18 @@ def main() -> None:
     except PenstockError as error:
         report_error(error)
         sys.exit(error.facts.get("exit_status", 1))
+    except OSError as error:
+        report_error(_from_system(error))
+        sys.exit(1)
+
+
+def _from_system(error: OSError) -> PenstockError:
+    """Files and folders that nobody has looked at more closely: a person can do something about most of them."""
+    where = f" {str(error.filename)!r}" if error.filename is not None else ""
+    return PenstockError(
+        f"the system refused{where}: {error.strerror or type(error).__name__}",
+        hint="Check the path, its owner and permissions, and the room on its disk; --log-level debug says more.",
+    )
 
 
 def report_error(error: PenstockError) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from penstock.errors import ConfigError
@@ -85,10 +87,24 @@ def build_session(settings: SparkSettings | None = None) -> SparkSession:
     builder = SparkSession.builder
     for name, value in settings.configuration().items():
         builder = builder.config(name, value)
-    session = builder.getOrCreate()
+    try:
+        session = builder.getOrCreate()
+    except (PySparkException, Py4JError) as error:
+        raise ConfigError(
+            f"Spark did not start on {settings.master}: {reason_of(error)}",
+            hint="See what it has written before this; master, memory and spark.* in the config must fit this machine.",
+        ) from None
     session.sparkContext.setLogLevel(settings.log_level.upper())
     logger.info("spark is there master=%s cores=%d", settings.master, session.sparkContext.defaultParallelism)
     return session
+
+
+def reason_of(error: Exception) -> str:
+    """The reason in a message of the JVM, without its stack."""
+    exception = getattr(error, "java_exception", None)
+    text = str(exception.getMessage() or exception) if exception is not None else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def _prepare_environment(settings: SparkSettings) -> None:

@@ -26,7 +26,7 @@ from pyspark.sql import SparkSession
 from penstock.copy.listening import RangeRead, current_listener, listening
 from penstock.errors import PenstockError, TasksFailed
 from penstock.spark.light_copies import CopyGroup, LightCopies
-from penstock.spark.session import APPLY_POOL, COPY_POOL
+from penstock.spark.session import APPLY_POOL, COPY_POOL, reason_of
 from penstock.spark.turns import Turns, TurnsClosed
 
 _Item = TypeVar("_Item")
@@ -219,7 +219,7 @@ class SparkTasks:
             logger.debug("a job failed description=%s", description, exc_info=True)
             if tagged and self._turns.closed:
                 raise _given_up() from None
-            raise TasksFailed(f"Spark could not {description}: {_first_line(error)}") from None
+            raise TasksFailed(f"Spark could not {description}: {reason_of(error)}") from None
         finally:
             if tagged:
                 context.removeJobTag(self._tag)
@@ -290,11 +290,3 @@ def _value(outcome: _Done[_Result] | _Raised) -> _Result:
     if not isinstance(outcome.error, PenstockError):
         outcome.error.add_note(f"in a task:\n{outcome.at}")
     raise outcome.error
-
-
-def _first_line(error: Exception) -> str:
-    """The reason in a message of the JVM, without its stack."""
-    exception = getattr(error, "java_exception", None)
-    text = str(exception.getMessage() or exception) if exception is not None else str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
