@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.destinations.delta.actions import Add
@@ -17,13 +16,13 @@ from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.statistics import StatisticsCollector
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, read_vector
+from penstock.destinations.encoding import worth_a_dictionary
 
 COMPRESSION = "snappy"
 _ROW_GROUP_ROWS = 1 << 20
 _WIDE_ROW_BYTES = 1 << 10
 _WIDE_GROUP_BYTES = 2 << 20
 """Of large rows in one row group: single cells of them are read again when an update does not send them."""
-_SAMPLE_ROWS = 2_000
 _BATCH_ROWS = 1 << 17
 
 
@@ -46,7 +45,7 @@ class DataFile:
     def write(self, data: pa.Table) -> None:
         """Append rows, which have the file's schema; a row group of their own, or several."""
         if self._writer is None:
-            self._writer = self._open(_worth_a_dictionary(data))
+            self._writer = self._open(worth_a_dictionary(data))
         self._writer.write_table(data, _row_group_rows(data))
         self._statistics.add(data)
         self.rows += data.num_rows
@@ -132,16 +131,6 @@ def iterate_data_file(
             data = fit(pa.Table.from_batches([batch]), schema)
             yield data if alive is None else data.filter(alive.slice(start, batch.num_rows))
             start += batch.num_rows
-
-
-def _worth_a_dictionary(data: pa.Table) -> list[str]:
-    """The columns whose values repeat: for others a dictionary costs time and room."""
-    sample = data.slice(0, _SAMPLE_ROWS)
-    return [
-        field.name
-        for field in data.schema
-        if not pa.types.is_nested(field.type) and 2 * pc.count_distinct(sample[field.name]).as_py() <= sample.num_rows
-    ]
 
 
 def _row_group_rows(data: pa.Table) -> int:

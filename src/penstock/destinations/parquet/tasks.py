@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from penstock.changes.batch import Rows
 from penstock.changes.segment import COMMIT_LSN, OP, ORDINAL, UNREPRESENTABLE, UNREPRESENTABLE_TYPE
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.batch_events import read_segment
+from penstock.destinations.encoding import worth_a_dictionary
 from penstock.destinations.grouping import group_batches
 from penstock.destinations.parquet.manifests import DataFile
 from penstock.destinations.refusals import unexpected
@@ -111,7 +113,9 @@ def _write(folder: str, name: str, tables: Iterable[pa.Table], compression: str)
             if table.num_rows == 0:
                 continue
             if writer is None:
-                writer = pq.ParquetWriter(path, table.schema, compression=compression)
+                writer = pq.ParquetWriter(
+                    path, table.schema, compression=compression, use_dictionary=cast("bool", worth_a_dictionary(table))
+                )
             writer.write_table(table)
             count += table.num_rows
     except BaseException:
