@@ -1,0 +1,346 @@
+"""Does a specification fit the database? Findings as data, each with what was found and what to do about it.
+
+Tables and columns that are not there, types that an index cannot take, keys that are not unique, deletes that the
+server would not tell, lookups without an index. What is left is asked of the server itself: every statement that the
+index will run is explained once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from penstock.documents.build import compile_build
+from penstock.documents.catalog import SourceCatalog, SourceTable, complete
+from penstock.documents.expressions import KEY_TYPES
+from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
+from penstock.documents.paths import entries_of, link_columns, way_up
+from penstock.documents.specification import (
+    Aggregate,
+    Constant,
+    Field,
+    Filter,
+    Geo,
+    Group,
+    IndexSpecification,
+    Join,
+    Operation,
+    Relation,
+    Scalar,
+    ScalarType,
+    Verb,
+)
+from penstock.documents.statements import run_statement
+from penstock.errors import ConfigError, SourceError
+from penstock.schema import ReplicaIdentity, TypeKind
+from penstock.source.faults import Place
+from penstock.source.patterns import TableName
+from penstock.source.preflight.report import Check, Report, Severity, failed, passed
+
+_CAPTURED = ("r", "p")
+
+
+def check_index(
+    connection: psycopg.Connection[Any], specification: IndexSpecification, catalog: SourceCatalog
+) -> Report:
+    """All findings about one index; those of the second half only if the first half found nothing critical."""
+    name = specification.name
+    checks = [*_check_tables(specification, catalog)]
+    if not checks:
+        checks += _check_root(specification, catalog.table(specification.table))
+        checks += _Walk(catalog).check(specification)
+    if not any(each.severity is Severity.CRITICAL for each in checks):
+        try:
+            completed = complete(specification, catalog)
+        except ConfigError as error:
+            checks.append(failed("key", Severity.CRITICAL, error.message, error.hint))
+        else:
+            checks += _check_identities(completed, catalog)
+            checks += _check_indexes(completed, catalog)
+            checks += _check_statements(connection, completed, catalog)
+    checks = checks or [passed("index", f"{name}: everything fits")]
+    return Report(Place.of(connection).where, tuple(checks))
+
+
+def _check_tables(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
+    for name in sorted(specification.tables()):
+        table = catalog.tables.get(name)
+        if table is None:
+            remedy = "Correct its name or schema, or create it."
+            yield failed("table", Severity.CRITICAL, f"there is no table {name}", remedy, [str(name)])
+        elif table.kind not in _CAPTURED:
+            yield failed(
+                "table",
+                Severity.CRITICAL,
+                f"{name} is no table, and its changes cannot be followed",
+                "Join the tables that it is made of.",
+                [str(name)],
+            )
+
+
+def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterator[Check]:
+    key = specification.doc_id or specification.primary_key or table.primary_key
+    what = "doc_id" if specification.doc_id else "primary_key"
+    if not key:
+        yield failed(
+            "key",
+            Severity.CRITICAL,
+            f"{table.name} has no primary key",
+            "Add one, or name columns with a unique index in primary_key.",
+            [str(table.name)],
+        )
+    missing = [each for each in key if each not in table.columns]
+    for each in missing:
+        yield _no_column(table, each, what)
+    if missing or not key:
+        return
+    if frozenset(key) not in table.unique:
+        yield failed(
+            "key",
+            Severity.CRITICAL,
+            f"{what}: ({', '.join(key)}) is not unique in {table.name}, so it cannot name a document",
+            f"Run: create unique index on {table.name} ({', '.join(key)});",
+            [str(table.name)],
+        )
+    for each in table.select(key):
+        if each.base.name not in KEY_TYPES and each.base.kind is not TypeKind.ENUM:
+            yield failed(
+                "key",
+                Severity.CRITICAL,
+                f"{what}: equal values of {each.type} can have different texts, so {each.name} cannot name a document",
+                "Use a column of another type as doc_id.",
+                [f"{table.name}.{each.name}"],
+            )
+        if not each.not_null:
+            yield failed(
+                "key",
+                Severity.WARNING,
+                f"{what}: {each.name} may be null; such rows have no document",
+                f"Run: alter table {table.name} alter {each.name} set not null;",
+                [f"{table.name}.{each.name}"],
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Looks at every field, filter and key of a specification."""
+
+    catalog: SourceCatalog
+
+    def check(self, specification: IndexSpecification) -> Iterator[Check]:
+        root = self.catalog.table(specification.table)
+        yield from self._filters(specification.filters, root, None, "filters")
+        if specification.soft_delete is not None:
+            yield from _columns([specification.soft_delete.column], root, "soft_delete")
+            yield from self._filters(specification.soft_delete.when, root, None, "soft_delete.when")
+        yield from self._fields(specification.fields, root, None, "")
+
+    def _fields(
+        self, fields: Sequence[Field], table: SourceTable, junction: SourceTable | None, path: str
+    ) -> Iterator[Check]:
+        for each in fields:
+            where = f"{path}{each.name}"
+            match each:
+                case Scalar():
+                    yield from _check_scalar(each, junction if each.junction and junction else table, where)
+                case Geo():
+                    yield from _check_geo(each, table, where)
+                case Group():
+                    yield from self._fields(each.fields, table, junction, f"{where}.")
+                case Join():
+                    yield from self._relation(each.relation, table, where)
+                    if each.verb is Verb.BELONGS_TO:
+                        yield from self._check_unique(each.relation, where)
+                    inner = each.relation.junction and self.catalog.table(each.relation.junction.table)
+                    yield from self._fields(each.fields, self.catalog.table(each.relation.table), inner, f"{where}.")
+                case Aggregate():
+                    yield from self._relation(each.relation, table, where)
+                    yield from self._check_aggregate(each, where)
+                case Constant():
+                    pass
+
+    def _relation(self, relation: Relation, parent: SourceTable, where: str) -> Iterator[Check]:
+        table = self.catalog.table(relation.table)
+        yield from _columns(relation.parent_columns, parent, where)
+        yield from _columns((*relation.columns, *relation.primary_key), table, where)
+        junction = None
+        if relation.junction is not None:
+            junction = self.catalog.table(relation.junction.table)
+            yield from _columns((*relation.junction.left_key, *relation.junction.right_key), junction, where)
+        yield from _columns([each.column for each in relation.order_by if not each.junction], table, where)
+        if junction is not None:
+            yield from _columns([each.column for each in relation.order_by if each.junction], junction, where)
+        yield from self._filters(relation.filters, table, junction, f"{where}.filters")
+
+    def _filters(
+        self, filters: Sequence[Filter], table: SourceTable, junction: SourceTable | None, where: str
+    ) -> Iterator[Check]:
+        for each in filters:
+            if not each.raw:
+                yield from _columns([each.column], junction if each.junction and junction else table, where)
+
+    def _check_unique(self, relation: Relation, where: str) -> Iterator[Check]:
+        table = self.catalog.table(relation.table)
+        if set(relation.columns) <= table.columns.keys() and frozenset(relation.columns) not in table.unique:
+            yield failed(
+                "key",
+                Severity.WARNING,
+                f"{where}: ({', '.join(relation.columns)}) is not unique in {table.name}; one of the rows is taken",
+                f"Run: create unique index on {table.name} ({', '.join(relation.columns)});",
+                [str(table.name)],
+            )
+
+    def _check_aggregate(self, field: Aggregate, where: str) -> Iterator[Check]:
+        table = self.catalog.table(field.relation.table)
+        if field.operation is Operation.IDS and len(table.primary_key) != 1:
+            yield failed(
+                "type",
+                Severity.CRITICAL,
+                f"{where}: ids needs a table whose primary key has one column, not {table.name}",
+                "Use has_many with the columns of the key.",
+                [str(table.name)],
+            )
+        if not field.column:
+            return
+        yield from _columns([field.column], table, where)
+        source = table.columns.get(field.column)
+        numeric = field.operation in (Operation.SUM, Operation.AVG)
+        if source is not None and numeric and not accepts_number(source.base):
+            yield _wrong_type(table, field.column, where, f"{field.operation.value} needs numbers")
+
+
+def _check_scalar(field: Scalar, table: SourceTable, where: str) -> Iterator[Check]:
+    source = table.columns.get(field.column)
+    if source is None:
+        yield _no_column(table, field.column, where)
+        return
+    element = source.element
+    if field.type is ScalarType.CUSTOM:
+        fits = accepts_custom(field.postgres, element)
+    else:
+        fits = accepts(field.type, element)
+    if not fits:
+        yield _wrong_type(table, field.column, where, f"a {field.type.value} field cannot take it")
+    if field.transforms and source.base.kind is TypeKind.ARRAY:
+        yield _wrong_type(table, field.column, where, "transforms do not work on arrays")
+    if field.required and not source.not_null and field.default is None:
+        yield failed(
+            "nullable",
+            Severity.WARNING,
+            f"{where} is required, and {table.name}.{field.column} may be null",
+            f"Run: alter table {table.name} alter {field.column} set not null; or give the field a default.",
+            [f"{table.name}.{field.column}"],
+        )
+
+
+def _check_geo(field: Geo, table: SourceTable, where: str) -> Iterator[Check]:
+    names = [field.column] if field.column else [field.latitude, field.longitude]
+    yield from _columns(names, table, where)
+    for name in names:
+        source = table.columns.get(name)
+        fits = accepts_point if field.column else accepts_number
+        if source is not None and not fits(source.base):
+            yield _wrong_type(table, name, where, "a point needs two numbers, or one column of json or text")
+
+
+def _check_identities(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
+    entries = entries_of(specification)
+    for name in sorted({each.table for each in entries}):
+        table = catalog.table(name)
+        links = link_columns(entries, name)
+        if table.identity is ReplicaIdentity.NOTHING or not table.identity_columns:
+            yield failed(
+                "identity",
+                Severity.CRITICAL,
+                f"{name} has no replica identity: the server refuses its updates and deletes once it is published",
+                f"Give it a primary key, or run: alter table {name} replica identity full;",
+                [str(name)],
+            )
+        elif not table.identity_columns.issuperset(links):
+            unsent = [each for each in links if each not in table.identity_columns]
+            yield failed(
+                "identity",
+                Severity.INFO,
+                f"of a deleted or moved row of {name} the server does not send {', '.join(unsent)}: a map of relations"
+                " remembers it, with one small row for each of the table's",
+                f"To do without: alter table {name} replica identity full;",
+                [str(name)],
+            )
+
+
+def _check_indexes(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
+    """Building looks rows up by what points at the parent, resolving by what the parent points with."""
+    wanted: dict[tuple[TableName, tuple[str, ...]], None] = {}
+    for entry in entries_of(specification):
+        parent = specification.table
+        for relation in entry.relations:
+            wanted[parent, relation.parent_columns] = None
+            if relation.junction is None:
+                wanted[relation.table, relation.columns] = None
+            else:
+                wanted[relation.junction.table, relation.junction.left_key] = None
+                wanted[relation.junction.table, relation.junction.right_key] = None
+                wanted[relation.table, relation.columns] = None
+            parent = relation.table
+    for name, columns in wanted:
+        if not catalog.table(name).has_index_on(columns):
+            yield failed(
+                "index",
+                Severity.WARNING,
+                f"{name} has no index on ({', '.join(columns)}): each lookup reads the whole table",
+                f"Run: create index concurrently on {name} ({', '.join(columns)});",
+                [str(name)],
+            )
+
+
+def _check_statements(
+    connection: psycopg.Connection[Any], specification: IndexSpecification, catalog: SourceCatalog
+) -> Iterator[Check]:
+    build = compile_build(specification, catalog)
+    texts = [("build", build.text, len(build.key_columns))]
+    for entry in entries_of(specification):
+        text = way_up(entry, specification, catalog, 1).as_string(None)
+        texts.append((f"resolve {entry.table}", text, len(entry.columns)))
+    for what, text, count in texts:
+        try:
+            run_statement(connection, f"explain {text}", [list[str]() for _ in range(count)], what)
+        except SourceError as error:
+            yield failed(
+                "statement",
+                Severity.CRITICAL,
+                f"the server does not take the statement that would {what}: {error.message}",
+                "Compare the types of the columns that are joined, and look at conditions in SQL.",
+                [specification.name],
+            )
+
+
+def _columns(names: Sequence[str], table: SourceTable, where: str) -> Iterator[Check]:
+    for name in names:
+        if name not in table.columns:
+            yield _no_column(table, name, where)
+
+
+def _no_column(table: SourceTable, name: str, where: str) -> Check:
+    near = difflib.get_close_matches(name, list(table.columns), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return failed(
+        "column",
+        Severity.CRITICAL,
+        f"{where}: {table.name} has no column {name!r}{hint}",
+        f"Its columns: {', '.join(table.columns)}.",
+        [f"{table.name}.{name}"],
+    )
+
+
+def _wrong_type(table: SourceTable, name: str, where: str, why: str) -> Check:
+    return failed(
+        "type",
+        Severity.CRITICAL,
+        f"{where}: {table.name}.{name} is {table.column(name).type}; {why}",
+        "Choose another type for the field, or custom.",
+        [f"{table.name}.{name}"],
+    )
