@@ -7,6 +7,7 @@ spool/
   segments/00000042/    the files of entry 42
   schemas/16384/…json   versions of a table's schema
   readers/<name>.json   up to where each reader needs nothing more
+  released.json         up to where entries may be gone
   holds/16384.json      tables that are being copied: their changes are kept longer
   open/                 streamed transactions that have not ended
   status.json           how the process that runs saw itself last, for `penstock status`
@@ -53,6 +54,10 @@ class SpoolFolder:
     @property
     def readers(self) -> Path:
         return self.root / "readers"
+
+    @property
+    def released(self) -> Path:
+        return self.root / "released.json"
 
     @property
     def holds(self) -> Path:

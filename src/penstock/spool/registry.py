@@ -6,14 +6,19 @@ neither deleted nor acknowledged. Its file is written by the reader alone, and r
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import ConfigError, HoldBroken, SpoolError
+from penstock.durable import sync_folder
+from penstock.errors import ConfigError, HoldBroken, PositionGone, SpoolError
 from penstock.lsn import Lsn, reaches
-from penstock.spool.folder import SpoolFolder, read_file, replace_file, sync_folder
+from penstock.spool.folder import SpoolFolder, read_file, replace_file
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -26,7 +31,10 @@ class Readers:
         folder.create()
 
     def register(self, name: str, position: Lsn) -> Lsn:
-        """Make a reader known, durably; a known one keeps its position. Returns the position it continues from."""
+        """Make a reader known, durably; a known one keeps its position. Returns the position it continues from.
+
+        Raises `PositionGone` if what it would read first was let go of already.
+        """
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"not a name for a reader: {name!r}", hint="Use letters, digits, dots, dashes, underscores."
@@ -34,8 +42,29 @@ class Readers:
         known = self.position(name)
         if known is not None:
             return known
-        replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
+        with self.locked():
+            released = read_file(self._folder.released)
+            if released is not None and not reaches(position, Lsn.parse(released["position"])):
+                raise PositionGone(
+                    f"reader {name!r} would begin at {position}, but all before {released['position']} is gone",
+                    position=position,
+                )
+            replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
         return position
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, nobody is registered, and nothing is let go of because of positions that were read before."""
+        descriptor = os.open(self._folder.readers, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def release(self, position: Lsn) -> None:
+        """The writer's side, inside of `locked`: what lies before is about to be let go of."""
+        replace_file(self._folder.released, {"position": str(position)})
 
     def advance(self, name: str, position: Lsn) -> None:
         """Nothing before `position` is needed any more; durable, because the slot follows it. Positions only grow."""

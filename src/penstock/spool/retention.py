@@ -47,6 +47,11 @@ class Retention:
             self._waiting.append(entry)
             self.unreleased_bytes += entry.bytes
 
+    def would_release(self, floor: Lsn) -> bool:
+        """Whether `apply` would let go of something that all readers have passed."""
+        with self._lock:
+            return bool(self._waiting) and reaches(floor, self._waiting[0].end)
+
     def apply(self, floor: Lsn | None, end: Lsn | None) -> None:
         """Delete what is not needed, given the boundary that all readers have passed."""
         holds = self._answer(end)

@@ -28,7 +28,7 @@ from penstock.errors import SpoolCorrupt, SpoolInUse
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.source.lineage import Lineage
-from penstock.spool.disk import DiskGuard, Stopping, append
+from penstock.spool.disk import DiskGuard, Stopping, append, is_disk_full
 from penstock.spool.entries import Entry, to_line
 from penstock.spool.folder import SpoolFolder, read_file, remove_damaged, replace_file
 from penstock.spool.log import read_parts
@@ -207,11 +207,22 @@ class SpoolWriter:
 
     def tick(self) -> Lsn | None:
         """Let go of what nobody needs; the boundary that all readers have passed, None without readers."""
-        floor = min(self.readers.positions().values(), default=None)
-        self._retention.apply(floor, self._end)
+        with self.readers.locked():
+            floor = min(self.readers.positions().values(), default=None)
+            if floor is not None and self._retention.would_release(floor):
+                self._note_released(floor)
+            self._retention.apply(floor, self._end)
         with self._room:
             self._room.notify_all()
         return floor
+
+    def _note_released(self, floor: Lsn) -> None:
+        """Write down what is about to go; on a full disk it goes all the same, and no reader can be registered."""
+        try:
+            self.readers.release(floor)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
 
     def close(self) -> None:
         """Give the lock back."""
@@ -268,6 +279,7 @@ class SpoolWriter:
             logger.info("the machine was restarted: the spool is filled again from the slot")
             for folder in (self._folder.log, self._folder.segments):
                 shutil.rmtree(folder, ignore_errors=True)
+            self._folder.released.unlink(missing_ok=True)
             self._folder.create()
             remove_damaged(itertools.chain(self._folder.schemas.glob("*/*.json"), self._folder.holds.glob("*.json")))
         return boot

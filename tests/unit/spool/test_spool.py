@@ -22,7 +22,7 @@ from penstock.source.lineage import Lineage
 from penstock.spool import Holds, SpoolReader, SpoolSettings, SpoolWriter, Stopping
 from penstock.spool import writer as writer_module
 from penstock.spool.disk import append
-from penstock.spool.folder import SpoolFolder
+from penstock.spool.folder import SpoolFolder, replace_file
 
 LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
 TEXT = PostgresType(25, "text")
@@ -444,3 +444,38 @@ def test_what_a_killed_process_has_held_is_let_go(tmp_path, writer, reader):
     writer.tick()
     assert holds.all() == []
     assert list((tmp_path / "spool" / "segments").glob("*/*")) == []
+
+
+def test_a_reader_is_not_registered_before_what_is_gone(tmp_path, writer, reader):
+    publish(writer, 100)
+    publish(writer, 108)
+    reader.readers.register("first", Lsn(100))
+    reader.readers.register("second", Lsn(100))
+    reader.readers.advance("first", Lsn(108))
+    writer.tick()
+    # Nobody has passed the first entry but one: it is all there.
+    assert reader.readers.register("third", Lsn(100)) == 100
+    for name in ("second", "third"):
+        reader.readers.advance(name, Lsn(108))
+    writer.tick()
+    with pytest.raises(PositionGone, match="all before 0/6C is gone"):
+        reader.readers.register("late", Lsn(100))
+    assert reader.readers.register("late", Lsn(108)) == 108
+    # Whoever is known stays where it is.
+    assert reader.readers.register("late", Lsn(100)) == 108
+
+
+def test_nothing_is_let_go_of_while_a_reader_is_being_registered(tmp_path, writer, reader):
+    publish(writer, 100)
+    reader.readers.register("first", Lsn(108))
+    ticked = threading.Thread(target=writer.tick)
+    with reader.readers.locked():
+        ticked.start()
+        ticked.join(0.3)
+        assert ticked.is_alive()
+        # As `register` does it.
+        replace_file(SpoolFolder(tmp_path / "spool").readers / "late.json", {"position": str(Lsn(100))})
+    ticked.join(10)
+    assert not ticked.is_alive()
+    (entry,) = [entry for entry in reader.entries(Lsn(100)) if entry.steps]
+    assert all(reader.path(step).exists() for step in entry.steps)
