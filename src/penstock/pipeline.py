@@ -21,8 +21,9 @@ from penstock import failpoints
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
 from penstock.destinations.base import Destination, DestinationContext, Tasks
-from penstock.errors import IllegalTransition, LeaseLost, PenstockError
+from penstock.errors import IllegalTransition, LeaseLost, PenstockError, Retry, SourceError
 from penstock.lsn import Lsn
+from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
 from penstock.source.lineage import Lineage
 from penstock.source.publications import Membership, changes_between
@@ -51,6 +52,7 @@ from penstock.workers import (
     CopyStatus,
     Cuts,
     ErrorHold,
+    SnapshotWait,
     SyncPool,
     TableSync,
 )
@@ -113,7 +115,8 @@ class Pipeline:
         self._workers: dict[int, TableSync] = {}
         self._names: dict[int, str] = {}
         self._membership: Membership | None = None
-        self._refreshed = 0.0
+        self._refresh_at = 0.0
+        self._refreshing = Backoff(first=REFRESH_SECONDS, longest=60.0)
         self._commanded = 0.0
         self._alone: Outputs | None = None
         self._stream: Stream | None = None
@@ -159,6 +162,15 @@ class Pipeline:
             self._names.get(table_id, str(table_id)): worker.copy_status
             for table_id, worker in list(self._workers.items())
             if worker.copy_status is not None
+        }
+
+    @property
+    def waits(self) -> dict[str, SnapshotWait]:
+        """The tables whose copies wait for open transactions to end, by name, with whom they wait for."""
+        return {
+            self._names.get(table_id, str(table_id)): worker.waiting
+            for table_id, worker in list(self._workers.items())
+            if worker.waiting is not None
         }
 
     @property
@@ -219,7 +231,7 @@ class Pipeline:
                 source_rows=SourceFetch(settings.source, settings.types),
             )
         )
-        self._board = Board(self._store, start.position, self._recorded)
+        self._board = Board(self._store, start.position, self._recorded, self._name_of)
         self._apply = ApplyWorker(
             name=settings.output,
             spool=settings.spool.path,
@@ -229,6 +241,7 @@ class Pipeline:
             stop=self._stop,
             settings=settings.batches,
             error_hold=settings.error_hold,
+            types=settings.types,
             each_round=self._each_round,
         )
         self._cuts = Cuts(
@@ -236,7 +249,7 @@ class Pipeline:
             self._board,
             self._store,
             server_position=lambda: current_position(settings.source),
-            name_of=lambda table_id: self._names.get(table_id, str(table_id)),
+            name_of=self._name_of,
         )
         self._thread = threading.Thread(target=self._run, name=f"apply-{settings.output}", daemon=True)
         self._thread.start()
@@ -297,6 +310,9 @@ class Pipeline:
             self._store.store_publication_membership(publication, now.membership)
         self._membership = now.membership
 
+    def _name_of(self, table_id: int) -> str:
+        return self._names.get(table_id, str(table_id))
+
     def _recorded(self, table_id: int) -> Lsn | None:
         """Up to where a table is durable, by the destination's own record or by the store's."""
         if self._destination.capabilities.records_position:
@@ -315,10 +331,25 @@ class Pipeline:
             self._commanded = now
             for command in self._store.take_commands():
                 self._obey(command)
-        if now - self._refreshed >= REFRESH_SECONDS:
-            self._refreshed = now
+        if now >= self._refresh_at:
+            self._try_to_refresh()
+        if not self._refreshing.attempt:
+            # From a server that does not answer nothing can be copied.
+            self._start_workers()
+
+    def _try_to_refresh(self) -> None:
+        """Look at the publication; while the server does not answer, what was captured is applied all the same."""
+        try:
             self._refresh_tables()
-        self._start_workers()
+        except SourceError as error:
+            if error.retry is not Retry.TIMED:
+                raise
+            delay = self._refreshing.next_delay()
+            logger.warning("the publication cannot be looked at, trying again in=%.1fs error=%s", delay, error)
+            self._refresh_at = time.monotonic() + delay
+        else:
+            self._refreshing.reset()
+            self._refresh_at = time.monotonic() + REFRESH_SECONDS
 
     def _start_workers(self) -> None:
         assert self._board is not None
@@ -367,7 +398,8 @@ class Pipeline:
 
         def fail(phase: TableReplicationPhase) -> Errored:
             failed = errored(phase, error, position=None, after=after)
-            logger.error("copy stopped table=%s reason=%s", self._names.get(table_id, table_id), failed.reason)
+            text = "copy stopped table=%s reason=%s"
+            logger.error(text, self._name_of(table_id), failed.reason, extra={"told_as": "stopped"})
             return failed
 
         self._board.advance(table_id, self._workers[table_id].attempt, fail)
@@ -392,7 +424,7 @@ class Pipeline:
             case CommandKind.RESUME:
                 self._apply.paused.clear()
             case CommandKind.REFRESH:
-                self._refreshed = 0.0
+                self._refresh_at = 0.0
             case CommandKind.VERIFY:
                 assert self._cuts is not None
                 self._cuts.take(command)

@@ -18,9 +18,10 @@ import psycopg
 from penstock import failpoints
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
-from penstock.errors import SlotLost, SlotMissing
+from penstock.errors import PermissionDenied, SlotLost, SlotMissing
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect, connect_replication
+from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.lineage import Lineage, identify_system, verify_lineage
 from penstock.source.publications import Membership, ensure_publication, load_membership, published_tables
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
@@ -55,6 +56,14 @@ class StreamSettings:
     manage_publication: bool = True
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
     types: TypeSettings = field(default_factory=TypeSettings)
+    ddl_trigger: bool = False
+    """An event trigger on the source records DDL in the stream: `penstock.source.ddl_trigger`. Large transactions then
+    arrive as a whole when they commit, and are not streamed while they run."""
+
+    @property
+    def trigger(self) -> DdlTrigger:
+        """What `ddl_trigger` makes on the source."""
+        return DdlTrigger(self.slot, self.publication)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +98,12 @@ class Stream:
         settings = self._settings
         with connect(settings.source, Role.CATALOG) as connection:
             self._ensure_publication(connection)
+            self._ensure_trigger(connection)
             lineages = {name: self._identify(store) for name, store in outputs.items()}
             slot = self._prepare_slot(connection, outputs)
+            if settings.ddl_trigger:
+                # Behind the slot: from here on every change of a table is in the stream.
+                settings.trigger.announce(connection)
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
             for name, store in outputs.items():
                 self._refuse_gap(name, store, confirmed)
@@ -104,7 +117,9 @@ class Stream:
                 slot=settings.slot,
                 publication=settings.publication,
                 spool=settings.spool,
-                assembler=AssemblerSettings(types=settings.types),
+                assembler=AssemblerSettings(
+                    types=settings.types, ddl_prefix=settings.trigger.prefix if settings.ddl_trigger else None
+                ),
             )
         )
         self._capture.start()
@@ -139,6 +154,17 @@ class Stream:
         ensure_publication(
             connection, settings.publication, settings.tables, settings.exclude, manage=settings.manage_publication
         )
+
+    def _ensure_trigger(self, connection: psycopg.Connection[Any]) -> None:
+        """Make the DDL trigger if it is wanted, and remove one of earlier days if it is not."""
+        trigger = self._settings.trigger
+        if self._settings.ddl_trigger:
+            trigger.create(connection)
+        elif trigger.exists(connection):
+            try:
+                trigger.drop(connection)
+            except PermissionDenied:
+                logger.warning("a ddl trigger that nobody needs cannot be removed by this role name=%s", trigger.name)
 
     def _identify(self, store: PipelineStore) -> tuple[Lineage, Lineage | None]:
         """Whose positions these are now, and whose they were if the server continues another timeline."""

@@ -254,6 +254,7 @@ def _build(path: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
         exclude=tuple(source.exclude),
         manage_publication=source.manage_publication,
         on_lost_slot=source.on_lost_slot,
+        ddl_trigger=source.ddl_trigger,
         max_table_sync_workers=file.copy_.max_table_sync_workers,
         batches=BatchSettings(
             max_rows=pipeline.batch.max_rows,

@@ -76,6 +76,7 @@ class SourceSection(Section):
     exclude: list[str] = []
     slot: str | None = None
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
+    ddl_trigger: bool = False
 
 
 class StateSection(Section):

@@ -147,10 +147,16 @@ class DdlTrigger:
         """Make the objects, or bring them up to date; needs no privilege where they are."""
         if connection.info.server_version < MESSAGES_SINCE:
             raise UnsupportedServer("a record of DDL needs PostgreSQL 14 or newer", hint="Set ddl_trigger = false.")
+        with translated(connection, "look for the DDL trigger"):
+            standby = connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone() == (True,)
+        if standby:
+            raise UnsupportedServer(
+                "DDL cannot be recorded from a standby", hint="Read from the primary, or set ddl_trigger = false."
+            )
         bodies = self._bodies(connection)
         with translated(connection, "look for the DDL trigger"):
             found = dict(connection.execute(_FUNCTIONS, [SCHEMA, list(bodies)]).fetchall())
-        if found == bodies and self.exists(connection):
+        if found == bodies and self.fires(connection):
             return
         with _privileged(connection, "create the DDL trigger"), connection.transaction():
             for statement in self._statements(bodies):
@@ -158,7 +164,16 @@ class DdlTrigger:
         logger.info("ddl trigger created name=%s publication=%s", self.name, self.publication)
 
     def exists(self, connection: psycopg.Connection[Any]) -> bool:
-        """Whether the event trigger is there and fires."""
+        """Whether anything of it is there."""
+        with translated(connection, "look for the DDL trigger"):
+            functions = connection.execute(_FUNCTIONS, [SCHEMA, [self.name, self.emit_name]]).fetchone()
+            trigger = connection.execute(
+                "select from pg_catalog.pg_event_trigger where evtname = %s", [self.name]
+            ).fetchone()
+        return functions is not None or trigger is not None
+
+    def fires(self, connection: psycopg.Connection[Any]) -> bool:
+        """Whether the event trigger is there and enabled."""
         with translated(connection, "look for the DDL trigger"):
             found = connection.execute(
                 "select from pg_catalog.pg_event_trigger where evtname = %s and evtenabled <> 'D'", [self.name]

@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,9 +117,12 @@ def name_blockers(blockers: Sequence[Blocker]) -> str:
     return ", ".join(str(blocker) for blocker in blockers[:5]) or "none that this role can see"
 
 
-def warn_of_blockers(blockers: Sequence[Blocker], *, what: str = "a snapshot") -> None:
+def warn_of_blockers(
+    blockers: Sequence[Blocker], *, what: str = "a snapshot", extra: Mapping[str, object] | None = None
+) -> None:
     """Say in the log what waits, and for whom."""
-    logger.warning("%s waits for open transactions count=%d: %s", what, len(blockers), name_blockers(blockers))
+    text = "%s waits for open transactions count=%d: %s"
+    logger.warning(text, what, len(blockers), name_blockers(blockers), extra=extra)
 
 
 def create_slot(

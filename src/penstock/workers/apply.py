@@ -197,7 +197,8 @@ class ApplyWorker:
             return
         failed = errored(phase, error, position=position, after=self._failed.get(table_id))
         name = self._board.name_of(table_id)
-        logger.error("table stopped table=%s position=%s reason=%s", name, position, failed.reason)
+        text = "table stopped table=%s position=%s reason=%s"
+        logger.error(text, name, position, failed.reason, extra={"told_as": "stopped"})
         self._failed[table_id] = failed
         failpoints.reach("before_errored")
         self._board.set_phase(table_id, failed)
