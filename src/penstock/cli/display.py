@@ -33,6 +33,9 @@ _WIDE = 100
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
 
+_TOLD = frozenset({"stopped", "waiting"})
+"""Events that workers log and notices tell."""
+
 logger = logging.getLogger("penstock.run")
 
 
@@ -57,7 +60,14 @@ def opened_display(*, quiet: bool, as_json: bool, seconds: float) -> Iterator[Di
     """The display that fits; `seconds` is how often lines and records of status come, 0 for never."""
     if quiet:
         yield Silence()
-    elif as_json:
+        return
+    with _without_repeats(), _chosen_display(as_json=as_json, seconds=seconds) as display:
+        yield display
+
+
+@contextmanager
+def _chosen_display(*, as_json: bool, seconds: float) -> Iterator[Display]:
+    if as_json:
         logger.setLevel(logging.INFO)
         try:
             yield Records(seconds)
@@ -68,6 +78,23 @@ def opened_display(*, quiet: bool, as_json: bool, seconds: float) -> Iterator[Di
             yield display
     else:
         yield Lines(write_line, seconds)
+
+
+@contextmanager
+def _without_repeats() -> Iterator[None]:
+    """What is told here is not repeated by the log lines of the workers that know it first."""
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return getattr(record, "told_as", None) not in _TOLD
+
+    handlers = list(logging.getLogger(ROOT_LOGGER).handlers)
+    for handler in handlers:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_new)
 
 
 def write_line(text: str) -> None:

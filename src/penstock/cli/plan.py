@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import psycopg
@@ -14,11 +15,32 @@ from penstock.pipeline import OnLostSlot
 from penstock.source import Role, connect
 from penstock.source.publications import find_tables, inspect_publication, published_tables
 from penstock.source.slots import inspect_slot
-from penstock.state import Errored, Ready, Store, StoredPhase, SyncDone
+from penstock.state import Errored, Ready, StoredPhase, SyncDone
 
 
-def plan_lines(config: Config) -> Iterator[str]:
-    """The plan, for people."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a start would do; as JSON it has the same names."""
+
+    pipeline: str
+    running: str | None
+    source: str
+    publication: str
+    publication_plan: str
+    slot: str
+    slot_plan: str
+    state: str
+    state_plan: str
+    spool: str
+    spool_plan: str
+    destinations: Mapping[str, str]
+    """Types by output."""
+    tables: Mapping[str, Mapping[str, str]]
+    """What would happen to each table, by output."""
+
+
+def make_plan(config: Config) -> Plan:
+    """Look at the server and at what is stored."""
     for output in config.outputs:
         config.create_destination(output)
     settings = config.pipeline
@@ -27,34 +49,50 @@ def plan_lines(config: Config) -> Iterator[str]:
         connection = stack.enter_context(connect(settings.source, Role.CATALOG))
         phases = {name: {} if store is None else store.get_table_replication_states() for name, store in stores.items()}
         first = stores[config.outputs[0].name]
-        yield f"pipeline     {settings.id}{_driver(first)}"
-        yield f"source       {settings.source.location}"
-        yield f"publication  {settings.publication}: {_publication(connection, config)}"
+        driver = None if first is None else running(first)
         slot, anew = _slot(connection, config, [phase for each in phases.values() for phase in each.values()])
-        yield f"slot         {settings.slot}: {slot}"
-        yield f"state        {config.state_location}: {'would be created' if first is None else 'is there'}"
-        spool = "is there" if settings.spool.path.is_dir() else "would be created"
-        yield f"spool        {settings.spool.path}: {spool}"
-        for output in config.outputs:
-            name = f"{output.name}: " if len(config.outputs) > 1 else ""
-            yield f"destination  {name}{output.destination_type}"
         tables = _tables(connection, config)
-        yield f"tables       {len(tables) or 'none'}"
-        width = max((len(name) for name in tables), default=0)
-        for name, table_id in tables.items():
-            fates = {
-                each: _fate(None if table_id is None else known.get(table_id), anew) for each, known in phases.items()
-            }
-            if len(set(fates.values())) == 1:
-                yield f"  {name:<{width}}  {next(iter(fates.values()))}"
-            else:
-                yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
-        yield "nothing was changed"
+        return Plan(
+            pipeline=settings.id,
+            running=None if driver is None else str(driver),
+            source=settings.source.location,
+            publication=settings.publication,
+            publication_plan=_publication(connection, config),
+            slot=settings.slot,
+            slot_plan=slot,
+            state=config.state_location,
+            state_plan="would be created" if first is None else "is there",
+            spool=str(settings.spool.path),
+            spool_plan="is there" if settings.spool.path.is_dir() else "would be created",
+            destinations={output.name: output.destination_type for output in config.outputs},
+            tables={
+                name: {
+                    output: _fate(None if table_id is None else known.get(table_id), anew)
+                    for output, known in phases.items()
+                }
+                for name, table_id in tables.items()
+            },
+        )
 
 
-def _driver(store: Store | None) -> str:
-    driver = None if store is None else running(store)
-    return "" if driver is None else f", which runs already: {driver}"
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The plan, for people."""
+    yield f"pipeline     {plan.pipeline}{'' if plan.running is None else f', which runs already: {plan.running}'}"
+    yield f"source       {plan.source}"
+    yield f"publication  {plan.publication}: {plan.publication_plan}"
+    yield f"slot         {plan.slot}: {plan.slot_plan}"
+    yield f"state        {plan.state}: {plan.state_plan}"
+    yield f"spool        {plan.spool}: {plan.spool_plan}"
+    for name, type_ in plan.destinations.items():
+        yield f"destination  {f'{name}: ' if len(plan.destinations) > 1 else ''}{type_}"
+    yield f"tables       {len(plan.tables) or 'none'}"
+    width = max((len(name) for name in plan.tables), default=0)
+    for name, fates in plan.tables.items():
+        if len(set(fates.values())) == 1:
+            yield f"  {name:<{width}}  {next(iter(fates.values()))}"
+        else:
+            yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
+    yield "nothing was changed"
 
 
 def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
@@ -74,6 +112,14 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
         if tables
     ]
     return f"is there; {'; '.join(changes) or 'has the right tables'}"
+
+
+def _trigger(connection: psycopg.Connection[Any], config: Config) -> str | None:
+    """What would happen to the trigger; None if there is none, and none is wanted."""
+    exists = config.pipeline.trigger.exists(connection)
+    if config.pipeline.ddl_trigger:
+        return "is there" if exists else "would be created, with its functions in schema penstock_ddl"
+    return "is there, and would be removed" if exists else None
 
 
 def _slot(connection: psycopg.Connection[Any], config: Config, phases: Sequence[StoredPhase]) -> tuple[str, bool]:

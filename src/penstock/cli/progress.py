@@ -15,8 +15,9 @@ from penstock.cli.formats import count_of, format_bytes, format_seconds
 from penstock.cli.lag import Behind
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
+from penstock.source.slots import name_blockers
 from penstock.state import DataSync, Errored, Init, Ready, TableReplicationPhase
-from penstock.workers import ApplyStatus, CopyStatus
+from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
 RATE_SECONDS = 5.0
 """Changes per second are those of so long a time."""
@@ -31,6 +32,8 @@ class Watched(Protocol):
     def phases(self) -> Mapping[str, TableReplicationPhase]: ...
     @property
     def copies(self) -> Mapping[str, CopyStatus]: ...
+    @property
+    def waits(self) -> Mapping[str, SnapshotWait]: ...
     @property
     def status(self) -> ApplyStatus | None: ...
     @property
@@ -108,13 +111,14 @@ class Progress:
         self._clock = clock
         self._phases: dict[str, TableReplicationPhase] = {}
         self._told: dict[str, CopyStatus] = {}
+        self._waiting: dict[str, frozenset[str]] = {}
         self._samples: deque[tuple[float, int]] = deque()
 
     def look(self) -> tuple[list[Notice], OutputLook | None]:
         """What is new, and how it is now; None before the start."""
         phases = dict(self._pipeline.phases)
         copies = dict(self._pipeline.copies)
-        notices = [*self._new_copies(copies), *self._new_phases(phases)]
+        notices = [*self._new_waits(), *self._new_copies(copies), *self._new_phases(phases)]
         self._phases = phases
         status = self._pipeline.status
         if status is None:
@@ -143,6 +147,22 @@ class Progress:
             self._samples.popleft()
         since, count = self._samples[0]
         return (changes - count) / (now - since) if now > since else 0.0
+
+    def _new_waits(self) -> list[Notice]:
+        waits = dict(self._pipeline.waits)
+        seen = {table: frozenset(each.identity for each in wait.blockers) for table, wait in waits.items()}
+        notices = [
+            self._notice(
+                "waiting",
+                f"waiting to copy {table}, until these open transactions have ended: {name_blockers(wait.blockers)}",
+                table,
+                {"blockers": [str(blocker) for blocker in wait.blockers], "since": wait.since.isoformat()},
+            )
+            for table, wait in waits.items()
+            if self._waiting.get(table) != seen[table]
+        ]
+        self._waiting = seen
+        return notices
 
     def _new_copies(self, copies: Mapping[str, CopyStatus]) -> list[Notice]:
         notices: list[Notice] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -9,7 +11,7 @@ import typer
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured
 from penstock.cli.display import Display, opened_display
 from penstock.cli.outputs import POLL_SECONDS, LookedAt, is_settled, prefixed, started_outputs
-from penstock.cli.plan import plan_lines
+from penstock.cli.plan import make_plan, plan_lines
 from penstock.cli.tail import Ending
 from penstock.config import Config
 from penstock.errors import PenstockError
@@ -41,21 +43,35 @@ def run(
         ),
     ] = _STATUS_SECONDS,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on standard error but errors.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="With --plan: print JSON. (The lines of a run: penstock --log-format json run.)"),
+    ] = False,
 ) -> None:
     """Copy the tables of a source to a destination, then follow every change.
 
     Goes on where it was when it is started again. SIGINT and SIGTERM end it in good order, with status 0: the batch at
     hand is finished, and a copy that is not whole begins anew next time. A second run of the same pipeline is refused.
+
+    Examples:
+
+        penstock run --plan
+        penstock run
+        penstock run --once && echo all tables are there
+        penstock --log-format json run 2> run.jsonl
     """
     with configured(config_path) as config:
         if plan:
-            for line in plan_lines(config):
+            found = make_plan(config)
+            for line in [json.dumps(asdict(found), indent=2, ensure_ascii=False)] if as_json else plan_lines(found):
                 typer.echo(line)
             return
-        as_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
+        if as_json:
+            raise typer.BadParameter("is for --plan; write penstock --log-format json run", param_hint="--json")
+        logs_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
         with (
             Ending() as ending,
-            opened_display(quiet=quiet, as_json=as_json, seconds=status_seconds) as display,
+            opened_display(quiet=quiet, as_json=logs_json, seconds=status_seconds) as display,
         ):
             _run(config, ending, display, once=once)
 
@@ -86,6 +102,11 @@ def _watch(config: Config, outputs: Outputs, ending: Ending, looked_at: LookedAt
         if outputs.wait(0):
             return False
         looked_at.look()
+        if once and any(pipeline.paused for pipeline in outputs):
+            raise PenstockError(
+                "paused by a command: it would never catch up",
+                hint="Run it again: a pause ends with the process that was paused.",
+            )
         if once and all(is_settled(pipeline) for pipeline in outputs):
             target = target or current_position(config.pipeline.source)
             if all(_has_reached(pipeline, target) for pipeline in outputs):

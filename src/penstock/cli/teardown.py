@@ -45,7 +45,7 @@ def teardown(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a pipeline: its slot, its publication, its spool and its state.
+    """Remove a pipeline: its slot, its DDL trigger, its publication, its spool and its state.
 
     Shows what it will remove, and asks. The publication goes only if manage_publication is true; what is at the
     destination stays. The pipeline must not run. With --output the others keep theirs, and the slot waits no longer for
@@ -93,6 +93,9 @@ def _plan(config: Config, stores: Mapping[str, Store | None], connection: psycop
     steps: list[_Step] = []
     if inspect_slot(connection, settings.slot) is not None:
         steps.append(_Step(f"slot {settings.slot} on {where}", lambda: drop_slot(connection, settings.slot)))
+    if settings.trigger.exists(connection):
+        what = f"ddl trigger {settings.trigger.name} and its functions on {where}"
+        steps.append(_Step(what, lambda: settings.trigger.drop(connection)))
     if settings.manage_publication and inspect_publication(connection, settings.publication) is not None:
         what = f"publication {settings.publication} on {where}"
         steps.append(_Step(what, lambda: _drop_publication(connection, settings.publication)))
@@ -139,7 +142,7 @@ def _remove_spool(path: Path) -> None:
     folder = SpoolFolder(path)
     for each in (folder.log, folder.segments, folder.schemas, folder.readers, folder.holds, folder.open):
         shutil.rmtree(each, ignore_errors=True)
-    for file in (folder.lineage, folder.lock, folder.status):
+    for file in (folder.lineage, folder.lock, folder.status, folder.released):
         file.unlink(missing_ok=True)
     if not any(path.iterdir()):
         path.rmdir()

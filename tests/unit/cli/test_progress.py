@@ -11,8 +11,9 @@ from penstock.cli.lag import Behind
 from penstock.cli.progress import Progress
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
+from penstock.source.slots import Blocker
 from penstock.state import DataSync, Errored, Init, Ready, RetryPolicy
-from penstock.workers import ApplyStatus, CopyStatus
+from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
 PLAN = CopyProgress("public.a", ranges=4, bytes=4 << 20, estimated_rows=1234, clock=lambda: 10.0, since=0.0)
 HALF = PLAN.advance(rows=700, bytes=2 << 20, ranges=2)
@@ -21,7 +22,7 @@ WHOLE = HALF.advance(rows=500, bytes=2 << 20, ranges=2)
 
 def watched(phases: Any, copies: Any = None, changes: int = 0, paused: bool = False) -> Any:
     status = ApplyStatus(Lsn(1), Lsn(1), changes, 1, 0)
-    return SimpleNamespace(output="tables", phases=phases, copies=copies or {}, status=status, paused=paused)
+    return SimpleNamespace(output="tables", phases=phases, copies=copies or {}, waits={}, status=status, paused=paused)
 
 
 def test_copies_are_told_when_they_begin_and_end_and_each_once():
@@ -89,3 +90,26 @@ def test_quantities_for_people():
     assert [format_seconds(seconds) for seconds in (0.04, 9.96, 45.2, 100, 7500, 270000)] == [
         "0.0 s", "10.0 s", "45 s", "2 min", "2 h 05 min", "3 d 03 h"
     ]  # fmt: skip
+
+
+def test_whom_a_copy_waits_for_is_told_once_and_again_when_it_is_somebody_else():
+    def wait(*pids: str) -> SnapshotWait:
+        blockers = tuple(Blocker("session", pid, "shop", "app", "psql", 60.0) for pid in pids)
+        return SnapshotWait(blockers, datetime(2026, 1, 1, tzinfo=UTC))
+
+    pipeline = watched({"public.a": DataSync()})
+    progress = Progress(pipeline, lambda status: None)
+    pipeline.waits = {"public.a": wait("7", "8")}
+    (said,) = [notice.text for _ in range(2) for notice in progress.look()[0]]
+    assert said == (
+        "waiting to copy public.a, until these open transactions have ended: "
+        "pid 7 (app@shop, psql, open for 60 s), pid 8 (app@shop, psql, open for 60 s)"
+    )
+    pipeline.waits = {"public.a": wait("8")}
+    (notice,) = progress.look()[0]
+    assert notice.facts == {
+        "blockers": ["pid 8 (app@shop, psql, open for 60 s)"],
+        "since": "2026-01-01T00:00:00+00:00",
+    }
+    pipeline.waits = {}
+    assert progress.look()[0] == []
