@@ -16,7 +16,7 @@ environment/bin/python -m pip check
 unset PYTHONPATH
 environment/bin/penstock --version
 environment/bin/penstock --help >/dev/null
-environment/bin/penstock demo --seconds 3 | tail -n 12
+environment/bin/penstock demo --seconds 3 --orders 1000 --master none 2>&1 | tail -n 12
 environment/bin/python - <<'PYTHON'
 import os
 import subprocess

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from deltalake import DeltaTable
 
 from penstock.cli.main import main
+from penstock.config import load_config
+from penstock.spark.lake import delta_options
 from penstock.testing import postgres_binaries
 from penstock.testing.shop import ShopWriters, create_shop
 
@@ -38,36 +41,50 @@ def is_gone(errors: str) -> bool:
     return True
 
 
-def test_the_demo_shows_changes_and_a_summary_and_leaves_nothing(tmp_path):
-    process = start(tmp_path, "--seconds", "4", "--rate", "40")
+@pytest.mark.parametrize("master", ["none", "local[2]"])
+def test_the_demo_ends_with_equal_tables_and_leaves_a_lake(tmp_path, master):
+    folder = tmp_path / "demo"
+    process = start(tmp_path, "--seconds", "3", "--orders", "500", "--folder", str(folder), "--master", master)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
-    changes = re.findall(r"^\d\d:\d\d:\d\d\.\d{3}  (\w+) ", output, re.MULTILINE)
-    assert {"insert", "update"} <= set(changes)
-    summary = re.search(r"^(\d+) changes in (\d+) transactions within", output, re.MULTILINE)
-    assert summary is not None
-    assert int(summary[1]) == len(changes)
-    assert "penstock check --url" in output
-    assert "shop.orders " in output
-    assert "shop.orders_" not in output, "partitions are shown as their root"
+    assert output == ""
+    for table in ("customers", "order_items", "orders", "products", "visits"):
+        assert re.search(rf"^  shop.{table} +[\d,]+ rows, equal$", errors, re.MULTILINE), errors
+    assert "shop.orders_" not in errors, "partitions are shown as their root"
+    if master != "none" and delta_options() is not None:
+        assert len(re.findall(r"^  .* orders +[\d,.]+$", errors, re.MULTILINE)) == 5
     assert is_gone(errors)
-    assert list(tmp_path.iterdir()) == []
+    assert DeltaTable(folder / "lake/shop/orders").version() > 0
+    assert load_config(folder / "penstock.toml").pipeline.id == "demo"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_ends_the_demo_well(tmp_path, number):
-    process = start(tmp_path, "--seconds", "600", "--rate", "40")
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    assert re.match(r"\d\d:\d\d:\d\d", first)
+    process = start(
+        tmp_path, "--orders", "100", "--seconds", "600", "--folder", str(tmp_path / "demo"), "--master", "none"
+    )
+    assert process.stderr is not None
+    seen = ""
+    while "following their changes" not in seen:
+        seen += (line := process.stderr.readline())
+        assert line, seen
     process.send_signal(number)
-    output, errors = process.communicate(timeout=PATIENCE)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
-    assert "changes in" in output
-    assert is_gone(errors)
-    assert list(tmp_path.iterdir()) == []
+    assert "stopped at" in errors
+    assert is_gone(seen + errors)
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["penstock", "demo", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "is not empty, and no older demo" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_without_server_programs_it_says_what_to_install(monkeypatch, capsys):
