@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,7 @@ from penstock.cli.configured import (
     running,
     table_names,
 )
+from penstock.cli.options import AsJson
 from penstock.config import Config, OutputChoice
 from penstock.errors import ConfigError, PenstockError
 from penstock.source.patterns import TableName, select_tables
@@ -36,73 +39,127 @@ Wait = Annotated[
 _WAIT_SECONDS = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked for, and how the answer is shown."""
+
+    kind: CommandKind
+    tables: Sequence[str]
+    wait: float
+    as_json: bool
+    done: str
+    """For people, when it is done; `{}` stands for the tables."""
+
+
 def resync(
-    tables: TableNames, config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS
+    tables: TableNames,
+    config_path: ConfigPath = DEFAULT_PATH,
+    output: OutputName = None,
+    wait: Wait = _WAIT_SECONDS,
+    as_json: AsJson = False,
 ) -> None:
     """Copy tables again, from the beginning.
 
     For a table that lost its position, or whose data at the destination was changed by somebody else. The other tables
     go on meanwhile. Patterns like 'sales.*' name several.
+
+    Examples:
+
+        penstock resync public.orders
+        penstock resync 'sales.*' --wait 60
     """
-    _send(config_path, output, CommandKind.RESYNC, tables, wait, done="{} will be copied again")
+    _send(config_path, output, _Asked(CommandKind.RESYNC, tables, wait, as_json, "{} will be copied again"))
 
 
 def rollback(
-    tables: TableNames, config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS
+    tables: TableNames,
+    config_path: ConfigPath = DEFAULT_PATH,
+    output: OutputName = None,
+    wait: Wait = _WAIT_SECONDS,
+    as_json: AsJson = False,
 ) -> None:
     """Let tables that stopped go on from where they were, after the cause is gone.
 
     Nothing is lost or doubled. Refused for a table that did not stop, or whose position is lost: then resync.
+
+    Examples:
+
+        penstock rollback public.orders
     """
-    _send(config_path, output, CommandKind.ROLLBACK, tables, wait, done="{} will go on")
+    _send(config_path, output, _Asked(CommandKind.ROLLBACK, tables, wait, as_json, "{} will go on"))
 
 
-def pause(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS) -> None:
+def pause(
+    config_path: ConfigPath = DEFAULT_PATH,
+    output: OutputName = None,
+    wait: Wait = _WAIT_SECONDS,
+    as_json: AsJson = False,
+) -> None:
     """Stop writing changes to the destination, until resume or the next start.
 
     Changes are still read, up to the spool's limit; then the server keeps them.
     """
-    _send(config_path, output, CommandKind.PAUSE, (), wait, done="paused; `penstock resume` lets it go on")
+    done = "paused; `penstock resume` lets it go on"
+    _send(config_path, output, _Asked(CommandKind.PAUSE, (), wait, as_json, done))
 
 
-def resume(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, wait: Wait = _WAIT_SECONDS) -> None:
+def resume(
+    config_path: ConfigPath = DEFAULT_PATH,
+    output: OutputName = None,
+    wait: Wait = _WAIT_SECONDS,
+    as_json: AsJson = False,
+) -> None:
     """Go on after pause."""
-    _send(config_path, output, CommandKind.RESUME, (), wait, done="resumed")
+    _send(config_path, output, _Asked(CommandKind.RESUME, (), wait, as_json, "resumed"))
 
 
-def _send(path: Path, output: str | None, kind: CommandKind, tables: Sequence[str], wait: float, *, done: str) -> None:
+def _send(path: Path, output: str | None, asked: _Asked) -> None:
     with configured(path) as config:
         require_shared_state(config)
         for each in chosen_outputs(config, output):
             with existing_store(config, each) as store:
-                _send_to(config, each, store, kind, tables, wait, done)
+                _send_to(config, each, store, asked)
 
 
-def _send_to(
-    config: Config,
-    output: OutputChoice,
-    store: Store | None,
-    kind: CommandKind,
-    tables: Sequence[str],
-    wait: float,
-    done: str,
-) -> None:
+def _send_to(config: Config, output: OutputChoice, store: Store | None, asked: _Asked) -> None:
     if store is None:
         raise PenstockError(
-            f"pipeline {config.pipeline.id} has not run yet: there is nothing to {kind.value}",
+            f"pipeline {config.pipeline.id} has not run yet: there is nothing to {asked.kind.value}",
             hint="Start it with `penstock run`.",
         )
-    chosen = choose_tables(config, store, tables)
+    chosen = choose_tables(config, store, asked.tables)
     driver = running(store)
-    command = store.add_command(kind, chosen)
+    command = store.add_command(asked.kind, chosen)
+    if driver is not None:
+        command = _await(store, command, asked.wait)
+    if asked.as_json:
+        _print_json(config, output, command, is_running=driver is not None)
+        return
     of_several = f"{output.name}: " if len(config.outputs) > 1 else ""
     if driver is None:
         typer.echo(
-            f"{of_several}pipeline {config.pipeline.id} does not run: {kind.value} is noted "
+            f"{of_several}pipeline {config.pipeline.id} does not run: {asked.kind.value} is noted "
             f"(command {command.number}), and taken at its next start"
         )
         return
-    _report(_await(store, command, wait), of_several + done.format(", ".join(chosen)))
+    _report(command, of_several + asked.done.format(", ".join(chosen)))
+
+
+def _print_json(config: Config, output: OutputChoice, command: Command, *, is_running: bool) -> None:
+    """One line for each output; what was refused fails all the same."""
+    facts = {
+        "pipeline": config.pipeline.id,
+        "output": output.name,
+        "running": is_running,
+        "command": command.number,
+        "kind": command.kind.value,
+        "tables": list(command.tables),
+        "status": command.status.value,
+        "reason": command.reason,
+    }
+    typer.echo(json.dumps(facts, ensure_ascii=False))
+    if command.status is CommandStatus.REFUSED:
+        raise typer.Exit(1)
 
 
 def _await(store: Store, command: Command, seconds: float) -> Command:

@@ -37,8 +37,7 @@ def configured(path: Path) -> Iterator[Config]:
         try:
             yield config
         except ServerUnavailable as error:
-            # What a worker would try again has ended the command, so its hint must not say otherwise.
-            error.hint = "Check that the server runs and that host and port are right."
+            error.hint = ServerUnavailable.hint_for_one_try
             raise
 
 

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed (a message and a hint on standard error, never a t
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -48,6 +49,8 @@ Examples:
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+logger = logging.getLogger(__name__)
+
 _START, _RUN, _LOOK = "To start", "A pipeline", "To look at a database"
 
 app.command("demo", rich_help_panel=_START)(demo)
@@ -75,6 +78,7 @@ def main() -> None:
         report_error(error)
         sys.exit(error.facts.get("exit_status", 1))
     except OSError as error:
+        logger.debug("the system refused", exc_info=True)
         report_error(_from_system(error))
         sys.exit(1)
 

@@ -29,6 +29,9 @@ class Plan:
     publication_plan: str
     slot: str
     slot_plan: str
+    ddl_trigger: str
+    ddl_trigger_plan: str | None
+    """None if there is none, and none is wanted."""
     state: str
     state_plan: str
     spool: str
@@ -60,6 +63,8 @@ def make_plan(config: Config) -> Plan:
             publication_plan=_publication(connection, config),
             slot=settings.slot,
             slot_plan=slot,
+            ddl_trigger=settings.trigger.name,
+            ddl_trigger_plan=_trigger(connection, config),
             state=config.state_location,
             state_plan="would be created" if first is None else "is there",
             spool=str(settings.spool.path),
@@ -81,6 +86,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"source       {plan.source}"
     yield f"publication  {plan.publication}: {plan.publication_plan}"
     yield f"slot         {plan.slot}: {plan.slot_plan}"
+    if plan.ddl_trigger_plan is not None:
+        yield f"ddl trigger  {plan.ddl_trigger}: {plan.ddl_trigger_plan}"
     yield f"state        {plan.state}: {plan.state_plan}"
     yield f"spool        {plan.spool}: {plan.spool_plan}"
     for name, type_ in plan.destinations.items():
