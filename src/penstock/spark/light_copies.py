@@ -29,8 +29,13 @@ class CopyGroup:
 
     @property
     def bytes(self) -> int:
-        """On the source's disk; items that do not know theirs count as large."""
-        return sum(getattr(item, "estimated_bytes", RANGE_BYTES) for item in self.items)
+        """On the source's disk."""
+        return bytes_of(self.items)
+
+
+def bytes_of(items: Sequence[Any]) -> int:
+    """What a copy reads from the source's disk; items that do not know theirs count as large."""
+    return sum(getattr(item, "estimated_bytes", RANGE_BYTES) for item in items)
 
 
 class LightCopies:

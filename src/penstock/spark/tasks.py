@@ -24,8 +24,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from penstock.copy.listening import RangeRead, current_listener, listening
+from penstock.copy.plan import RANGE_BYTES
 from penstock.errors import PenstockError, TasksFailed
-from penstock.spark.light_copies import CopyGroup, LightCopies
+from penstock.spark.light_copies import CopyGroup, LightCopies, bytes_of
 from penstock.spark.session import APPLY_POOL, COPY_POOL, reason_of
 from penstock.spark.turns import Turns, TurnsClosed
 
@@ -36,8 +37,10 @@ TASKS_PER_CORE = 1
 """More items than that share tasks. A Python task costs 0.1 s before it does anything, more on a busy machine: a batch
 of 20 small tables took three times as long with four tasks per core. Items are dealt out in turn and none is very
 large, so more tasks would hardly balance better."""
+COPY_TASK_BYTES = 4 * RANGE_BYTES
+"""Of a table in one task, at most, unless a single item has more: some seconds of work, which nobody can interrupt."""
 COPY_TASK_ITEMS = 4
-"""Items of a copy in one task: some seconds of work."""
+"""Items of a copy in one task, at most."""
 _DESCRIPTION, _POOL = "spark.job.description", "spark.scheduler.pool"
 
 logger = logging.getLogger(__name__)
@@ -137,20 +140,21 @@ class SparkTasks:
     def _run_in_turns(
         self, items: list[_Item], function: Callable[[_Item], _Result], description: str
     ) -> list[_Result]:
-        """Jobs of a few items, as many at a time as there are turns; the first exception ends it. Copies of fewer items
-        get their turns before those of more."""
+        """Jobs of a few items, as many at a time as there are turns; the first exception ends it. Small tables get
+        their turns before large ones."""
         turns = min(len(items), self.copy_tasks)
         parts = group_for_turns(items, turns)
         groups = [
             CopyGroup(part, function, f"{description} ({number} of {len(parts)})")
             for number, part in enumerate(parts, 1)
         ]
+        size = bytes_of(items)
         failed = threading.Event()
         listener = current_listener() or _ignore
 
         def run_group(group: CopyGroup) -> list[_Result]:
             try:
-                with self._turn(len(items)):
+                with self._turn(size):
                     if failed.is_set():
                         return []
                     self._run_together(self._light_copies.take(group))
@@ -260,8 +264,10 @@ def _call(function: Callable[[Any], Any], item: Any) -> _Done[Any] | _Raised:
 
 
 def group_for_turns(items: list[_Item], turns: int) -> list[list[_Item]]:
-    """Groups of at most `COPY_TASK_ITEMS`, in order and about equal, as many as give every turn the same number."""
-    rounds = -(-len(items) // (COPY_TASK_ITEMS * turns))
+    """Groups of one task each, in order and about equal, as many as give every turn the same number."""
+    per_item = max(1, bytes_of(items) // len(items))
+    together = max(1, min(COPY_TASK_ITEMS, COPY_TASK_BYTES // per_item))
+    rounds = -(-len(items) // (together * turns))
     count = min(len(items), rounds * turns)
     borders = [len(items) * number // count for number in range(count)]
     return [items[first:end] for first, end in zip(borders, [*borders[1:], len(items)], strict=True)]

@@ -31,6 +31,8 @@ from penstock.lsn import Lsn
 
 FILE_BYTES = 128 << 20
 """Of the source's table, in one file."""
+FILE_RANGES = 32
+"""Of partitions that are nearly empty, in one file: each costs a connection to the source."""
 _RANGE_BYTES = 32 << 20
 """Of a range that does not say how large it is."""
 _CHUNK_BYTES = 64 << 20
@@ -57,28 +59,40 @@ class CopiedFile:
     row_count: int
 
 
-def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> list[list[CopyRange]]:
+@dataclass(frozen=True, slots=True)
+class RangeGroup:
+    """Consecutive ranges that make one file: what a task writes."""
+
+    ranges: tuple[CopyRange, ...]
+    estimated_bytes: int
+    """Whoever runs tasks looks at it."""
+
+
+def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> list[RangeGroup]:
     """Consecutive ranges that make a file of a good size."""
     groups: list[list[CopyRange]] = []
     size = 0
     for part in ranges:
-        estimate = int(getattr(part, "estimated_bytes", 0)) or _RANGE_BYTES
-        if not groups or size + estimate > file_bytes:
+        if not groups or size + _bytes_of(part) > file_bytes or len(groups[-1]) == FILE_RANGES:
             groups.append([])
             size = 0
         groups[-1].append(part)
-        size += estimate
-    return groups
+        size += _bytes_of(part)
+    return [RangeGroup(tuple(group), sum(map(_bytes_of, group))) for group in groups]
 
 
-def write_ranges(reader: RangeReader, target: CopyTarget, parts: Sequence[CopyRange]) -> list[CopiedFile]:
+def write_ranges(reader: RangeReader, target: CopyTarget, group: RangeGroup) -> list[CopiedFile]:
     """Write some ranges; mostly one file, more if only some rows have texts, none if there are no rows."""
     try:
-        chunks = (_chunk(batches, target) for part in parts for batches in _read(reader, part))
+        chunks = (_chunk(batches, target) for part in group.ranges for batches in _read(reader, part))
         runs = groupby((chunk for chunk in chunks if chunk.num_rows), key=lambda chunk: chunk.schema)
-        return [_write(schema, run, target, parts[0].index) for schema, run in runs]
+        return [_write(schema, run, target, group.ranges[0].index) for schema, run in runs]
     except Exception as error:
         raise unexpected(target.table, error) from None
+
+
+def _bytes_of(part: CopyRange) -> int:
+    return int(getattr(part, "estimated_bytes", _RANGE_BYTES))
 
 
 def _read(reader: RangeReader, part: CopyRange) -> Iterator[list[pa.RecordBatch]]:
