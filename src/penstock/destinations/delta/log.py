@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.destinations.delta.actions import (
@@ -86,7 +86,6 @@ class DeltaLog:
         self._table = table or storage.url
         self._lock = threading.RLock()
         self._snapshot: Snapshot | None = None
-        self._removed: dict[str, int] = {}
         self._looked_at = 0.0
 
     @property
@@ -145,17 +144,16 @@ class DeltaLog:
             return self._lost(snapshot, info)
 
     def removed(self) -> dict[str, int]:
-        """The files that the log has taken out of use, with the times in milliseconds, as far as it remembers."""
-        with self._lock:
-            self.refresh()
-            live = set(self._snapshot.stored_files()) if self._snapshot is not None else set[str]()
-            return {path: when for path, when in self._removed.items() if path not in live}
+        """The files that the log has taken out of use, with the times in milliseconds, as far as it remembers.
 
-    def forget_removed(self, paths: Iterable[str]) -> None:
-        """Files that are deleted now need not be remembered."""
-        with self._lock:
-            for path in paths:
-                self._removed.pop(path, None)
+        Reads the log anew: writers do not need it, and would keep it for ever.
+        """
+        found = self._read()
+        if found is None:
+            return {}
+        snapshot, removed = found
+        live = set(snapshot.stored_files())
+        return {path: when for path, when in removed.items() if path not in live}
 
     def _refuse_missing(self, snapshot: Snapshot | None, actions: Sequence[Action]) -> None:
         """A process that slept may find that what it wrote was taken for forgotten, and is deleted."""
@@ -184,7 +182,6 @@ class DeltaLog:
         after = base.followed_by(commit)
         if self._snapshot is None or self._snapshot.version < after.version:
             self._snapshot = after
-            self._removed.update(removed_files(commit.actions))
             self._looked_at = _now()
         return after
 
@@ -220,7 +217,6 @@ class DeltaLog:
         start = snapshot.version
         while (commit := self._get(snapshot.version + 1)) is not None:
             snapshot = snapshot.followed_by(commit)
-            self._removed.update(removed_files(commit.actions))
         if snapshot.version == start and _now() - self._looked_at >= _STALE_SECONDS:
             hint = last_checkpoint_hint(self.storage)
             if hint is not None and hint > start:
@@ -234,11 +230,7 @@ class DeltaLog:
     def _load(self) -> Snapshot | None:
         found = self._read()
         self._looked_at = _now()
-        if found is None:
-            self._snapshot = None
-            return None
-        self._snapshot, removed = found
-        self._removed.update(removed)
+        self._snapshot = None if found is None else found[0]
         return self._snapshot
 
     def _read(self, until: int | None = None) -> tuple[Snapshot, dict[str, int]] | None:

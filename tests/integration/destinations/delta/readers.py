@@ -20,8 +20,8 @@ def read_with_spark(session: Any, path: Path, *, where: str | None = None, versi
     return _in_order((frame if where is None else frame.where(where)).toArrow())
 
 
-def read_with_polars(path: Path) -> pa.Table:
-    return _in_order(polars.scan_delta(str(path)).collect().to_arrow())
+def read_with_polars(path: Path, *where: polars.Expr) -> pa.Table:
+    return _in_order(polars.scan_delta(str(path)).filter(*where).collect().to_arrow())
 
 
 def read_with_delta_rs(path: Path, *, where: str = "true") -> pa.Table:

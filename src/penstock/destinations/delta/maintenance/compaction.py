@@ -245,7 +245,7 @@ def _live_bytes(add: Add) -> int:
 
 
 def _dead_fraction(add: Add) -> float:
-    rows = add.row_count
-    if add.vector is None or not rows:
+    if add.vector is None:
         return 0.0
-    return min(1.0, add.vector.cardinality / rows)
+    rows = add.row_count
+    return min(1.0, add.vector.cardinality / rows) if rows else 0.0
