@@ -23,6 +23,7 @@ from penstock.changes.segment import (
     ORDINAL,
     UNCHANGED,
     UNREPRESENTABLE,
+    XID,
     Operation,
     field_names,
 )
@@ -73,6 +74,8 @@ class Changes:
 
     rows: tuple[RowChanges, ...] = ()
     truncated: frozenset[TableName] = frozenset()
+    xids: frozenset[int] = frozenset()
+    """The transactions, as the stream names them; documents are built when all of them can be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +90,27 @@ def collect_changes(batch: EventBatch, wanted: Mapping[TableName, WantedColumns]
     """The changes of a batch that concern these tables; only the columns that are needed are read."""
     rows: list[RowChanges] = []
     truncated: set[TableName] = set()
+    xids: set[int] = set()
     for table in batch.tables:
         for step in table.steps:
             if isinstance(step, Rows):
                 name = TableName(step.schema.namespace, step.schema.name)
-                if name in wanted:
-                    rows += [_read(step, each, name, wanted[name]) for each in range(len(step.segments))]
+                for file in step.segments if name in wanted else ():
+                    segment = file.read()
+                    xids.update(pc.unique(segment.column(XID)).to_pylist())
+                    rows.append(row_changes(segment, step.schema, name, wanted[name]))
             elif isinstance(step, Truncate):
                 truncated |= {name for name in wanted if str(name) == table.table}
-    return Changes(tuple(rows), frozenset(truncated))
+    return Changes(tuple(rows), frozenset(truncated), frozenset(xids))
+
+
+def merge_changes(parts: Sequence[Changes]) -> Changes:
+    """Several pieces as one, in their order."""
+    return Changes(
+        tuple(rows for part in parts for rows in part.rows),
+        frozenset(name for part in parts for name in part.truncated),
+        frozenset(xid for part in parts for xid in part.xids),
+    )
 
 
 def row_changes(segment: pa.Table, schema: TableSchema, name: TableName, wanted: WantedColumns) -> RowChanges:
@@ -155,10 +170,6 @@ class _Bitmap:
         if self._bytes.size:
             absent[self._valid] = (self._bytes[:, index >> 3] >> (index & 7)) & 1
         return absent
-
-
-def _read(rows: Rows, index: int, name: TableName, wanted: WantedColumns) -> RowChanges:
-    return row_changes(rows.segments[index].read(), rows.schema, name, wanted)
 
 
 def _old_cells(segment: pa.Table, field_name: str) -> Cells:

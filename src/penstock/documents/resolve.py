@@ -103,8 +103,10 @@ class Resolver:
             found |= dict.fromkeys((name, *table.leaves), columns)
         return found
 
-    def resolve(self, connection: psycopg.Connection[Any], changes: Changes) -> Resolution:
-        """The documents that these changes concern.
+    def resolve(
+        self, connection: psycopg.Connection[Any], changes: Changes, scope: frozenset[str] | None = None
+    ) -> Resolution:
+        """The documents that these changes concern, of all indexes or of those in `scope`.
 
         `connection` reads the source and sees at least all that the changes did.
         """
@@ -120,9 +122,10 @@ class Resolver:
                 known[name].append(self._look_up(self.tracked[name], keys))
                 updates.setdefault(name, []).append(update)
         cleared = frozenset(self._catalog.top(each) for each in changes.truncated).intersection(self._links)
-        emptied = [each for each in self._indexes if any(entry.table in cleared for entry in each.entries)]
+        indexes = [each for each in self._indexes if scope is None or each.specification.name in scope]
+        emptied = [each for each in indexes if any(entry.table in cleared for entry in each.entries)]
         return Resolution(
-            documents=self._documents(connection, known),
+            documents=self._documents(connection, indexes, known),
             whole_indexes=frozenset(each.specification.name for each in emptied),
             links={name: pa.concat_tables(parts) for name, parts in updates.items()},
             cleared=cleared.intersection(self.tracked),
@@ -136,9 +139,12 @@ class Resolver:
             self._relations.apply(self.tracked[name], update)
 
     def _documents(
-        self, connection: psycopg.Connection[Any], known: Mapping[TableName, Sequence[RowChanges | _OldLinks]]
+        self,
+        connection: psycopg.Connection[Any],
+        indexes: Sequence[_Index],
+        known: Mapping[TableName, Sequence[RowChanges | _OldLinks]],
     ) -> Iterator[ResolvedKeys]:
-        for index in self._indexes:
+        for index in indexes:
             parameters: list[list[str]] = []
             chosen: list[int] = []
             for number, entry in enumerate(index.entries):

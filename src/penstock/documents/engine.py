@@ -1,0 +1,197 @@
+"""Drives changes from a source to a sink, in this process: ensure, seed, follow.
+
+    ChangeCapture ─▶ queue ─▶ resolve ─▶ build ─▶ Sink ─▶ flush ─▶ ack
+
+One thread drains the source into a bounded queue. The thread that called `run` takes changes from it in batches, and
+for each batch: resolves the documents, builds them in pieces, writes them, flushes once, remembers the links, and only
+then confirms. On any error nothing that was not flushed is confirmed, so to stop is always safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from penstock.documents.base import (
+    WRITTEN,
+    BatchStatistics,
+    Change,
+    ChangeCapture,
+    DocumentBuilder,
+    FlushReport,
+    NoopObserver,
+    Observer,
+    Sink,
+)
+from penstock.documents.images import Changes, merge_changes
+from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
+from penstock.documents.queue import ChangeQueue
+from penstock.documents.resolve import Resolution, ResolvedKeys
+from penstock.errors import DocumentsRejected
+
+DEFAULT_QUEUE_CAPACITY = 1024
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One run from a source through a builder to a sink."""
+
+    def __init__(
+        self,
+        source: ChangeCapture,
+        documents: DocumentBuilder,
+        sink: Sink,
+        *,
+        observer: Observer | None = None,
+        queue_capacity: int = DEFAULT_QUEUE_CAPACITY,
+        batch: BatchPolicy | None = None,
+        skip_backfill: bool = False,
+        failure_policies: FailurePolicies | None = None,
+    ) -> None:
+        """`queue_capacity` is how many changes may wait between capture and the worker, at least 1.
+
+        With `skip_backfill` nothing is seeded, whatever the sink says: for sinks that cannot remember that they were.
+        """
+        self.queue_capacity = max(1, queue_capacity)
+        self.batch = batch or BatchPolicy()
+        self.skip_backfill = skip_backfill
+        self.failure_policies = failure_policies or FailurePolicies()
+        self._source = source
+        self._documents = documents
+        self._sink = sink
+        self._observer = observer or NoopObserver()
+
+    def run(self) -> None:
+        """Ensure all indexes, seed those that are not, then follow changes until the source ends or something fails."""
+        try:
+            self._run()
+        except Exception as error:
+            self._observer.on_error(str(error))
+            raise
+
+    def _run(self) -> None:
+        mappings = self._documents.index_mappings()
+        for mapping in mappings:
+            self._sink.ensure_index(mapping)
+        self._observer.on_indexes_ensured(len(mappings))
+        self._source.prepare()
+        if not self.skip_backfill:
+            self._backfill()
+        self._observer.on_backfill_completed()
+        self._observer.on_live_started()
+        self._pump(self._source.live(), None)
+
+    def _backfill(self) -> None:
+        scopes = [each for each in self._documents.backfill_scopes() if not self._sink.is_seeded(each.index)]
+        if not scopes:
+            return
+        indexes = [each.index for each in scopes]
+        self._observer.on_backfill_started(indexes)
+        tables = list(dict.fromkeys(each.table for each in scopes))
+        self._pump(self._source.snapshot(tables), frozenset(indexes))
+        for index in indexes:
+            self._seeded(index)
+
+    def _pump(self, stream: Iterator[Change], scope: frozenset[str] | None) -> None:
+        queue = ChangeQueue(self.queue_capacity)
+        capture = threading.Thread(target=self._drain, args=(stream, queue), name="documents-capture", daemon=True)
+        capture.start()
+        try:
+            while not queue.is_finished:
+                batch = self._receive(queue)
+                if batch:
+                    self._commit(batch, scope, queue)
+        finally:
+            queue.close()
+
+    def _drain(self, stream: Iterator[Change], queue: ChangeQueue) -> None:
+        try:
+            for change in stream:
+                if not queue.publish(change):
+                    return
+                self._observer.on_changes_captured(change.count)
+        except BaseException as error:
+            queue.close(error)
+        else:
+            queue.close()
+
+    def _receive(self, queue: ChangeQueue) -> list[Change]:
+        first = queue.receive()
+        if first is None:
+            return []
+        batch, count = [first], first.count
+        deadline = time.monotonic() + self.batch.max_delay
+        while count < self.batch.max_changes:
+            following = queue.receive(max(0.0, deadline - time.monotonic()))
+            if following is None:
+                break
+            batch.append(following)
+            count += following.count
+        return batch
+
+    def _commit(self, batch: Sequence[Change], scope: frozenset[str] | None, queue: ChangeQueue) -> None:
+        changes = merge_changes([each.changes for each in batch])
+        resolution = self._documents.resolve(changes, scope)
+        documents: Counter[str] = Counter()
+        for keys in resolution.documents:
+            self._write(keys)
+            documents[keys.index] += len(keys)
+        for index in sorted(resolution.whole_indexes):
+            documents[index] += self._rebuild(index)
+        started = time.monotonic()
+        report = self._sink.flush(queue.is_empty)
+        seconds = time.monotonic() - started
+        self._judge(report)
+        self._finish(batch, changes, resolution, BatchStatistics(sum(each.count for each in batch), documents, seconds))
+
+    def _finish(
+        self, batch: Sequence[Change], changes: Changes, resolution: Resolution, statistics: BatchStatistics
+    ) -> None:
+        # In this order: a crash in between makes changes come again, never go.
+        self._documents.remember(resolution)
+        for each in batch:
+            each.ack.confirm()
+        self._observer.on_batch_committed(statistics)
+        logger.debug("batch committed changes=%d tables=%d", statistics.changes, len(changes.rows))
+
+    def _rebuild(self, index: str) -> int:
+        """A table was emptied, and nobody knows which documents showed its rows: build all, beside the old ones."""
+        mapping = next(each for each in self._documents.index_mappings() if each.index == index)
+        self._sink.reindex(mapping)
+        count = 0
+        for keys in self._documents.every_key(index):
+            self._write(keys)
+            count += len(keys)
+        self._judge(self._sink.flush(False))
+        self._seeded(index)
+        return count
+
+    def _seeded(self, index: str) -> None:
+        self._sink.mark_seeded(index)
+        self._observer.on_index_seeded(index)
+
+    def _write(self, keys: ResolvedKeys) -> None:
+        built = self._documents.build(keys)
+        index = pa.repeat(pa.scalar(keys.index, pa.string()), built.num_rows)
+        self._sink.write(pa.Table.from_arrays([index, *built.columns], schema=WRITTEN))
+
+    def _judge(self, report: FlushReport) -> None:
+        """Decide about all before anything is said about one: a batch that comes again must not be counted twice."""
+        fatal = [each for each in report.rejections if self.failure_policies.of(each.index) is FailurePolicy.STOP]
+        if fatal:
+            first = fatal[0]
+            raise DocumentsRejected(
+                f"{len(fatal)} documents were refused; the first, of index {first.index!r}: {first.reason}",
+                index=first.index,
+                id=first.id,
+                count=len(fatal),
+            )
+        for each in report.rejections:
+            logger.warning("document set aside index=%s reason=%s", each.index, each.reason)
+            self._observer.on_document_quarantined(each)

@@ -1,0 +1,81 @@
+"""Indexes in memory, for tests and for looking: generations, versions and seeding as a search server has them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.documents.base import FlushReport, Sink
+from penstock.documents.mapping import IndexMapping
+
+
+@dataclass(slots=True)
+class Generation:
+    """One build of an index. Removed documents keep their version, so that an older body cannot bring them back."""
+
+    fingerprint: str
+    documents: dict[str, tuple[int, str | None]] = field(default_factory=dict[str, tuple[int, str | None]])
+
+
+@dataclass(slots=True)
+class MemoryIndex:
+    """What serves searches, and what is being filled beside it."""
+
+    serving: Generation | None = None
+    filling: Generation | None = None
+
+
+class MemorySink(Sink):
+    """Documents are there after `flush`, and searches see a generation after `mark_seeded`."""
+
+    def __init__(self) -> None:
+        self.indexes: dict[str, MemoryIndex] = {}
+        self._waiting: list[pa.Table] = []
+
+    def documents(self, index: str) -> dict[str, Any]:
+        """What a search would see, by id."""
+        serving = self.indexes[index].serving
+        found = serving.documents if serving is not None else {}
+        return {id_: json.loads(body) for id_, (_, body) in found.items() if body is not None}
+
+    def ensure_index(self, mapping: IndexMapping) -> None:
+        """See `Sink`. Another fingerprint is another generation."""
+        index = self.indexes.setdefault(mapping.index, MemoryIndex())
+        newest = index.filling or index.serving
+        if newest is None or newest.fingerprint != mapping.fingerprint:
+            index.filling = Generation(mapping.fingerprint)
+
+    def write(self, batch: pa.Table) -> None:
+        """See `Sink`."""
+        self._waiting.append(batch)
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        """See `Sink`. Both generations get everything."""
+        for batch in self._waiting:
+            # Cold: this sink is for tests and for looking.
+            for row in batch.to_pylist():
+                index = self.indexes[row["index"]]
+                for generation in (index.serving, index.filling):
+                    known = generation.documents.get(row["id"]) if generation is not None else None
+                    if generation is not None and (known is None or known[0] <= row["version"]):
+                        generation.documents[row["id"]] = (row["version"], row["body"])
+        self._waiting.clear()
+        return FlushReport()
+
+    def is_seeded(self, index: str) -> bool:
+        """See `Sink`."""
+        found = self.indexes.get(index)
+        return found is not None and found.serving is not None and found.filling is None
+
+    def mark_seeded(self, index: str) -> None:
+        """See `Sink`."""
+        found = self.indexes[index]
+        if found.filling is not None:
+            found.serving, found.filling = found.filling, None
+
+    def reindex(self, mapping: IndexMapping) -> None:
+        """See `Sink`."""
+        self.indexes.setdefault(mapping.index, MemoryIndex()).filling = Generation(mapping.fingerprint)
