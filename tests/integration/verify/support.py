@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.copy import CopyRows
+from penstock.destinations.delta.log import DeltaLog
+from penstock.destinations.delta.snapshot import Application
+from penstock.destinations.delta.storage import open_storage
+from penstock.destinations.naming import FOLDERS
+from penstock.destinations.parquet import ParquetReader
 from penstock.destinations.registry import create_destination
 from penstock.lsn import Lsn
+from penstock.schema import TableSchema
 from penstock.testing.destinations.script import LocalTasks, ScriptedSource, ScriptedTransaction, make_context
 from penstock.verify.compare import CompareSettings, compare_table
 from penstock.verify.report import Report, TableReport
+
+Fault = Callable[[ScriptedTransaction], None]
 
 DESTINATIONS: dict[str, dict[str, Any]] = {
     "parquet": {},
@@ -47,7 +56,7 @@ class Place:
         destination.write_table_rows(rows.schema, rows)
         destination.shutdown()
 
-    def plant(self, rows: CopyRows, fault: Callable[[ScriptedTransaction], None]) -> None:
+    def plant(self, rows: CopyRows, fault: Fault) -> None:
         """Change the destination, and not the source, through the code that writes every batch."""
         destination = self.started()
         position = destination.position(rows.schema.table_id)
@@ -66,6 +75,34 @@ class Place:
             return compare_table(rows, pinned, LocalTasks(), CompareSettings(**settings))
         finally:
             pinned.close()
+
+
+def plant_in(kind: str, lake: Path, pipeline: str, schema: TableSchema, fault: Fault) -> None:
+    """The same in the lake of a pipeline that does not run now, in its name and behind its last position."""
+    destination: Any = create_destination(kind, {"path": str(lake)})
+    lineage, epoch = _RECORDED[kind](lake, schema)
+    destination.startup(replace(make_context(pipeline, lineage=lineage), epoch=epoch))
+    script = ScriptedSource(lake.parent / "faults", start=Lsn(destination.position(schema.table_id)))
+    with script.transaction() as transaction:
+        fault(transaction)
+    result = destination.write_events(script.batch()).result(30)
+    assert all(each.error is None for each in result.tables.values())
+    destination.shutdown()
+
+
+def _recorded_in_parquet(lake: Path, schema: TableSchema) -> tuple[str, int]:
+    last = ParquetReader(lake).manifests(str(schema))[-1]
+    return last.lineage, last.epoch
+
+
+def _recorded_in_delta(lake: Path, schema: TableSchema) -> tuple[str, int]:
+    snapshot = DeltaLog(open_storage(lake).child(FOLDERS.table(schema)), str(schema)).refresh()
+    assert snapshot is not None
+    applications = [Application.parse(each) for each in snapshot.transactions]
+    return next(each.lineage for each in applications if each is not None), 0
+
+
+_RECORDED = {"parquet": _recorded_in_parquet, "delta": _recorded_in_delta}
 
 
 def exit_code(report: TableReport) -> int:
