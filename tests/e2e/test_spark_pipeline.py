@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,10 @@ SHAPES = (
 )  # fmt: skip
 
 
-FEW = tuple(
-    shape
-    for shape in SHAPES
-    if shape.name in ("moments", "documents", "without_key", "full_identity", "parted", "many", "empty", "quiet")
+FEW = (
+    *(shape for shape in SHAPES if shape.name in ("documents", "without_key", "parted", "empty", "quiet")),
+    # Too large to share a task with others: its copy is under way when theirs are done.
+    *(replace(shape, count=150_000) for shape in SHAPES if shape.name == "many"),
 )
 """For where starting takes most of the time."""
 
@@ -400,7 +400,7 @@ def test_on_a_cluster_whose_workers_are_killed_nothing_is_lost(database: Any, cl
             pipeline.wait_for(
                 "a copy", lambda seen: {"finished_copy", "ready"} & set(seen.phases.values()), CLUSTER_SECONDS
             )
-            assert list(pipeline.seen.phases.values()).count("ready") < len(FEW)
+            assert pipeline.seen.phases["public.many"] == "data_sync"
             cluster.kill_worker(0)
             pipeline.wait_phases("ready", len(FEW), CLUSTER_SECONDS)
             assert pipeline.seen.executors == 1
