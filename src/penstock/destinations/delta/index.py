@@ -188,6 +188,10 @@ def _join(few: NDArray[np.int64], many: NDArray[np.int64]) -> tuple[NDArray[np.i
     low = np.searchsorted(many, few)
     hit = np.flatnonzero(many[np.minimum(low, len(many) - 1)] == few)
     low = low[hit]
+    behind = low + 1
+    if not (many[np.minimum(behind, len(many) - 1)] == few[hit])[behind < len(many)].any():
+        return hit, low
+    # Some are there more than once.
     counts = np.searchsorted(many, few[hit], "right") - low
     inside = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(hit, counts), np.repeat(low, counts) + inside

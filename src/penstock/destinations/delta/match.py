@@ -22,6 +22,8 @@ from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector
 from penstock.destinations.refusals import unknown_row
 
+_FEW = 20
+
 
 @dataclass(frozen=True, slots=True)
 class FileMatch:
@@ -58,7 +60,7 @@ def find_rows(
         if not len(rows):
             continue
         dead = dead_rows(storage, file)
-        alive = _alive(rows, dead)
+        alive = _alive(rows, dead, index.row_count)
         codes, rows = codes[alive], rows[alive]
         if left is not None and len(rows):
             same = _are_same(storage, layout, file.file, keys, codes, rows)
@@ -82,9 +84,12 @@ def _open(storage: Storage, layout: TableLayout, folder: IndexFolder, file: str)
     return folder.open(file, build)
 
 
-def _alive(rows: NDArray[np.int64], dead: Vector) -> NDArray[np.bool_]:
+def _alive(rows: NDArray[np.int64], dead: Vector, row_count: int) -> NDArray[np.bool_]:
     if not len(dead):
         return np.ones(len(rows), np.bool_)
+    if len(dead) < _FEW * len(rows):
+        return dead.alive(row_count)[rows]
+    # Few rows of a file with many dead ones: not all of these are looked at.
     return np.isin(rows, Vector.of(rows).difference(dead).rows().astype(np.int64))
 
 
