@@ -72,7 +72,7 @@ def equal_columns(
 
 
 def canonical(value: Sql, source: SourceColumn) -> Sql:
-    """The one text of a key's value, whichever of several equal values it is.
+    """The one text of a key's value, whichever of several equal values it is; read as its type, it is that value again.
 
     The only place that decides this: what resolving gives, what a map of relations holds and what names a document in
     an index all went through here.
@@ -83,7 +83,7 @@ def canonical(value: Sql, source: SourceColumn) -> Sql:
         case "citext":
             return sql.SQL("pg_catalog.lower({}::pg_catalog.text)").format(value)
         case "bytea":
-            return sql.SQL("pg_catalog.encode({}, 'hex')").format(value)
+            return sql.SQL(r"('\x' || pg_catalog.encode({}, 'hex'))").format(value)
         case _:
             return sql.SQL("{}::pg_catalog.text").format(value)
 
