@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.config.environment import Substitution, join
 from penstock.config.models import NO_SPARK, ConfigFile, DestinationSection
+from penstock.config.units import parse_duration
 from penstock.copy import CopySettings
 from penstock.destinations.base import Destination
 from penstock.destinations.registry import create_destination
@@ -283,7 +284,20 @@ def _output_choice(section: DestinationSection, settings: PipelineSettings, fold
     options = dict(section.model_extra or {})
     if isinstance(options.get("path"), str) and "://" not in options["path"]:
         options["path"] = str(folder / options["path"])
-    return OutputChoice(replace(settings, output=section.name), section.type, options)
+    return OutputChoice(
+        replace(settings, output=section.name, batches=_batches(settings, options)), section.type, options
+    )
+
+
+def _batches(settings: PipelineSettings, options: dict[str, Any]) -> BatchSettings:
+    """How an output's batches are cut: a destination that commits may say how often, as a duration."""
+    if "commit_interval" not in options:
+        return settings.batches
+    try:
+        options["commit_interval"] = parse_duration(options["commit_interval"]).total_seconds()
+    except ValueError as error:
+        raise ConfigError(f"destination.commit_interval: {error}", hint=REFERENCE) from None
+    return replace(settings.batches, interval=options["commit_interval"])
 
 
 def _state_url(file: ConfigFile, folder: Path, spool: Path) -> str:

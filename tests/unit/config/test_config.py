@@ -243,6 +243,13 @@ path = "second"
 """
 
 
+def test_a_destination_may_say_how_often_it_commits(load):
+    config = load(SMALLEST.replace('"parquet"', '"delta"') + 'commit_interval = "200ms"')
+    assert config.pipeline.batches.interval == 0.2
+    assert config.create_destination().commit_interval == 0.2
+    assert "a duration" in refusal(load, SMALLEST + 'commit_interval = "soon"')
+
+
 def test_several_destinations_share_all_but_their_state(load, tmp_path):
     config = load(TWO)
     first, second = config.outputs
