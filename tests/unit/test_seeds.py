@@ -37,6 +37,13 @@ get_table_mapping get_table_mappings load_table_mappings store_table_mapping
 TableReplicationPhase Init DataSync FinishedCopy SyncWait Catchup SyncDone Ready Errored RetryPolicy
 """
 SEED_003 = "Pipeline unknown-types-to-bytes test-utils failpoints"
+SEED_002 = "ChangeCapture live snapshot lag tables SnapshotTable Change Upsert Ack AckSink BoxStream Result Send Sync"
+SEED_004 = """
+Engine Engine::new source documents sink observer queue_capacity batch skip_backfill failure_policies
+with_observer with_queue_capacity with_batch with_failure_policies run DEFAULT_QUEUE_CAPACITY
+ChangeCapture DocumentBuilder Sink Observer NoopObserver BatchPolicy max_changes max_delay FailurePolicies FailurePolicy
+FailurePolicy::Stop flush ensure_index queue_channel Pipeline run_inner on_error Error Result
+"""
 EVENTS = "Begin Commit Insert Update Delete Truncate Relation"
 IN_WORDS = (
     "Apply Worker",
@@ -87,7 +94,9 @@ def test_what_the_page_names_exists(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [SEED_000, SEED_001, SEED_003, EVENTS], ids=["seed 000", "seed 001", "seed 003", "events"]
+    "wanted",
+    [SEED_000, SEED_001, SEED_002, SEED_003, SEED_004, EVENTS],
+    ids=["seed 000", "seed 001", "seed 002", "seed 003", "seed 004", "events"],
 )
 def test_every_name_of_the_seeds_has_its_row(wanted: str) -> None:
     there = {name for seed, _, _ in rows() for name in names_in(seed)}
