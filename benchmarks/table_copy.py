@@ -89,7 +89,7 @@ def main() -> None:
         ):
             print(f"PostgreSQL {server.version}; {describe_machine()}")
             database = server.create_database()
-            size = _make_tables(server, database, arguments.rows)
+            size = make_tables(server, database, arguments.rows)
             began = time.monotonic()
             session = build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-copy"))
             say(f"Spark started in {time.monotonic() - began:.1f} s")
@@ -115,7 +115,7 @@ def run(
     source = SourceSettings(server.dsn(database))
     began = time.monotonic()
     settings = CopySettings(range_bytes=SMALL_RANGE_BYTES)
-    _copy_by_tasks(source, tasks, name, folder / f"{name}-first", SMALL_TABLE, SMALL_ROWS, settings)
+    copy_by_tasks(source, tasks, name, folder / f"{name}-first", SMALL_TABLE, SMALL_ROWS, settings)
     say(f"{name}: Python workers started in {time.monotonic() - began:.1f} s")
     # The first one also brings the table into the server's memory.
     _copy_by_psql(server, database)
@@ -124,7 +124,7 @@ def run(
         if who == PSQL:
             copied = _copy_by_psql(server, database)
         else:
-            copied = _copy_by_tasks(source, tasks, name, folder / f"{name}-{number}", TABLE, arguments.rows)
+            copied = copy_by_tasks(source, tasks, name, folder / f"{name}-{number}", TABLE, arguments.rows)
         copies[who].append(copied)
         say(
             f"{who}: {arguments.rows / copied.seconds:,.0f} rows/s in {copied.seconds:.2f} s, "
@@ -133,7 +133,7 @@ def run(
     return copies
 
 
-def _make_tables(server: PostgresServer, database: str, rows: int) -> int:
+def make_tables(server: PostgresServer, database: str, rows: int) -> int:
     """The table, and a small one like it; gives its size in bytes."""
     say(f"making a table of {rows:,} rows")
     with server.connect(database) as connection:
@@ -165,7 +165,7 @@ def _copy_by_psql(server: PostgresServer, database: str) -> Copied:
     return Copied(seconds, used.ru_utime + used.ru_stime, watch)
 
 
-def _copy_by_tasks(
+def copy_by_tasks(
     source: SourceSettings,
     tasks: SparkTasks,
     name: str,
@@ -176,7 +176,7 @@ def _copy_by_tasks(
 ) -> Copied:
     destination = create_destination(name, {"path": str(folder)})
     destination.startup(DestinationContext("bench", "bench", MemoryStore("bench"), tasks))
-    table_id, key_sum = _look_at(source, table)
+    table_id, key_sum = look_at(source, table)
     try:
         with TreeWatch(os.getpid()) as watch:
             began = time.monotonic()
@@ -201,7 +201,7 @@ def _copy(
             destination.write_table_rows(rows.schema, rows)
 
 
-def _look_at(source: SourceSettings, table: str) -> tuple[int, int]:
+def look_at(source: SourceSettings, table: str) -> tuple[int, int]:
     with psycopg.connect(source.url) as connection:
         return (
             _fetch(connection, f"select '{table}'::regclass::oid::int8"),
