@@ -131,7 +131,13 @@ class DeltaLog:
         if info is None:
             raise ValueError("a commit needs a CommitInfo, by whose id it is recognised")
         commit = Commit(0 if snapshot is None else snapshot.version + 1, tuple(actions))
-        self._refuse_missing(snapshot, actions)
+        with self._lock:
+            overslept = _now() - self._looked_at >= _STALE_SECONDS
+            self._refuse_missing(snapshot, actions, overslept)
+            current = self.refresh() if overslept else self._snapshot
+            if current is not None and current.version >= commit.version:
+                return self._lost(snapshot, info)
+            looked_at = self._looked_at
         try:
             created = self.storage.put_if_absent(_path(commit.version), serialize_commit(actions))
         except DestinationUnavailable:
@@ -139,9 +145,9 @@ class DeltaLog:
             if not created:
                 raise
         with self._lock:
-            if created and not self._was_overtaken(commit.version):
-                return Committed(self._accept(snapshot, commit))
-            return self._lost(snapshot, info)
+            if created and _now() - looked_at >= _STALE_SECONDS:
+                created = not self._was_overtaken(commit.version)
+            return Committed(self._accept(snapshot, commit)) if created else self._lost(snapshot, info)
 
     def removed(self) -> dict[str, int]:
         """The files that the log has taken out of use, with the times in milliseconds, as far as it remembers.
@@ -155,10 +161,9 @@ class DeltaLog:
         live = set(snapshot.stored_files())
         return {path: when for path, when in removed.items() if path not in live}
 
-    def _refuse_missing(self, snapshot: Snapshot | None, actions: Sequence[Action]) -> None:
+    def _refuse_missing(self, snapshot: Snapshot | None, actions: Sequence[Action], overslept: bool) -> None:
         """A process that slept may find that what it wrote was taken for forgotten, and is deleted."""
         known = {} if snapshot is None else snapshot.files
-        overslept = self._snapshot is not None and _now() - self._looked_at >= _STALE_SECONDS
         long_ago = (time.time() - _STALE_SECONDS) * 1000
         named = [action for action in actions if isinstance(action, Add)]
         added = [add for add in named if add.path not in known and (overslept or add.modification_time < long_ago)]
@@ -202,11 +207,14 @@ class DeltaLog:
         return commit is not None and commit.info is not None and commit.info.commit_id == info.commit_id
 
     def _was_overtaken(self, version: int) -> bool:
-        """Whether a version that we took had been used long ago, and cleaned up since: then ours counts for nobody."""
-        if self._snapshot is not None and _now() - self._looked_at < _STALE_SECONDS:
-            return False
-        hint = last_checkpoint_hint(self.storage)
-        if hint is None or hint < version:
+        """Whether a version that we took had been used long ago, and cleaned up since: then ours counts for nobody.
+
+        Then a checkpoint behind it is older than our file; one that somebody wrote on top of ours is not.
+        """
+        files = {file.path: file.modified for file in self.storage.list(LOG_FOLDER)}
+        ours = files.get(_path(version))
+        older = [path for path, modified in files.items() if ours is not None and modified < ours]
+        if not any(checkpoint.version >= version for checkpoint in find_checkpoints(older)):
             return False
         self.storage.delete([_path(version)])
         self._snapshot = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from penstock.destinations.delta.actions import (
 )
 from penstock.destinations.delta.files import now_milliseconds, write_data_file
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
+from penstock.destinations.delta.maintenance.checkpoints import write_checkpoint
 from penstock.destinations.delta.snapshot import Application, Verdict
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.errors import DestinationUnavailable, TableRejected
@@ -167,18 +170,61 @@ def _move_on_and_clean(table: LakeTable) -> None:
         (table.storage.root / f"_delta_log/{version:020d}.json").unlink()
 
 
+@dataclass(frozen=True)
+class SleepyStorage(LocalStorage):
+    """Something happens while a put is under way: before it arrives, or before its answer does."""
+
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], None] = lambda: None
+
+    def put_if_absent(self, path: str, content: bytes) -> bool:
+        self.before()
+        created = super().put_if_absent(path, content)
+        self.after()
+        return created
+
+
 @pytest.mark.trap(34)
-def test_a_zombie_that_finds_its_number_free_again_has_lost(table: LakeTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    zombie = LakeTable(table.storage)
+@pytest.mark.parametrize("when", ["before it looks", "while it puts"])
+def test_a_zombie_that_finds_its_number_free_again_has_lost(
+    table: LakeTable, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def others_move_on() -> None:
+        _move_on_and_clean(table)
+        for path in (table.storage.root / "_delta_log").iterdir():
+            os.utime(path, (time.time() - 60, time.time() - 60))
+
+    late = when == "while it puts"
+    storage = SleepyStorage(table.storage.root, before=others_move_on) if late else table.storage
+    zombie = LakeTable(storage)
     snapshot = zombie.snapshot
-    _move_on_and_clean(table)
-    before = sorted(path.name for path in (table.storage.root / "_delta_log").iterdir())
+    add = write_data_file(table.storage, make_rows([999]))
+    if not late:
+        others_move_on()
     monkeypatch.setattr(log_module, "_STALE_SECONDS", 0.0)
-    answer = zombie.log.commit(snapshot, [*zombie.head(), write_data_file(table.storage, make_rows([999]))])
+    answer = zombie.log.commit(snapshot, [*zombie.head(), add])
     assert isinstance(answer, Lost)
     assert answer.verdict(zombie.application) is Verdict.SUPERSEDED
     assert answer.snapshot == table.snapshot
-    assert sorted(path.name for path in (table.storage.root / "_delta_log").iterdir()) == before
+    assert not (table.storage.root / f"_delta_log/{1:020d}.json").exists()
+    assert 999 not in table.ids()
+
+
+@pytest.mark.trap(34)
+def test_a_commit_that_others_have_built_upon_already_is_not_taken_back(
+    table: LakeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def others_go_on() -> None:
+        write_checkpoint(table.storage)
+        LakeTable(table.storage).append([600])
+        write_checkpoint(table.storage)
+
+    sleeper = LakeTable(SleepyStorage(table.storage.root, after=others_go_on))
+    add = write_data_file(table.storage, make_rows([500]))
+    monkeypatch.setattr(log_module, "_STALE_SECONDS", 0.0)
+    assert isinstance(sleeper.log.commit(sleeper.snapshot, [*sleeper.head(), add]), Committed)
+    assert table.ids() == [*range(100), 500, 600]
+    assert (table.storage.root / f"_delta_log/{1:020d}.json").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "gap", "no beginning"])
