@@ -19,7 +19,8 @@ from penstock.state.postgres import DEFAULT_SCHEMA
 
 ConfigPath = Annotated[
     Path,
-    typer.Option("--config", "-c", envvar="PENSTOCK_CONFIG", help="The config file.", metavar="FILE"),
+    # Whether it can be read is told by whoever reads it.
+    typer.Option("--config", "-c", envvar="PENSTOCK_CONFIG", help="The config file.", metavar="FILE", readable=False),
 ]
 DEFAULT_PATH = Path("penstock.toml")
 OutputName = Annotated[

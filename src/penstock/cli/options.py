@@ -26,6 +26,7 @@ OptionalConfigPath = Annotated[
         help="Instead of --url: the config file of a pipeline; ./penstock.toml if that is there.",
         metavar="FILE",
         show_default=False,
+        readable=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]

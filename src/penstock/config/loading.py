@@ -141,7 +141,8 @@ def load_config(path: str | Path, environment: Mapping[str, str] | None = None) 
     substitution = Substitution(os.environ if environment is None else environment)
     values = substitution.apply(written)
     if substitution.problems:
-        raise _error(path, [f"{where}: {what}" for where, what in substitution.problems])
+        problems = [f"{where}: {what}" for where, what in substitution.problems]
+        raise _error(path, problems, "${NAME} stands for an environment variable: export it before, in this shell.")
     try:
         file = ConfigFile.model_validate(values)
     except ValidationError as error:
@@ -160,10 +161,13 @@ def _parse(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             f"there is no config file {str(path)!r}",
-            hint="Name one with -c or PENSTOCK_CONFIG; examples/penstock.toml is one to start from.",
+            hint="Name one with -c or PENSTOCK_CONFIG; `penstock init` writes one.",
         ) from None
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot read the config file {str(path)!r}: {error.strerror}",
+            hint="Check that it is a file, and that this user may read it.",
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # The message may repeat a piece of the text; where it is suffices.
         place = re.search(r"\(at ([^)]*)\)", str(error))
@@ -175,11 +179,11 @@ def _parse(path: Path) -> dict[str, Any]:
 # What was wrong
 
 
-def _error(path: Path, problems: list[str]) -> ConfigError:
+def _error(path: Path, problems: list[str], hint: str = REFERENCE) -> ConfigError:
     if len(problems) == 1:
-        return ConfigError(f"{path}: {problems[0]}", hint=REFERENCE)
+        return ConfigError(f"{path}: {problems[0]}", hint=hint)
     listed = "".join(f"\n  {problem}" for problem in problems)
-    return ConfigError(f"{path} has {len(problems)} errors:{listed}", hint=REFERENCE)
+    return ConfigError(f"{path} has {len(problems)} errors:{listed}", hint=hint)
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
