@@ -143,6 +143,8 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     stages = [stage for stage in STAGES if given.stage is None or stage.name in given.stage]
+    # Told to end, it ends its stage too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     when = datetime.now(UTC)
     results = [_run(stage, seed, _share(stage, stages, given.minutes)) for stage in stages]
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "60"))
 SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.trap(3, 4, 19, 20, 28)
 @pytest.mark.parametrize(
     "settings",
