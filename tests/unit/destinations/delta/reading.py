@@ -10,6 +10,7 @@ from deltalake import DeltaTable, QueryBuilder
 from deltalake.exceptions import TableNotFoundError
 
 from penstock.changes.events import Delete, Insert, Unchanged, Unrepresentable, Update
+from penstock.changes.segment import field_names
 from penstock.destinations.delta.layout import DELETED_AT, TableState, from_metadata
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.storage import LocalStorage
@@ -86,3 +87,14 @@ def replay_history(lake: Path, schema: TableSchema) -> list[dict[str, Any]] | No
             case "truncate":
                 mirror.clear()
     return mirror.rows()
+
+
+def rows_of(table: pa.Table, schema: TableSchema) -> list[dict[str, Any]]:
+    """Rows with the names of segments by those of the source, texts in the place of their cells."""
+    names = dict(zip(field_names(schema), (column.name for column in schema.columns), strict=True))
+    rows: list[dict[str, Any]] = []
+    for row in table.to_pylist():
+        cells = {names[name]: value for name, value in row.items() if name in names}
+        cells |= {names[name]: Unrepresentable(text) for name, text in dict(row.get("_unrepresentable") or ()).items()}
+        rows.append(cells)
+    return rows
