@@ -61,8 +61,9 @@ def make_rows(ids: Iterable[int]) -> pa.Table:
 class LakeTable:
     """A table of one writer, with the position that it has recorded."""
 
-    def __init__(self, storage: Storage, *, pipeline: str = "lake", attempt: str = "1") -> None:
+    def __init__(self, storage: Storage, *, pipeline: str = "lake", attempt: str = "1", vectors: bool = True) -> None:
         self.storage = storage
+        self.vectors = vectors
         self.log = DeltaLog(storage)
         self.application = Application(pipeline, "public.items", "lineage", attempt)
         self.position = 0
@@ -143,5 +144,6 @@ class LakeTable:
         metadata = Metadata(name, schema_string(SCHEMA), configuration, created_time=now_milliseconds())
         data = make_rows(ids)
         added = [write_data_file(self.storage, data)] if data.num_rows else []
-        begin: list[Action] = [] if snapshot is not None else [*self.head("CREATE TABLE"), protocol_for(SCHEMA)]
+        protocol = protocol_for(SCHEMA, deletion_vectors=self.vectors)
+        begin: list[Action] = [] if snapshot is not None else [*self.head("CREATE TABLE"), protocol]
         return [*begin, metadata, *removed, *added]

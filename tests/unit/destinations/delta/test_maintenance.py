@@ -166,6 +166,25 @@ def test_rows_that_came_back_to_life_stop_a_compaction(table: LakeTable) -> None
     assert table.ids() == expected
 
 
+@pytest.mark.trap(39)
+def test_a_table_without_vectors_never_gets_one_by_compaction(tmp_path: Path) -> None:
+    table = LakeTable(LocalStorage(tmp_path / "items"), vectors=False)
+    table.create(range(100))
+    for number in range(3):
+        table.append(range(1000 + 10 * number, 1010 + 10 * number))
+    rewritten = rewrite(table)
+    # What copy-on-write does: a file goes, and its rows are in another one.
+    gone = list(table.snapshot.files.values())[1]
+    left = write_data_file(table.storage, make_rows(range(1001, 1010)))
+    table.write(lambda snapshot: [snapshot.files[gone.path].removed(now_milliseconds()), left])
+    assert commit_rewritten(table.log, rewritten) is None
+    expected = [*range(100), *range(1001, 1030)]
+    assert table.ids() == expected
+    assert compact(table.log, LocalTasks(), SOON) is not None
+    assert table.ids() == expected
+    assert len(table.snapshot.files) == 1
+
+
 @pytest.mark.trap(37)
 def test_a_compaction_wins_against_a_busy_writer_and_undoes_nothing(table: LakeTable) -> None:
     expected = set(grow(table, 8))

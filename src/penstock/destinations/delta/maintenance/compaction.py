@@ -30,6 +30,7 @@ from penstock.destinations.delta.files import (
     vector_of,
 )
 from penstock.destinations.delta.log import Committed, DeltaLog
+from penstock.destinations.delta.schema import DELETION_VECTORS
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, vector_file, write_vectors
@@ -172,7 +173,8 @@ class _Exchange:
 
 
 def _exchange(storage: Storage, snapshot: Snapshot, rewritten: Rewritten) -> _Exchange | None:
-    """None if it cannot be done: all files of the group are gone, or rows of them have come back to life."""
+    """None if it cannot be done: all files of the group are gone, rows of them have come back to life, or some have
+    died in a table that has no vectors to say so."""
     old_files = tuple(
         snapshot.files[source.add.path] for source in rewritten.sources if source.add.path in snapshot.files
     )
@@ -186,7 +188,11 @@ def _exchange(storage: Storage, snapshot: Snapshot, rewritten: Rewritten) -> _Ex
         return None
     dead = Vector.EMPTY.union(*died)
     file = rewritten.file
-    return _Exchange(old_files, None if file is None or len(dead) == file.row_count else file, dead)
+    if file is None or len(dead) == file.row_count:
+        return _Exchange(old_files, None, dead)
+    if len(dead) and DELETION_VECTORS not in snapshot.protocol.writer_features:
+        return None
+    return _Exchange(old_files, file, dead)
 
 
 def _actions(storage: Storage, exchanges: Sequence[_Exchange]) -> tuple[list[Action], list[str]]:
