@@ -344,6 +344,16 @@ def test_indexes_go_with_their_files_and_no_sooner(table: LakeTable) -> None:
     assert table.storage.get(live) == b"keys"
 
 
+def test_what_a_killed_process_left_half_written_goes(table: LakeTable) -> None:
+    folder = table.storage.root
+    for path in (f"_delta_log/.{7:020d}.json.{'0' * 32}", f".deletion_vector.bin.{'a' * 32}", ".somebody's"):
+        (folder / path).write_bytes(b"half")
+    assert vacuum(Vacuum(table.storage, 0, time.time() - 60)).files == 0
+    assert vacuum(Vacuum(table.storage, 0, time.time() + 1)).files == 2
+    assert (folder / ".somebody's").exists()
+    assert table.snapshot.version == 0
+
+
 def test_nothing_is_vacuumed_where_there_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "part-1.parquet").write_bytes(b"precious")
     assert vacuum(Vacuum(LocalStorage(tmp_path), 0, time.time() + 1)).files == 0
