@@ -15,6 +15,21 @@ Storage, from the bottom up; each can be read alone:
 | `log` | the newest version, and taking the next one |
 | `maintenance` | compaction, checkpoints, retention, vacuum, pins, on a schedule |
 
+What happens to changes, in their order:
+
+| module | |
+|---|---|
+| `destination`, `options`, `catalog` | what the pipeline calls; which table lies where |
+| `layout` | a table's columns in the lake, by mode; what its properties say |
+| `copy` | a table as it was at a position, written by tasks |
+| `planner` | what a batch means for a table, decided on the driver |
+| `tasks` | the work of a batch: compact (`penstock.changes.compaction`), then |
+| `index`, `match` | the rows that it replaces, by key |
+| `rows`, `fill` | the cells that were not sent |
+| `write`, `history` | new rows, dead rows; every change as a row |
+| `table` | one commit with its position, and what a lost race means |
+| `reader` | a pinned version as the source has it |
+
 How a commit is made:
 
     table = open_storage(path, options).child("public/orders")

@@ -77,6 +77,12 @@ def index_folder(storage: Storage, layout: TableLayout) -> IndexFolder:
     return IndexFolder.of(storage, [layout.schema.field(name) for name in layout.match_columns])
 
 
+def prepare_index(storage: Storage, layout: TableLayout, file: str) -> None:
+    """Make the index of a file before somebody waits for it."""
+    if layout.key and layout.match_columns:
+        _open(storage, layout, index_folder(storage, layout), file)
+
+
 def _open(storage: Storage, layout: TableLayout, folder: IndexFolder, file: str) -> KeyIndex:
     def build() -> bytes:
         return build_index(read_keys(storage, file, layout.schema, layout.match_columns), keep_keys=bool(layout.key))

@@ -29,7 +29,9 @@ from penstock.destinations.delta.files import (
     now_milliseconds,
     vector_of,
 )
+from penstock.destinations.delta.layout import TableLayout, from_metadata
 from penstock.destinations.delta.log import Committed, DeltaLog
+from penstock.destinations.delta.match import prepare_index
 from penstock.destinations.delta.schema import DELETION_VECTORS
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage
@@ -66,6 +68,8 @@ class Group:
     files: tuple[Add, ...]
     schema: pa.Schema
     compression: str
+    layout: TableLayout | None = None
+    """Of a table that a pipeline writes: its next batch looks for rows in the new file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,9 @@ def plan_compaction(storage: Storage, snapshot: Snapshot, settings: CompactionSe
         merged, rest = _merge(tier, settings)
         chosen += merged
         chosen += [(add,) for add in rest if _dead_fraction(add) >= settings.dead_fraction]
-    return [Group(storage, files, snapshot.schema, settings.compression) for files in chosen]
+    state = from_metadata(snapshot.metadata)
+    layout = None if state is None else state.layout
+    return [Group(storage, files, snapshot.schema, settings.compression, layout) for files in chosen]
 
 
 def rewrite_group(group: Group) -> Rewritten:
@@ -124,6 +130,8 @@ def rewrite_group(group: Group) -> Rewritten:
     if not file.rows:
         group.storage.delete([file.name])
         return Rewritten(tuple(sources), None)
+    if group.layout is not None:
+        prepare_index(group.storage, group.layout, file.name)
     return Rewritten(tuple(sources), file.action(data_change=False))
 
 
