@@ -26,6 +26,7 @@ contain a secret or the value of a cell.
     │   ├── SnapshotBlocked         open transactions, named, keep a snapshot from being taken: tried again
     │   ├── SnapshotLost            the snapshot of a copy is gone; the copy begins anew
     │   ├── TableRewritten          rewritten, emptied or altered while it was copied; the copy begins anew
+    │   ├── ValuesNotSent           DDL gave rows that are there values which the stream does not carry
     │   ├── TableLocked             somebody holds a lock that keeps us from reading: tried again
     │   └── QueryFailed
     ├── DecodeError                 bytes that are not what the protocol promises
@@ -225,6 +226,12 @@ class TableRewritten(SourceError):
     default_hint = "The copy begins anew by itself; keep DDL, TRUNCATE and VACUUM FULL away from it while it runs."
 
 
+class ValuesNotSent(SourceError):
+    """DDL gave rows that are there already values which the stream does not carry."""
+
+    default_hint = "Copy the table again: penstock resync <table>."
+
+
 class TableLocked(SourceError):
     """Another session holds a lock on the table that readers wait for."""
 
@@ -347,7 +354,9 @@ class NotComparable(DestinationError):
 class DocumentsRejected(PenstockError):
     """An index refused documents for good, and its policy is to stop; nothing of the batch was acknowledged."""
 
-    default_hint = 'Look at the index and the reason that is named; on_error = "skip" sets such documents aside instead.'
+    default_hint = (
+        'Look at the index and the reason that is named; on_error = "skip" sets such documents aside instead.'
+    )
 
 
 class TasksFailed(PenstockError):

@@ -78,6 +78,13 @@ def _as_recorded(relation: Relation, version: TableSchema | None) -> CatalogTabl
         partition_parent_oid=None,
         partition_root_oid=None,
         attributes=tuple(
-            Attribute(column.attnum, column.name, column.type.oid, column.type_modifier) for column in version.columns
+            Attribute(
+                column.attnum,
+                column.name,
+                column.type.oid,
+                column.type_modifier,
+                backfilled=column.backfilled,
+            )
+            for column in version.columns
         ),
     )

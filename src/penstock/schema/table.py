@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.schema.types import PostgresType
@@ -29,6 +29,8 @@ class Column:
     """Part of the replica identity: sent with updates of the key and with deletes."""
     primary_key_position: int | None = None
     """Counted from 1; None outside the primary key."""
+    backfilled: bool = field(default=False, compare=False)
+    """Rows from before it was added may have a value in it that was never sent. No part of what the column is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind
 from penstock.source.columns import (
+    BACKFILLED,
     Attribute,
     CatalogTable,
     RelationColumn,
@@ -58,13 +59,13 @@ _TYPES = """
     where t.oid = any(%s::pg_catalog.oid[])
 """
 
-_ATTRIBUTES = """
+_ATTRIBUTES = f"""
     select a.attrelid::int8, a.attnum::int4, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped,
-           a.attgenerated::text, a.attnotnull
+           a.attgenerated::text, a.attnotnull, {BACKFILLED}
     from pg_catalog.pg_attribute a
     where a.attrelid = any(%s::pg_catalog.oid[]) and a.attnum > 0
     order by a.attrelid, a.attnum
-"""
+"""  # noqa: S608 (a constant)
 
 _TABLE = """
     select c.oid::int8, n.nspname, c.relname, c.relkind::text, c.relpersistence::text, c.relreplident::text,
@@ -147,6 +148,7 @@ def schema_from_catalog(
                 type_modifier=attribute.type_modifier,
                 identity=full or attribute.attnum in table.identity_attnums,
                 primary_key_position=positions.get(attribute.attnum),
+                backfilled=attribute.backfilled,
             )
             for attribute in chosen
         ),

@@ -32,6 +32,17 @@ _MODIFIER = 2
 _GENERATED = -10
 
 
+BACKFILLED = r"""
+    a.atthasmissing or a.attidentity <> '' or a.attgenerated <> '' or exists (
+        select from pg_catalog.pg_attrdef d
+        cross join lateral pg_catalog.regexp_matches(d.adbin::text, ':(?:op)?funcid (\d+)', 'g') f (found)
+        join pg_catalog.pg_proc p on p.oid = f.found[1]::oid and p.provolatile = 'v'
+        where d.adrelid = a.attrelid and d.adnum = a.attnum
+    )
+"""
+"""`Attribute.backfilled`, of a row `a` of `pg_attribute`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attribute:
     """A row of `pg_attribute`; a dropped one keeps its number, and has neither name nor type (`type_oid` 0)."""
@@ -44,6 +55,9 @@ class Attribute:
     generated: str = ""
     """`s` stored, `v` virtual (18), empty if not generated."""
     not_null: bool = False
+    backfilled: bool = False
+    """When it was added, rows that were there got a value: a default, an identity or a generation expression. In doubt
+    true: of a volatile default the catalog does not say whether it came with the column or later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +125,7 @@ def build_schema(
     """The schema of a RELATION message. `types` as `load_types` returns it; a type it lacks is taken as text."""
     sent = list(columns)
     attnums = identify_columns(sent, catalog.attributes if catalog else (), previous)
+    defaults = {attribute.attnum for attribute in catalog.attributes if attribute.backfilled} if catalog else set()
     if catalog is not None:
         positions = {attnum: index for index, attnum in enumerate(catalog.primary_key_attnums, start=1)}
     else:
@@ -128,6 +143,7 @@ def build_schema(
                 type_modifier=column.type_modifier,
                 identity=column.is_key,
                 primary_key_position=positions.get(attnum),
+                backfilled=attnum in defaults,
             )
             for column, attnum in zip(sent, attnums, strict=True)
         ),

@@ -25,7 +25,7 @@ from psycopg import sql
 
 from penstock.errors import DecodeError, PermissionDenied, UnsupportedServer
 from penstock.schema import ReplicaIdentity
-from penstock.source.columns import Attribute, CatalogTable
+from penstock.source.columns import BACKFILLED, Attribute, CatalogTable
 from penstock.source.faults import translated
 
 SCHEMA = "penstock_ddl"
@@ -59,7 +59,8 @@ begin
         'attributes', (
             select pg_catalog.json_agg(
                 pg_catalog.json_build_array(
-                    a.attnum, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped, a.attgenerated, a.attnotnull
+                    a.attnum, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped, a.attgenerated, a.attnotnull,
+                    {backfilled}
                 ) order by a.attnum
             )
             from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0
@@ -205,6 +206,7 @@ class DdlTrigger:
         """The functions' texts by their names."""
         values = {
             "prefix": sql.Literal(self.prefix),
+            "backfilled": sql.SQL(BACKFILLED),
             "publication": sql.Literal(self.publication),
             "own": sql.Literal(_OWN_PUBLICATION),
             "emit": sql.Identifier(SCHEMA, self.emit_name),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.changes.batch import EventBatch, build_batch
+from penstock.changes.batch import EventBatch, SchemaChange, TableChanges, build_batch
 from penstock.destinations.base import Destination, TableResult
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.spool import Entry, SpoolReader
@@ -87,7 +87,11 @@ class BatchWriter:
             refuse_unrepresentable=self._refuses,
         )
         durable = dict.fromkeys(positions, end)
-        failed: dict[int, PenstockError] = {}
+        failed = {changes.table_id: error for changes in batch.tables if (error := _values_not_sent(changes))}
+        for table_id in failed:
+            durable.pop(table_id)
+            self._accepted.pop(table_id, None)
+        batch = replace(batch, tables=tuple(each for each in batch.tables if each.table_id not in failed))
         if not batch.tables and self._accepted.keys().isdisjoint(positions):
             return Written(batch, durable, failed)
         for table_id, outcome in self._send(batch, positions).items():
@@ -133,3 +137,18 @@ class BatchWriter:
         """What the tables have at the destination: the schemas that were stored for their positions."""
         stored = (self._store.get_table_schema(table_id, OrderKey(lsn, 0)) for table_id, lsn in positions.items())
         return {version.table_id: version.schema for version in stored if version is not None}
+
+
+def _values_not_sent(changes: TableChanges) -> PenstockError | None:
+    """Why a change of schema cannot be followed by anybody: rows from before would have NULL for a value."""
+    for step in changes.steps:
+        if isinstance(step, SchemaChange) and step.old is not None:
+            known = {column.attnum for column in step.old.columns}
+            added = [each.name for each in step.new.columns if each.attnum not in known and each.backfilled]
+            if added:
+                return ValuesNotSent(
+                    f"{changes.table}: rows from before have values that were not sent in columns added with a "
+                    f"default: {', '.join(added)}",
+                    table=changes.table,
+                )
+    return None

@@ -1,0 +1,104 @@
+"""Columns that are added while a table is followed: NULL for the rows that are there is right, or the table stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.destinations.parquet import ParquetDestination, ParquetReader
+from penstock.pipeline import Pipeline, PipelineSettings
+from penstock.source.connections import SourceSettings
+from penstock.spool import SpoolSettings
+from penstock.state import CommandKind, Errored, MemoryStore
+from penstock.testing.readback import check_equal
+from penstock.workers import BatchSettings
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.support import current_position, wait_for
+
+
+@pytest.fixture(params=[False, True], ids=["by the catalog", "by the trigger"])
+def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pipeline]:
+    """Two tables with rows, ready."""
+    for table in ("t", "other"):
+        database.execute(f"create table {table} (id int primary key, note text)")
+        database.execute(f"insert into {table} select i, 'n' || i from generate_series(1, 20) i")
+    settings = PipelineSettings(
+        id="added",
+        source=SourceSettings(database.dsn),
+        publication="added",
+        slot=f"added_{database.name[-12:]}",
+        spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
+        tables=("public.*",),
+        batches=BatchSettings(interval=0.05),
+        ddl_trigger=request.param,
+    )
+    with Pipeline(settings, MemoryStore("added"), ParquetDestination(tmp_path / "lake"), ProcessTasks()) as made:
+        wait_ready(made)
+        yield made
+
+
+def wait_ready(pipeline: Pipeline) -> None:
+    wait_for(
+        lambda: pipeline.wait(0) or [phase.name for phase in pipeline.phases.values()] == ["ready"] * 2, "ready tables"
+    )
+
+
+def check(database: Any, pipeline: Pipeline, folder: Path) -> None:
+    wait_ready(pipeline)
+    end = current_position(database)
+    wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= end, "apply to reach the end")
+    check_equal(database.dsn, ParquetReader(folder / "lake"), ["t", "other"])
+
+
+def copies(pipeline: Pipeline, database: Any) -> int:
+    (table_id,) = database.execute("select 't'::regclass::oid::int8")[0]
+    history = pipeline.store.get_table_replication_history(table_id)
+    return sum(record.phase.name == "data_sync" for record in history)
+
+
+def test_a_column_without_a_default_is_followed(database: Any, pipeline: Pipeline, tmp_path: Path) -> None:
+    database.execute("alter table t add column c int")
+    database.execute("insert into t values (100, 'new', 1)")
+    # A default for rows to come concerns no others.
+    database.execute("alter table t alter column c set default 5")
+    database.execute("insert into t values (101, 'newer')")
+    check(database, pipeline, tmp_path)
+    assert copies(pipeline, database) == 1
+
+
+@pytest.mark.trap(25)
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "c int default 5",
+        "c uuid default gen_random_uuid()",
+        "c int generated always as identity",
+        "c timestamptz not null default now()",
+    ],
+)
+def test_a_column_with_a_default_stops_its_table_until_it_is_copied_again(
+    database: Any, pipeline: Pipeline, tmp_path: Path, definition: str
+) -> None:
+    database.execute(f"alter table t add column {definition}")
+    database.execute("insert into t (id, note) values (100, 'new')")
+    database.execute("insert into other values (100, 'new')")
+    failed = wait_for(
+        lambda: next((phase for phase in pipeline.phases.values() if isinstance(phase, Errored)), None), "the stop"
+    )
+    assert failed.reason.startswith("public.t: rows from before have values that were not sent")
+    assert failed.reason.endswith(": c")
+    assert failed.solution == "Copy the table again: penstock resync <table>."
+    assert pipeline.phases["public.other"].name == "ready"
+    pipeline.store.add_command(CommandKind.RESYNC, tables=("public.t",))
+    wait_for(lambda: pipeline.phases["public.t"].name != "errored", "the new copy")
+    check(database, pipeline, tmp_path)
+    assert copies(pipeline, database) == 2
+    # Further rows, and a further column, need no third one.
+    database.execute("insert into t (id, note) values (101, 'newer')")
+    database.execute("alter table t add column d int")
+    database.execute("update t set d = 1 where id = 101")
+    check(database, pipeline, tmp_path)
+    assert copies(pipeline, database) == 2
