@@ -74,8 +74,8 @@ def equal_columns(
 def canonical(value: Sql, source: SourceColumn) -> Sql:
     """The one text of a key's value, whichever of several equal values it is; read as its type, it is that value again.
 
-    The only place that decides this: what resolving gives, what a map of relations holds and what names a document in
-    an index all went through here.
+    For sessions whose settings are pinned (`penstock.source.connections`). The only place that decides this: what
+    resolving gives, what a map of relations holds and what names a document in an index all went through here.
     """
     match source.base.name:
         case "numeric":

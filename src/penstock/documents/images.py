@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from penstock.changes.batch import EventBatch, Rows, Truncate
@@ -96,7 +97,7 @@ def collect_changes(batch: EventBatch, wanted: Mapping[TableName, WantedColumns]
             if isinstance(step, Rows):
                 name = TableName(step.schema.namespace, step.schema.name)
                 for file in step.segments if name in wanted else ():
-                    segment = file.read()
+                    segment = file.read(_needed_fields(file.path, step.schema, wanted[name]))
                     xids.update(pc.unique(segment.column(XID)).to_pylist())
                     rows.append(row_changes(segment, step.schema, name, wanted[name]))
             elif isinstance(step, Truncate):
@@ -170,6 +171,15 @@ class _Bitmap:
         if self._bytes.size:
             absent[self._valid] = (self._bytes[:, index >> 3] >> (index & 7)) & 1
         return absent
+
+
+def _needed_fields(path: str, schema: TableSchema, wanted: WantedColumns) -> list[str]:
+    """What to read of a segment: the columns that say what happened, and those that are asked for."""
+    fields = dict(zip((column.name for column in schema.columns), field_names(schema), strict=True))
+    needed = {OP, COMMIT_LSN, ORDINAL, XID, UNCHANGED, OLD, UNREPRESENTABLE}
+    needed |= {fields[name] for name in wanted.columns if name in fields}
+    there: list[str] = pq.read_schema(path).names
+    return [name for name in there if name in needed]
 
 
 def _old_cells(segment: pa.Table, field_name: str) -> Cells:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.documents.specification.tree import ScalarType
@@ -63,7 +63,8 @@ def _as_list(value: Any) -> Any:
 
 
 Identifier = Annotated[str, AfterValidator(fold_identifier)]
-Identifiers = Annotated[list[Identifier], BeforeValidator(_as_list), Field(min_length=1)]
+_ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+Identifiers = Annotated[list[Identifier], BeforeValidator(_as_list), Field(min_length=1), WithJsonSchema(_ONE_OR_MORE)]
 FieldName = Annotated[str, AfterValidator(_check_field_name)]
 
 
@@ -168,7 +169,7 @@ class CustomModel(Model):
     required: bool = False
     options: dict[str, Any] = {}
     default: Any = None
-    postgres: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    postgres: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1), WithJsonSchema(_ONE_OR_MORE)]
     opensearch: Annotated[str, Field(min_length=1)]
 
 
