@@ -1,0 +1,168 @@
+"""Comparing while a pipeline and writers run in this process: when changes wait, and what is left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from penstock.destinations.memory import MemoryDestination
+from penstock.destinations.stdout import StdoutDestination
+from penstock.errors import NotComparable
+from penstock.lsn import Lsn, reaches
+from penstock.pipeline import Pipeline, PipelineSettings
+from penstock.source.connections import SourceSettings
+from penstock.spool import SpoolSettings
+from penstock.state import MemoryStore
+from penstock.testing.faults import FaultyDestination
+from penstock.verify.report import Counts, Report, TableReport
+from penstock.verify.verification import Observer, verify_tables
+from penstock.workers import BatchSettings
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.support import wait_for
+
+Started = Callable[[Any], Pipeline]
+
+
+class Unversioned(MemoryDestination):
+    """Says that what it pins does not stay."""
+
+    keeps_versions = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+
+@pytest.fixture
+def started(database: Any, tmp_path: Any) -> Iterator[Started]:
+    """A pipeline of two tables into a destination, followed; writers change both all the time."""
+    database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
+    database.execute("insert into a select i, 0 from generate_series(1, 100) i; insert into b select * from a")
+    pipelines: list[Pipeline] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        with psycopg.connect(database.dsn, autocommit=True) as connection:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                with connection.transaction():
+                    connection.execute("update a set n = %s where id %% 7 = %s", [number, number % 7])
+                    connection.execute("update b set n = %s where id %% 7 = %s", [number, number % 7])
+
+    def start(destination: Any) -> Pipeline:
+        settings = PipelineSettings(
+            id="verify",
+            source=SourceSettings(database.dsn),
+            publication="verify",
+            slot=f"verify_{database.name[-12:]}",
+            spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
+            tables=("public.*",),
+            batches=BatchSettings(interval=0.05),
+        )
+        made = Pipeline(settings, MemoryStore("verify"), destination, ProcessTasks())
+        pipelines.append(made)
+        made.start()
+        wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
+        return made
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    yield start
+    for pipeline in pipelines:
+        pipeline.shutdown()
+    stop.set()
+    writer.join()
+
+
+class Watching(Observer):
+    """Notes what it is told, with how far apply was."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.told: list[tuple[str, Any]] = []
+        self.position: Lsn | None = None
+
+    def held(self, position: Lsn, *, until_the_end: bool) -> None:
+        self.position = position
+        self.told.append(("held", until_the_end))
+
+    def released(self, seconds: float) -> None:
+        self.told.append(("released", seconds > 0))
+        wait_for(lambda: not self.is_held, "apply to go on")
+
+    def compared(self, report: TableReport) -> None:
+        self.told.append((report.table, self.is_held))
+
+    @property
+    def is_held(self) -> bool:
+        status = self._pipeline.status
+        assert status is not None
+        assert self.position is not None
+        return reaches(self.position, status.applied)
+
+
+def compare(pipeline: Pipeline, destination: Any, observer: Observer | None = None, **options: Any) -> Report:
+    return verify_tables(pipeline.settings, pipeline.store, destination, ProcessTasks(), observer=observer, **options)
+
+
+def test_changes_wait_only_until_all_is_pinned(started: Started) -> None:
+    destination = MemoryDestination()
+    pipeline = started(destination)
+    watching = Watching(pipeline)
+    report = compare(pipeline, destination, watching)
+    assert [(each.table, each.counts) for each in report.tables] == [
+        ("public.a", Counts(equal=100)),
+        ("public.b", Counts(equal=100)),
+    ]
+    assert report.exit_code == 0
+    assert watching.told == [("held", False), ("released", True), ("public.a", False), ("public.b", False)]
+
+
+def test_without_versions_changes_wait_until_all_is_compared(started: Started) -> None:
+    destination = Unversioned()
+    pipeline = started(destination)
+    watching = Watching(pipeline)
+    assert compare(pipeline, destination, watching).exit_code == 0
+    assert watching.told == [("held", True), ("public.a", True), ("public.b", True)]
+    wait_for(lambda: not watching.is_held, "apply to go on")
+
+
+def test_a_table_that_stopped_is_not_compared_and_the_others_are(database: Any, started: Started) -> None:
+    inner = MemoryDestination()
+    destination = FaultyDestination(inner)
+    pipeline = started(destination)
+    destination.reject("public.b")
+    wait_for(lambda: pipeline.phases["public.b"].name == "errored", "the table to stop")
+    report = compare(pipeline, inner)
+    assert [(each.table, each.result) for each in report.tables] == [
+        ("public.a", "equal"),
+        ("public.b", "not compared"),
+    ]
+    assert report.exit_code == 2
+    assert compare(pipeline, inner, tables=["public.a"]).exit_code == 0
+
+
+@pytest.mark.trap(21)
+def test_a_table_that_is_emptied_while_it_is_compared_is_not_compared(database: Any, started: Started) -> None:
+    destination = MemoryDestination()
+    pipeline = started(destination)
+
+    class Emptying(Observer):
+        def released(self, seconds: float) -> None:
+            database.execute("truncate b")
+
+    report = compare(pipeline, destination, Emptying())
+    assert [(each.table, each.result) for each in report.tables] == [
+        ("public.a", "equal"),
+        ("public.b", "not compared"),
+    ]
+    assert "emptied" in (report.tables[1].reason or "")
+
+
+def test_a_table_that_is_not_at_the_destination_is_said(started: Started) -> None:
+    pipeline = started(MemoryDestination())
+    report = compare(pipeline, MemoryDestination(), tables=["public.a"])
+    assert report.tables[0].reason == "public.a is not there at the destination"
+    with pytest.raises(NotComparable):
+        compare(pipeline, StdoutDestination())
