@@ -191,6 +191,23 @@ def test_what_happens_behind_the_last_range_is_no_reason_to_begin_anew(site: Sit
     assert [phase.name for phase in site.history("busy")] == WAY
 
 
+@pytest.mark.trap(21, 25)
+def test_a_column_that_is_filled_behind_the_last_range_begins_the_copy_anew(site: Site) -> None:
+    """No range sees it, and no change carries what the rows have got."""
+
+    def act() -> None:
+        site.database.execute(REWRITES["a column with a volatile default"])
+        site.change()
+        assert site.pipeline is not None
+        pipeline, end = site.pipeline, current_position(site.database)
+        # So that it is the worker that meets it, and not apply.
+        wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= end, "apply to pass")
+
+    site.start(DisturbedTasks("public.busy", 1000, act))
+    site.wait_until_equal()
+    assert [phase.name for phase in site.history("busy")] == ["init", "data_sync", "finished_copy", "errored", *WAY]
+
+
 @pytest.mark.trap(21)
 def test_ddl_does_not_wait_for_the_whole_copy(site: Site) -> None:
     """The lock of one range keeps DDL waiting, and not that of the copy."""

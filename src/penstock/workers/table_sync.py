@@ -31,7 +31,7 @@ from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.listening import listening
 from penstock.copy.progress import CopyCounter, CopyProgress
 from penstock.destinations.base import Destination, Tasks
-from penstock.errors import PenstockError, PublicationChanged, QueryFailed
+from penstock.errors import PenstockError, PublicationChanged, QueryFailed, TableRewritten, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
@@ -246,7 +246,7 @@ class TableSync:
         end = earliest(limit, entries[-1].end)
         written = self._writer.write(entries, position, end, {self._table_id: position})
         if written.failed:
-            raise written.failed[self._table_id]
+            raise _for_a_copy(written.failed[self._table_id])
         return written.durable.get(self._table_id, position)
 
     def _describe(self) -> tuple[TableSchema, int | None]:
@@ -307,6 +307,13 @@ class Shared:
 
     large_tables: Places
     snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
+
+
+def _for_a_copy(error: PenstockError) -> PenstockError:
+    """What an error of changes means before the hand-over: a new copy, where only that helps, needs nobody to ask."""
+    if isinstance(error, ValuesNotSent):
+        return TableRewritten(error.message, **error.facts)
+    return error
 
 
 class SyncPool:
