@@ -3,7 +3,7 @@
 A file beside the table, in `_penstock/index/`, that is mapped into memory: fingerprints in ascending order, the row
 number of each, and, unless keys are whole numbers, their bytes in the same order, because a fingerprint proves nothing.
 
-    magic │ rows │ bytes of keys │ fingerprints (8 each) │ rows (4 each) │ ends of keys (8 each) │ keys
+    magic │ rows │ bytes of keys │ checksum │ fingerprints (8 each) │ rows (4 each) │ ends of keys (8 each) │ keys
 
 It is made with its data file, or from that file's key columns when it is absent: a cache, which may be deleted at any
 time and never says which rows are alive. Its name tells which columns it is about, so another key is another index.
@@ -18,7 +18,8 @@ import os
 import struct
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,8 +34,9 @@ from penstock.destinations.delta.storage import Storage
 
 INDEX_FOLDER = "_penstock/index"
 _MAGIC = b"penstck1"
-_HEAD = struct.Struct("<8sqq")
+_HEAD = struct.Struct("<8sqqQ")
 _OPEN_INDEXES = 2_048
+_SPARE_COPIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytes:
         # Rows have four bytes: what follows begins at a multiple of eight.
         parts.append(bytes(-len(parts[1]) % 8))
         parts += [np.frombuffer(ends, np.int64)[: len(ordered) + 1].tobytes(), content.to_pybytes() if content else b""]
-    return b"".join([_HEAD.pack(_MAGIC, len(numbers), size), *parts])
+    content = b"".join(parts)
+    return _HEAD.pack(_MAGIC, len(numbers), size, zlib.crc32(content)) + content
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,18 @@ class IndexFolder:
                 self._keep(content, mapped)
         return _open(str(mapped))
 
+    def tidy(self, files: Collection[str]) -> None:
+        """Remove this machine's copies of indexes in an object store, of all but these data files."""
+        if self.storage.local_path("") is not None:
+            return
+        folder = self._mapped(INDEX_FOLDER)
+        there = os.listdir(folder) if folder.is_dir() else []
+        if len(there) > 2 * len(files) + _SPARE_COPIES:
+            wanted = {os.path.basename(self.path(file)) for file in files}
+            for name in there:
+                if name not in wanted:
+                    (folder / name).unlink(missing_ok=True)
+
     def _mapped(self, path: str) -> Path:
         """Where an index is mapped from."""
         local = self.storage.local_path(path)
@@ -151,11 +166,8 @@ class IndexFolder:
     def _keep(self, content: bytes, mapped: Path) -> None:
         mapped.parent.mkdir(parents=True, exist_ok=True)
         temporary = mapped.with_name(f".{mapped.name}.{uuid.uuid4().hex}")
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            # The name must not outlive a power cut without the content.
-            os.fsync(file.fileno())
+        # Not synced: after a power cut the checksum tells what is left of it.
+        temporary.write_bytes(content)
         os.replace(temporary, mapped)
 
 
@@ -167,13 +179,15 @@ def _open(path: str) -> KeyIndex:
         if size < _HEAD.size:
             raise ValueError("not an index")
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    magic, count, key_bytes = _HEAD.unpack_from(content)
+    magic, count, key_bytes, checksum = _HEAD.unpack_from(content)
     rows_at = _HEAD.size + 8 * count
     keys_at = rows_at + 4 * count
     keys_at += -keys_at % 8
     with_keys = size > rows_at + 4 * count
     if magic != _MAGIC or size != (keys_at + 8 * (count + 1) + key_bytes if with_keys else rows_at + 4 * count):
         raise ValueError("not an index")
+    if zlib.crc32(memoryview(content)[_HEAD.size :]) != checksum:
+        raise ValueError("a damaged index")
     numbers = np.frombuffer(content, np.int64, count, _HEAD.size)
     rows = np.frombuffer(content, np.uint32, count, rows_at)
     if not with_keys:

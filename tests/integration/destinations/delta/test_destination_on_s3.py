@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from penstock.destinations.base import Destination
 from penstock.destinations.delta.destination import DeltaDestination
+from penstock.destinations.delta.index import IndexFolder, build_index
 from penstock.destinations.delta.reader import DeltaReader
+from penstock.destinations.delta.storage import open_storage
 from penstock.schema import TableSchema
 from penstock.testing.s3 import S3Emulator
 from tests.unit.destinations.delta.reading import rows_of
@@ -43,3 +48,20 @@ class TestOnS3(DeltaContract):
     @pytest.fixture
     def harness(self, emulator: S3Emulator) -> StoreHarness:
         return StoreHarness(emulator)
+
+
+def test_copies_of_indexes_do_not_pile_up(
+    emulator: S3Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this machine; in the store they go with their files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = IndexFolder(open_storage("s3://lake/indexed", emulator.options), "digest")
+    content = build_index(pa.array([1, 2, 3]))
+    for number in range(100):
+        folder.write(f"file-{number}", content)
+    copies = list(tmp_path.rglob("*.digest"))
+    assert len(copies) == 100
+    folder.tidy(["file-1", "file-2"])
+    assert sorted(path.name for path in tmp_path.rglob("*.digest")) == ["file-1.digest", "file-2.digest"]
+    index = folder.open("file-50", lambda: pytest.fail("the store has it"))
+    assert index.row_count == 3

@@ -209,7 +209,7 @@ def test_tasks_that_run_twice_change_nothing(lake: Path, source: ScriptedSource)
 
 
 @pytest.mark.trap(38, 54)
-@pytest.mark.parametrize("damage", ["deleted", "cut", "empty"])
+@pytest.mark.parametrize("damage", ["deleted", "cut", "empty", "zeroed"])
 def test_an_index_that_is_lost_or_broken_is_made_anew(lake: Path, source: ScriptedSource, damage: str) -> None:
     destination = copied(lake, source)
     assert_durable(write(destination, update(source, 1, note="first")))
@@ -221,7 +221,8 @@ def test_an_index_that_is_lost_or_broken_is_made_anew(lake: Path, source: Script
         # Another file under the same name: what is mapped already stays as it is.
         path.unlink()
         if damage != "deleted":
-            path.write_bytes(content[:20] if damage == "cut" else b"")
+            zeroed = content[:40] + bytes(len(content) - 40)
+            path.write_bytes({"cut": content[:20], "empty": b"", "zeroed": zeroed}[damage])
     _forget_indexes()
     assert_durable(write(destination, update(source, 1, 2, note="second")))
     assert notes(lake) == expected(_1="second", _2="second")
