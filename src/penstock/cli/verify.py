@@ -40,7 +40,7 @@ DIFFERENT, NOT_COMPARED = 1, 2
 """Exit status; 0 if all is equal."""
 
 
-def _fraction(text: str) -> float:
+def parse_part(text: str) -> float:
     """`1%` or `0.01`."""
     try:
         fraction = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -60,7 +60,7 @@ def verify(
     as_json: AsJson = False,
     sample: Annotated[
         float,
-        typer.Option(parser=_fraction, help="Look at a part of the rows only, like 1%.", metavar="PART"),
+        typer.Option(parser=parse_part, help="Look at a part of the rows only, like 1%.", metavar="PART"),
     ] = "100%",  # pyright: ignore[reportArgumentType] (parsed like what a person writes)
     show_values: Annotated[
         bool, typer.Option("--show-values", help="Show what differs, not only where: the data of both sides.")

@@ -123,7 +123,8 @@ class Scan:
 
     def _digest(self, batch: pa.RecordBatch, side: SideRows) -> ReadRows:
         numbers = {name: number for number, name in enumerate(side.names) if name is not None}
-        texts = {numbers[name]: column for name, column in split_texts(pa.Table.from_batches([batch])).items()}
+        kept = split_texts(pa.Table.from_batches([batch]))
+        texts = {numbers[name]: column for name, column in kept.items() if name in numbers}
         columns = [
             pa.nulls(batch.num_rows, wanted.type) if name is None else self._fit(batch.column(name), wanted)
             for name, wanted in zip(side.names, self.columns, strict=True)

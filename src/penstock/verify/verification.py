@@ -26,7 +26,7 @@ from penstock.verify.report import Report, TableReport
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 _REASONS = {
     "init": "it is not copied yet",
     "data_sync": "it is being copied",
