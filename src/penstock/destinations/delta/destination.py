@@ -28,7 +28,6 @@ from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.destinations.delta.table import Batch, LakeTable
 from penstock.destinations.delta.tasks import apply_changes
 from penstock.destinations.delta.write import Written
-from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import fenced_copy, not_copied, out_of_reach, unexpected, unusable
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn
@@ -168,7 +167,7 @@ class DeltaDestination:
 
     def pin(self, schema: TableSchema) -> PinnedVersion | None:
         """See `ReadableDestination`."""
-        return pin_table(self._storage.child(FOLDERS.table(schema)), str(schema))
+        return pin_table(self._storage, schema)
 
     def shutdown(self) -> None:
         """See `Destination`."""
@@ -234,6 +233,7 @@ class DeltaDestination:
             batch,
             changes,
             table,
+            mode=self._options.mode,
             deletion_vectors=self._options.deletion_vectors,
             source=self._started.source_rows,
         )

@@ -13,7 +13,6 @@ On an object store it is kept there too, and mapped from a folder of this machin
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import struct
 import tempfile
@@ -174,11 +173,12 @@ class IndexFolder:
 @lru_cache(maxsize=_OPEN_INDEXES)
 def _open(path: str) -> KeyIndex:
     """Map an index into memory; the same file always has the same content. `ValueError` if it is none."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < _HEAD.size:
-            raise ValueError("not an index")
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    size = os.stat(path).st_size
+    if size < _HEAD.size:
+        raise ValueError("not an index")
+    # What is read stays mapped when the file is closed, so that many indexes do not need as many open files.
+    with pa.memory_map(path) as file:
+        content = file.read_buffer()
     magic, count, key_bytes, checksum = _HEAD.unpack_from(content)
     rows_at = _HEAD.size + 8 * count
     keys_at = rows_at + 4 * count
@@ -186,14 +186,13 @@ def _open(path: str) -> KeyIndex:
     with_keys = size > rows_at + 4 * count
     if magic != _MAGIC or size != (keys_at + 8 * (count + 1) + key_bytes if with_keys else rows_at + 4 * count):
         raise ValueError("not an index")
-    if zlib.crc32(memoryview(content)[_HEAD.size :]) != checksum:
+    if zlib.crc32(content.slice(_HEAD.size)) != checksum:
         raise ValueError("a damaged index")
     numbers = np.frombuffer(content, np.int64, count, _HEAD.size)
     rows = np.frombuffer(content, np.uint32, count, rows_at)
     if not with_keys:
         return KeyIndex(count, numbers, rows, None)
-    whole = pa.py_buffer(content)
-    buffers = [None, whole.slice(keys_at, 8 * (count + 1)), whole.slice(keys_at + 8 * (count + 1), key_bytes)]
+    buffers = [None, content.slice(keys_at, 8 * (count + 1)), content.slice(keys_at + 8 * (count + 1), key_bytes)]
     return KeyIndex(count, numbers, rows, pa.Array.from_buffers(pa.large_binary(), count, buffers))
 
 

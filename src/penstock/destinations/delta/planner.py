@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep, Truncate
 from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import leave_out
-from penstock.destinations.delta.layout import TableLayout, TableState
+from penstock.destinations.delta.layout import Mode, TableLayout, TableState
 from penstock.destinations.delta.rows import LiveFile
 from penstock.destinations.delta.table import LakeTable, Version
 from penstock.destinations.delta.tasks import TableWork
-from penstock.destinations.refusals import unreadable
+from penstock.destinations.refusals import rejected, unreadable
 from penstock.lsn import Lsn, reaches
 
 
@@ -40,11 +40,18 @@ def plan_table(
     changes: TableChanges,
     table: LakeTable,
     *,
+    mode: Mode,
     deletion_vectors: bool,
     source: SourceRows | None,
 ) -> Plan | None:
     """Plan a table's part; None if all of it is in already. Raises what stops the table."""
     version = table.require()
+    if version.state.layout.mode is not mode:
+        raise rejected(
+            changes.table,
+            f"it was copied in the mode {version.state.layout.mode.value}, not {mode.value}",
+            hint="Run `penstock resync` for this table, or set the mode back.",
+        )
     position = table.require_position(version)
     left = leave_out(changes, position, batch.begin)
     if not left.steps:

@@ -23,6 +23,7 @@ from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import Pin, pin_version, release_pin
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage, open_storage
+from penstock.destinations.naming import FOLDERS
 from penstock.errors import NotComparable
 from penstock.schema import TableSchema
 from penstock.values import TypeSettings, codec_for
@@ -138,21 +139,25 @@ class PinnedVersion:
         release_pin(self.reader.storage, self.pin)
 
 
-def pin_table(storage: Storage, table: str) -> PinnedVersion | None:
-    """Pin the newest version of the table in a folder; None if there is none with a complete copy."""
-    snapshot = DeltaLog(storage, table).refresh()
-    state = None if snapshot is None else from_metadata(snapshot.metadata)
-    if snapshot is None or state is None or not state.copied:
-        return None
-    if state.layout.mode is Mode.HISTORY:
-        raise NotComparable(
-            f"{table} keeps every change, so its rows cannot be compared with the source",
-            hint='Use mode = "mirror" or "soft_delete" for tables that are to be compared.',
-            table=table,
-        )
-    pin = pin_version(storage, snapshot.version, seconds=PIN_SECONDS, reason="compared with its source")
-    reader = LakeReader(storage, state.layout)
-    return PinnedVersion(state.layout.source, tuple(snapshot.files.values()), reader, snapshot.version, pin)
+def pin_table(lake: Storage, schema: TableSchema) -> PinnedVersion | None:
+    """Pin the newest version of a table; None if there is none with a complete copy."""
+    # A table that was renamed keeps its folder: then it is found by its number.
+    for folder in (FOLDERS.table(schema), *noted_folders(lake)):
+        storage = lake.child(folder)
+        snapshot = DeltaLog(storage, str(schema)).refresh()
+        state = None if snapshot is None else from_metadata(snapshot.metadata)
+        if snapshot is None or state is None or not state.copied or state.table_id != schema.table_id:
+            continue
+        if state.layout.mode is Mode.HISTORY:
+            raise NotComparable(
+                f"{schema} keeps every change, so its rows cannot be compared with the source",
+                hint='Use mode = "mirror" or "soft_delete" for tables that are to be compared.',
+                table=str(schema),
+            )
+        pin = pin_version(storage, snapshot.version, seconds=PIN_SECONDS, reason="compared with its source")
+        reader = LakeReader(storage, state.layout)
+        return PinnedVersion(state.layout.source, tuple(snapshot.files.values()), reader, snapshot.version, pin)
+    return None
 
 
 def _read_times(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:

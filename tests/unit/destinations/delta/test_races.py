@@ -24,8 +24,9 @@ from penstock.destinations.delta.maintenance.compaction import (
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.naming import FOLDERS
 from penstock.errors import ConfigError, IllegalTransition, PenstockError, TableOwned, TableRejected
+from penstock.schema import Column
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
-from penstock.testing.destinations.contract import LINES, ORDERS
+from penstock.testing.destinations.contract import INT8, LINES, ORDERS
 from tests.unit.destinations.delta.reading import read_rows
 
 
@@ -292,6 +293,56 @@ def test_vectors_can_be_turned_on_and_off(lake: Path, source: ScriptedSource) ->
         assert_durable(write(destination, update(source, number, 9, note=f"{number}")))
         assert notes(lake)[9] == f"{number}"
     assert notes(lake) == expected(_0="0", _1="1", _2="2", _3="3", _9="3")
+
+
+def test_another_mode_needs_another_copy(lake: Path, source: ScriptedSource) -> None:
+    copied(lake, source)
+    batch = update(source, 1)
+    error = write(started(lake, mode="soft_delete"), batch).error
+    assert isinstance(error, TableRejected)
+    assert "resync" in error.hint
+    assert notes(lake) == expected()
+    other = started(lake, mode="soft_delete")
+    other.drop_table_for_copy(ORDERS, "attempt-2")
+    other.write_table_rows(ORDERS, source.copy(ORDERS, [order(1), order(2)], attempt="attempt-2"))
+    with source.transaction() as transaction:
+        transaction.delete(ORDERS, {"id": 1})
+    assert_durable(write(other, source.batch()))
+    assert notes(lake) == {2: "n"}
+    assert len(read_rows(lake, ORDERS, deleted=True) or []) == 2
+
+
+def test_a_pinned_version_stays_while_the_table_goes_on(lake: Path, source: ScriptedSource) -> None:
+    destination = copied(lake, source)
+    renamed = replace(ORDERS, name="purchases")
+    pinned = destination.pin(renamed)
+    assert pinned is not None
+    assert pinned.schema == ORDERS
+    assert_durable(write(destination, update(source, *range(10))))
+    batches = [batch for part in pinned.parts for batch in pinned.reader.read(part)]
+    assert {note for batch in batches for note in batch["note"].to_pylist()} == {"n"}
+    assert sum(batch.num_rows for batch in batches) == 10
+    pinned.close()
+    assert destination.pin(replace(ORDERS, table_id=1)) is None
+
+
+@pytest.mark.trap(29)
+def test_rows_without_a_key_are_found_after_a_column_was_added(lake: Path, source: ScriptedSource) -> None:
+    destination = started(lake)
+    line = {"level": 1, "line": "same"}
+    destination.drop_table_for_copy(LINES, "attempt-1")
+    destination.write_table_rows(LINES, source.copy(LINES, [line, line, line]))
+    added = replace(LINES, columns=(*LINES.columns, Column("extra", 9, INT8, identity=True)))
+    with source.transaction() as transaction:
+        transaction.delete(LINES, line)
+    with source.transaction() as transaction:
+        transaction.delete(added, line | {"extra": None})
+        transaction.insert(added, line | {"extra": 5})
+    assert destination.write_events(source.batch()).result().tables == {}
+    with source.transaction() as transaction:
+        transaction.delete(added, line | {"extra": 5})
+    assert destination.write_events(source.batch()).result().tables == {}
+    assert read_rows(lake, LINES) == [line | {"extra": None}]
 
 
 @pytest.mark.parametrize(
