@@ -73,7 +73,7 @@ fmt: $(STAMP) ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-latency bench-handover bench-shutdown ## all benchmarks
+bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-shutdown ## all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## capture against pg_recvlogical; ARGS="--workload mixed --changes 300000" narrows it
@@ -82,6 +82,10 @@ bench-capture: $(STAMP) ## capture against pg_recvlogical; ARGS="--workload mixe
 .PHONY: bench-copy
 bench-copy: $(STAMP) ## the copy of a table against psql and COPY; ARGS="--rows 300000" narrows it
 	$(BIN)/python benchmarks/table_copy.py $(ARGS)
+
+.PHONY: bench-verify
+bench-verify: $(STAMP) ## a table compared with its source, against its copy; ARGS="--rows 300000" narrows it
+	$(BIN)/python benchmarks/verify.py $(ARGS)
 
 .PHONY: bench-handover
 bench-handover: $(STAMP) ## the lag of small tables while a large one is copied; ARGS="--rows 1000000" narrows it
