@@ -159,7 +159,9 @@ class Resolver:
         self, connection: psycopg.Connection[Any], index: _Index, chosen: tuple[int, ...], parameters: list[list[str]]
     ) -> Iterator[ResolvedKeys]:
         name = index.specification.name
-        text = self._texts.setdefault((name, chosen), self._compile(index, chosen))
+        text = self._texts.get((name, chosen))
+        if text is None:
+            text = self._texts[name, chosen] = self._compile(index, chosen)
         doing = f"find the documents of {name!r} that changed"
         with translated(connection, doing):
             try:

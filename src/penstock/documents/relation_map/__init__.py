@@ -1,0 +1,14 @@
+"""Maps of relations: what rows hung on before they changed."""
+
+from penstock.documents.relation_map.contract import RelationMap, TrackedTable, link_names, link_update_schema
+from penstock.documents.relation_map.postgres import PostgresRelationMap
+from penstock.documents.relation_map.sqlite import SqliteRelationMap
+
+__all__ = [
+    "PostgresRelationMap",
+    "RelationMap",
+    "SqliteRelationMap",
+    "TrackedTable",
+    "link_names",
+    "link_update_schema",
+]
