@@ -24,6 +24,8 @@ from tests.e2e.support import current_position
 ROUNDS = int(os.environ.get("PENSTOCK_SOAK_FAILPOINT_ROUNDS", "1"))
 TABLES = ("counts", "moving", "quiet")
 
+pytestmark = pytest.mark.timeout(900)
+
 # The process that is killed at the second point of a group is the one that was started again after the first.
 STARTING = [
     ("before_lease", "after_lease", "before_slot", "after_slot"),
@@ -150,21 +152,12 @@ def test_killed_on_the_way_to_ready(killed, points):
     killed.finish()
 
 
-@pytest.mark.trap(3, 4, 28)
-def test_killed_between_write_progress_and_acknowledgement(killed):
+@pytest.mark.trap(3, 4, 28, 33)
+def test_killed_between_write_progress_and_acknowledgement_and_around_an_error(killed):
     killed.run_until_ready()
     killed.stop()
     for point in STREAMING:
         killed.kill_at(point)
-    killed.run_until_ready()
-    killed.writer.__exit__()
-    killed.finish()
-
-
-@pytest.mark.trap(33)
-def test_killed_around_an_error_and_its_retry(killed):
-    killed.run_until_ready()
-    killed.stop()
     for point in FAILING:
         killed.kill_at(point, reject="public.counts", times=1)
     killed.run_until_ready()

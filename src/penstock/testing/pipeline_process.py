@@ -28,7 +28,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.testing.drive_pipeline import DriveSettings
 from penstock.testing.processes import command_of, descendants_of, wait_until_gone
 
-HANG_SECONDS = 120.0
+HANG_SECONDS = 240.0
 """Far longer than anything here takes: a guard, not a measure."""
 
 
