@@ -21,12 +21,16 @@ from penstock.errors import ServerUnavailable, SourceError
 from penstock.lsn import Lsn, reaches
 from penstock.source import Role, connect
 from penstock.source.sizes import TableSize, load_sizes
-from penstock.source.slots import Slot, inspect_slot
+from penstock.source.slots import Slot, find_blockers, inspect_slot
 from penstock.source.wal import flushed_position
+from penstock.spool import Readers
+from penstock.spool.folder import SpoolFolder
 from penstock.state import LeaseInfo, Store
 
 FRESH_SECONDS = 15.0
 """What a run said longer ago than that is not how it is now."""
+LONG_SECONDS = 60.0
+"""A transaction that is open longer than that is named."""
 _CONNECT_SECONDS = 5.0
 _IMPATIENCE = {"lock_timeout": "1s", "statement_timeout": "10s"}
 
@@ -55,6 +59,8 @@ class SourceStatus:
     version: str | None = None
     position: str | None = None
     slot: SlotStatus | None = None
+    long_transactions: tuple[str, ...] = ()
+    """Open for a minute and more: the slot cannot move past their beginning, nor can a copy begin."""
     error: str | None = None
     """Why it does not answer; then the rest is unknown."""
     hint: str | None = None
@@ -93,6 +99,8 @@ class PipelineStatus:
     running: Mapping[str, Any] | None
     source: SourceStatus
     outputs: tuple[OutputStatus, ...]
+    forgotten: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Positions of outputs that are not in the config any more: the slot still waits for them."""
     driver: LeaseInfo | None = field(repr=False, default=None)
 
 
@@ -108,6 +116,7 @@ def pipeline_status(config: Config, output: str | None = None) -> PipelineStatus
         running=driver_facts(driver),
         source=source,
         outputs=tuple(_output(each, looks.get(each.name), sizes, server, time.time()) for each in known),
+        forgotten=_forgotten(config),
         driver=driver,
     )
 
@@ -129,6 +138,14 @@ def _stored(config: Config, output: OutputChoice) -> _Stored:
         return _Stored(output.name, running(store), _progress(store), table_states(config, output, store))
 
 
+def _forgotten(config: Config) -> dict[str, str]:
+    if not config.pipeline.spool.path.is_dir():
+        return {}
+    known = {output.name for output in config.outputs}
+    readers = Readers(SpoolFolder(config.pipeline.spool.path)).positions()
+    return {name: str(position) for name, position in readers.items() if name not in known}
+
+
 def _progress(store: Store) -> Lsn | None:
     stored = store.get_stored_progress()
     return None if stored is None else stored.position
@@ -142,8 +159,12 @@ def _ask_source(config: Config, table_ids: Sequence[int]) -> tuple[SourceStatus,
             server = flushed_position(connection)
             slot = _slot_status(config.pipeline.slot, inspect_slot(connection, config.pipeline.slot), server)
             version = connection.info.parameter_status("server_version") or ""
+            open_long = [each for each in find_blockers(connection) if (each.seconds or 0.0) >= LONG_SECONDS]
             sizes = _sizes(connection, table_ids)
-        return SourceStatus(source.location, version.partition(" ")[0], str(server), slot), sizes, server
+        found = SourceStatus(
+            source.location, version.partition(" ")[0], str(server), slot, tuple(str(each) for each in open_long)
+        )
+        return found, sizes, server
     except SourceError as error:
         hint = error.hint_for_one_try if isinstance(error, ServerUnavailable) else error.hint
         return SourceStatus(source.location, error=error.message, hint=hint), {}, None

@@ -114,9 +114,15 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         yield Text(f"          {source.hint}")
     if source.slot is not None:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
+    for blocker in source.long_transactions:
+        yield Text.assemble(("waits     ", "bold"), (f"for an open transaction: {blocker}", "yellow"))
     for output in found.outputs:
         name = f"{output.output}: " if len(found.outputs) > 1 else ""
         yield Text.assemble(("output    ", "bold"), name, _output(output, is_running=found.driver is not None))
+    for forgotten, position in found.forgotten.items():
+        text = f"{forgotten}: not in the config any more, holds the slot at {position}"
+        remedy = f"          penstock teardown --output {forgotten}"
+        yield Text.assemble(("output    ", "bold"), (text, "yellow"), f"\n{remedy}")
 
 
 def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:

@@ -8,7 +8,7 @@ import signal
 from tests.integration.cli.support import Site, Terminal, check_discreet
 
 CLEAR_LINE = "\x1b[2K"
-SLOW = '[copy]\nmax_bytes_per_second = "10MB"'
+SLOW = '[copy]\nmax_bytes_per_second = "4MB"'
 
 
 def make_big(site: Site) -> None:

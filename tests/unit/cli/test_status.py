@@ -25,7 +25,7 @@ SLOT = SlotStatus("shop", True, 7, "0/10", 0, 2048, "reserved")
 READY = TableStatus("public.a", 1, "tables", "ready", "0/10", None, rows=1000, bytes=81920)
 COPYING = TableStatus("public.b", 2, "tables", "data_sync", None, None, copy={"fraction": 0.45, "rows_done": 1234})
 OUTPUT = OutputStatus("tables", False, "0/10", 300, 1.5, 43.0, (READY, COPYING))
-STATUS = PipelineStatus("shop", {"pid": 42}, SourceStatus("h:1/d", "18.6", "0/20", SLOT), (OUTPUT,), DRIVER)
+STATUS = PipelineStatus("shop", {"pid": 42}, SourceStatus("h:1/d", "18.6", "0/20", SLOT), (OUTPUT,), driver=DRIVER)
 
 
 def shown(status: PipelineStatus) -> list[str]:
@@ -61,6 +61,21 @@ def test_a_lost_slot_and_a_table_that_stopped() -> None:
     ]
 
 
+def test_long_transactions_are_named() -> None:
+    source = replace(STATUS.source, long_transactions=("pid 9 (me@shop, psql, open for 75 s)",))
+    assert shown(replace(STATUS, source=source))[3] == (
+        "waits     for an open transaction: pid 9 (me@shop, psql, open for 75 s)"
+    )
+
+
+def test_an_output_that_nobody_runs_any_more_is_named() -> None:
+    lines = shown(replace(STATUS, forgotten={"second": "0/5"}))
+    assert lines[4:6] == [
+        "output    second: not in the config any more, holds the slot at 0/5",
+        "          penstock teardown --output second",
+    ]
+
+
 def test_several_outputs_have_names() -> None:
     second = replace(OUTPUT, output="second", paused=True, tables=(replace(READY, output="second"),))
     lines = shown(replace(STATUS, outputs=(OUTPUT, second)))
@@ -71,7 +86,7 @@ def test_several_outputs_have_names() -> None:
 
 def test_machines_get_what_people_get() -> None:
     facts = status_facts(STATUS)
-    assert set(facts) == {"pipeline", "running", "source", "outputs"}
+    assert set(facts) == {"pipeline", "running", "source", "outputs", "forgotten"}
     assert facts["outputs"][0]["tables"][1]["copy"]["rows_done"] == 1234
     assert facts["source"]["slot"]["retained_bytes"] == 2048
 
