@@ -129,6 +129,9 @@ STAGES = (
     Stage("fuzz", "mutated streams of messages", 100_000, 0.05, 0.003, 5, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/unit/capture/test_fuzz.py"),
         {"PENSTOCK_FUZZ_CASES": str(count), "PENSTOCK_SEED": str(seed)})),
+    Stage("lakes", "random lives of a Delta table, judged by Spark", 300, 0.10, 8, 60, lambda count, seed: Run(
+        (*_soak("tests/integration/destinations/delta/test_readers.py"), f"--hypothesis-seed={seed}"),
+        {"PENSTOCK_SOAK_LAKES": str(count)})),
     Stage("destinations", "run of their long tests", 1, 0.05, 60, 5, lambda count, seed: Run(
         _soak("tests/unit/destinations", "tests/integration/destinations"))),
 )  # fmt: skip

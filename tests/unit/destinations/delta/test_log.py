@@ -145,6 +145,16 @@ def _actions_of(records: pa.Table) -> list[Action]:
     return [action for action in found if action is not None]
 
 
+def test_a_checkpoint_with_a_part_missing_is_none(table: LakeTable) -> None:
+    table.append([200])
+    before = table.snapshot
+    write_checkpoint(table.storage)
+    _rewrite_checkpoint(table.storage.root / "_delta_log", before.version, "parts")
+    [part] = (table.storage.root / "_delta_log").glob(f"*.{1:010d}.{2:010d}.parquet")
+    part.unlink()
+    assert DeltaLog(table.storage).refresh() == before
+
+
 def test_a_wrong_hint_of_the_last_checkpoint_does_no_harm(table: LakeTable) -> None:
     hint = table.storage.root / "_delta_log/_last_checkpoint"
     for text in ("", "{", '{"version":77,"size":1}', '{"version":"x"}', "[]"):

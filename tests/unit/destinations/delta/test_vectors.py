@@ -94,8 +94,17 @@ def test_bytes_that_are_no_vector_are_refused(data: bytes) -> None:
         Vector.from_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "size", "cardinality"])
-def test_a_damaged_vector_file_is_refused(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("cut", "too early"),
+        ("flipped", "checksum"),
+        ("missing", "missing"),
+        ("size", "another size"),
+        ("cardinality", "number of rows"),
+    ],
+)
+def test_a_damaged_vector_file_is_refused(tmp_path: Path, damage: str, said: str) -> None:
     storage = LocalStorage(tmp_path)
     [descriptor] = write_vectors(storage, [Vector.of(range(0, 1000, 3))])
     name = vector_file(descriptor)
@@ -113,7 +122,7 @@ def test_a_damaged_vector_file_is_refused(tmp_path: Path, damage: str) -> None:
             descriptor = replace(descriptor, size=descriptor.size - 4)
         case _:
             descriptor = replace(descriptor, cardinality=5)
-    with pytest.raises(TableRejected) as caught:
+    with pytest.raises(TableRejected, match=said) as caught:
         read_vector(storage, descriptor)
     assert caught.value.hint
 
