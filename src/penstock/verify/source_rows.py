@@ -7,6 +7,7 @@ Shared with copies is how a heap is cut into ranges and held still while it is r
 
 from __future__ import annotations
 
+import codecs
 import select
 from collections.abc import Iterator
 from contextlib import closing
@@ -102,24 +103,12 @@ class SourceReader:
         )
 
 
-def _read_as(column: SegmentColumn) -> pa.DataType:
-    return column.codec.arrow_type if _is_final(column) else pa.large_string()
-
-
-def _is_final(column: SegmentColumn) -> bool:
-    """Whether what Arrow reads is the value."""
-    type_, _ = resolve_domain(column.column.type, -1)
-    codec = column.codec
-    if isinstance(codec, TextCodec):
-        return codec.arrow_type == pa.string()
-    # Policies can make something else of a number.
-    is_known = type_.kind is TypeKind.BASE and type_.is_builtin
-    return is_known and _READ_BY_ARROW.get(type_.name) == codec.arrow_type
-
-
-def parse_csv(text: bytearray, types: list[pa.DataType], table: str) -> pa.Table:
+def parse_csv(text: bytes | bytearray, types: list[pa.DataType], table: str) -> pa.Table:
     """Lines of CSV, as Postgres writes them, as columns of these types."""
     names = [str(number) for number in range(max(1, len(types)))]
+    if text.startswith(codecs.BOM_UTF8):
+        # Part of the first value; Arrow takes one away.
+        text = codecs.BOM_UTF8 + text
     try:
         return csv.read_csv(
             pa.BufferReader(text),
@@ -138,6 +127,21 @@ def parse_csv(text: bytearray, types: list[pa.DataType], table: str) -> pa.Table
     except pa.ArrowInvalid:
         # What it says holds the cell.
         raise DecodeError(f"cannot read the CSV that the server wrote for {table}", offset=0) from None
+
+
+def _read_as(column: SegmentColumn) -> pa.DataType:
+    return column.codec.arrow_type if _is_final(column) else pa.large_string()
+
+
+def _is_final(column: SegmentColumn) -> bool:
+    """Whether what Arrow reads is the value."""
+    type_, _ = resolve_domain(column.column.type, -1)
+    codec = column.codec
+    if isinstance(codec, TextCodec):
+        return codec.arrow_type == pa.string()
+    # Policies can make something else of a number.
+    is_known = type_.kind is TypeKind.BASE and type_.is_builtin
+    return is_known and _READ_BY_ARROW.get(type_.name) == codec.arrow_type
 
 
 def _stream(connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str) -> Iterator[bytearray]:

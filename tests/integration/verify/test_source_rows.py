@@ -118,6 +118,12 @@ def test_a_table_that_was_rewritten_is_an_error_and_not_empty(source: Source) ->
         read_again(rows)
 
 
+def test_a_byte_order_mark_is_part_of_the_value() -> None:
+    text = "\ufeffa,1\n\ufeffb,2\n".encode()
+    found = parse_csv(text, [pa.string(), pa.int32()], "public.t")
+    assert found.column(0).to_pylist() == ["\ufeffa", "\ufeffb"]
+
+
 def test_what_cannot_be_read_does_not_show_its_value() -> None:
     with pytest.raises(DecodeError) as caught:
         parse_csv(bytearray(b"secret\n"), [pa.int32()], "public.t")
