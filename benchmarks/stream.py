@@ -219,7 +219,8 @@ def run_large(bench: Bench, sizes: Sequence[int], rounds: int) -> dict[str, dict
                     "cpu_s": round(median([drained.cpu_seconds for drained in found]), 3),
                     "peak_rss_mib": round(max(_peak(drained) for drained in found), 1),
                 }
-                say(f"{rows:,} rows: {results[f'batch_{rows}']}, load average {load_average():.1f}")
+                each = ", ".join(f"{drained.cpu_seconds:.2f}" for drained in found)
+                say(f"{rows:,} rows: CPU s of each batch: {each}; load average {load_average():.1f}")
     table = [[f"{rows:,}", *(f"{value:,.2f}" for value in results[f"batch_{rows}"].values())] for rows in sizes]
     print(f"\nbatches of {BATCH_CHANGES:,} changes at random keys; load average {load_average():.1f}")
     print(format_table(["rows", "seconds", "CPU s", "peak RSS MiB"], table), flush=True)
