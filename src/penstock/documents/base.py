@@ -63,10 +63,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTable:
-    """A table whose current rows are asked for, with the columns that name its documents."""
+    """A table whose current rows are asked for."""
 
     table: TableName
-    key: tuple[str, ...]
+    columns: tuple[str, ...]
+    """What names the documents of every index that has this table as its root."""
 
 
 class ChangeCapture(Protocol):
@@ -85,7 +86,7 @@ class ChangeCapture(Protocol):
         ...
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
-        """The current rows of tables, as changes that insert them; ends when all are through.
+        """The current rows of tables, as changes that insert them (`Changes.is_snapshot`); ends when all are through.
 
         The engine decides whether and when. Safe to run again from the start, which happens after a crash; confirming
         these changes need not move anything. The default is for mechanisms that cannot: nothing.

@@ -21,6 +21,7 @@ from penstock.documents.resolve import DEFAULT_CHUNK, Resolution, ResolvedKeys, 
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.visibility import wait_until_visible
 from penstock.source.faults import translated
+from penstock.source.patterns import TableName
 
 
 class PostgresDocuments(DocumentBuilder):
@@ -79,9 +80,13 @@ class PostgresDocuments(DocumentBuilder):
                 yield ResolvedKeys(index, tuple(list(each) for each in zip(*rows, strict=True)))
 
     def backfill_scopes(self) -> Sequence[BackfillScope]:
-        """See `DocumentBuilder`."""
+        """See `DocumentBuilder`. Indexes with the same root share the reading of its rows."""
+        columns: dict[TableName, dict[str, None]] = {}
+        for each in self._specifications.values():
+            columns.setdefault(each.table, {}).update(dict.fromkeys(each.doc_id))
         return [
-            BackfillScope(name, SnapshotTable(each.table, each.doc_id)) for name, each in self._specifications.items()
+            BackfillScope(name, SnapshotTable(each.table, tuple(columns[each.table])))
+            for name, each in self._specifications.items()
         ]
 
     def index_mappings(self) -> Sequence[IndexMapping]:

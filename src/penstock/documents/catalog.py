@@ -49,6 +49,8 @@ class SourceColumn:
     name: str
     type: PostgresType
     not_null: bool
+    generated: bool = False
+    """Computed from other columns; the server does not send it."""
 
     @property
     def base(self) -> PostgresType:
@@ -190,7 +192,9 @@ def _build(
     types: Mapping[int, PostgresType],
 ) -> SourceTable:
     columns = {
-        each.name: SourceColumn(each.name, types.get(each.type_oid) or unknown_type(each.type_oid), each.not_null)
+        each.name: SourceColumn(
+            each.name, types.get(each.type_oid) or unknown_type(each.type_oid), each.not_null, bool(each.generated)
+        )
         for each in table.live_attributes
     }
     names = {each.attnum: each.name for each in table.attributes}

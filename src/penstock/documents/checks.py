@@ -252,6 +252,7 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
     for name in sorted({each.table for each in entries}):
         table = catalog.table(name)
         links = link_columns(entries, name)
+        yield from _check_generated(table, links)
         if table.identity is ReplicaIdentity.NOTHING or not table.identity_columns:
             yield failed(
                 "identity",
@@ -269,6 +270,18 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
                 " remembers it, with one small row for each of the table's",
                 f"To do without: alter table {name} replica identity full;",
                 [str(name)],
+            )
+
+
+def _check_generated(table: SourceTable, links: Sequence[str]) -> Iterator[Check]:
+    for each in table.select(links):
+        if each.generated:
+            yield failed(
+                "generated",
+                Severity.CRITICAL,
+                f"{table.name}.{each.name} is generated: the server does not send it, so moved rows cannot be followed",
+                "Connect the tables by the columns that it is made of.",
+                [f"{table.name}.{each.name}"],
             )
 
 

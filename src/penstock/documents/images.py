@@ -77,6 +77,8 @@ class Changes:
     truncated: frozenset[TableName] = frozenset()
     xids: frozenset[int] = frozenset()
     """The transactions, as the stream names them; documents are built when all of them can be seen."""
+    is_snapshot: bool = False
+    """Rows that are there now, with nothing but what names their documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ def merge_changes(parts: Sequence[Changes]) -> Changes:
         tuple(rows for part in parts for rows in part.rows),
         frozenset(name for part in parts for name in part.truncated),
         frozenset(xid for part in parts for xid in part.xids),
+        all(part.is_snapshot for part in parts),
     )
 
 

@@ -26,7 +26,7 @@ from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.expressions import canonical, column, document_id, equal_columns, from_table, values_source
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
 from penstock.documents.paths import Entry, entries_of, link_columns, way_up
-from penstock.documents.relation_map import RelationMap, TrackedTable, link_update_schema
+from penstock.documents.relation_map import RelationMap, TrackedTable, link_names, link_update_schema
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import as_literal, run_statement, without_values
 from penstock.errors import ConfigError
@@ -85,6 +85,8 @@ class Resolver:
         self._texts: dict[tuple[str, tuple[int, ...]], str] = {}
         everything = [entry for index in self._indexes for entry in index.entries]
         self._links = {name: link_columns(everything, name) for name in {entry.table for entry in everything}}
+        for name, links in self._links.items():
+            _refuse_generated(catalog.table(name), links)
         self.tracked = {
             name: _track(catalog.table(name), links)
             for name, links in self._links.items()
@@ -110,22 +112,22 @@ class Resolver:
 
         `connection` reads the source and sees at least all that the changes did.
         """
-        known: dict[TableName, list[RowChanges | _OldLinks]] = {}
+        known: dict[TableName, list[RowChanges | _Links]] = {}
         updates: dict[TableName, list[pa.Table]] = {}
         for rows in changes.rows:
             name = self._catalog.top(rows.table)
             if name not in self._links or len(rows) == 0:
                 continue
             known.setdefault(name, []).append(rows)
-            if name in self.tracked:
+            if name in self.tracked and not changes.is_snapshot:
                 keys, update = _canonical_links(connection, self.tracked[name], rows)
-                known[name].append(self._look_up(self.tracked[name], keys))
+                known[name] += [self._look_up(self.tracked[name], keys), _links_after(self.tracked[name], update)]
                 updates.setdefault(name, []).append(update)
         cleared = frozenset(self._catalog.top(each) for each in changes.truncated).intersection(self._links)
         indexes = [each for each in self._indexes if scope is None or each.specification.name in scope]
         emptied = [each for each in indexes if any(entry.table in cleared for entry in each.entries)]
         return Resolution(
-            documents=self._documents(connection, indexes, known),
+            documents=self._documents(connection, indexes, known, roots_only=changes.is_snapshot),
             whole_indexes=frozenset(each.specification.name for each in emptied),
             links={name: pa.concat_tables(parts) for name, parts in updates.items()},
             cleared=cleared.intersection(self.tracked),
@@ -142,12 +144,16 @@ class Resolver:
         self,
         connection: psycopg.Connection[Any],
         indexes: Sequence[_Index],
-        known: Mapping[TableName, Sequence[RowChanges | _OldLinks]],
+        known: Mapping[TableName, Sequence[RowChanges | _Links]],
+        *,
+        roots_only: bool,
     ) -> Iterator[ResolvedKeys]:
         for index in indexes:
             parameters: list[list[str]] = []
             chosen: list[int] = []
             for number, entry in enumerate(index.entries):
+                if roots_only and entry.relations:
+                    continue
                 tuples = _start_values(entry, known.get(entry.table, ()))
                 if tuples[0]:
                     chosen.append(number)
@@ -185,11 +191,11 @@ class Resolver:
         # One way alone can lead to the same document several times.
         return sql.SQL("select distinct * from ({}) d").format(sql.SQL(" union all ").join(ways)).as_string(None)
 
-    def _look_up(self, table: TrackedTable, keys: list[str]) -> _OldLinks:
+    def _look_up(self, table: TrackedTable, keys: list[str]) -> _Links:
         found = self._relations.lookup(table, keys) if keys else []
         columns = list(zip(*found, strict=True)) if found else [() for _ in table.links]
         everything = np.ones(len(found), np.bool_)
-        return _OldLinks(
+        return _Links(
             {
                 name: Cells(pa.array(values, pa.string()), everything)
                 for name, values in zip(table.links, columns, strict=True)
@@ -208,19 +214,40 @@ class Resolver:
 
 
 @dataclass(frozen=True, slots=True)
-class _OldLinks:
-    """What rows hung on, as the map of relations has it."""
+class _Links:
+    """What rows hung on, as the map of relations has it, or hang on now."""
 
     old: Mapping[str, Cells]
 
 
-def _start_values(entry: Entry, known: Sequence[RowChanges | _OldLinks]) -> list[list[str]]:
+def _start_values(entry: Entry, known: Sequence[RowChanges | _Links]) -> list[list[str]]:
     images: list[list[Cells]] = []
     for each in known:
         images.append([each.old[name] for name in entry.columns])
         if isinstance(each, RowChanges):
             images.append([each.new[name] for name in entry.columns])
     return distinct_tuples(images, len(entry.columns))
+
+
+def _links_after(table: TrackedTable, update: pa.Table) -> _Links:
+    """What the rows hang on after the changes, also where that was not sent."""
+    there = update.filter(update.column("present"))
+    sent = np.ones(there.num_rows, np.bool_)
+    return _Links(
+        {
+            name: Cells(there.column(stored).combine_chunks(), sent)
+            for name, stored in zip(table.links, link_names(table), strict=True)
+        }
+    )
+
+
+def _refuse_generated(table: SourceTable, links: tuple[str, ...]) -> None:
+    for each in table.select(links):
+        if each.generated:
+            raise ConfigError(
+                f"{table.name}.{each.name} is generated, and the server does not send it",
+                hint="Connect the tables by the columns that it is made of.",
+            )
 
 
 def _track(table: SourceTable, links: tuple[str, ...]) -> TrackedTable:

@@ -99,6 +99,14 @@ def test_a_relation_whose_deletes_cannot_be_seen_is_told_with_the_remedy(
     assert critical(look(text))[0].id == "identity"
 
 
+def test_a_generated_column_cannot_connect_tables(library: psycopg.Connection[Any], look: Look) -> None:
+    library.execute("alter table lib.blurbs add twice bigint generated always as (book_id * 2) stored")
+    found = critical(look(HEAD + "fields: [{count: blurbs, table: blurbs, foreign_key: twice}, {long: id}]"))
+    assert [each.id for each in found] == ["generated"]
+    assert look(HEAD + "fields: [{has_many: b, table: blurbs, foreign_key: book_id, primary_key: id,"
+                " fields: [{long: twice}]}]").ready  # fmt: skip
+
+
 def test_lookups_without_an_index_are_told_with_the_statement(library: psycopg.Connection[Any], look: Look) -> None:
     text = HEAD + (
         "fields:\n"

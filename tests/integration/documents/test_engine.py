@@ -39,6 +39,17 @@ fields:
 """
 
 
+BY_EMAIL = """
+version: 1
+schema: w
+table: people
+doc_id: email
+fields:
+  - {text: name}
+  - {has_many: team, table: people, foreign_key: boss_id, primary_key: id, fields: [{text: name}]}
+"""
+
+
 class Confirmed:
     def __init__(self) -> None:
         self.count = 0
@@ -63,16 +74,17 @@ class TriggerCapture(ChangeCapture):
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
         for each in tables:
-            rows = self._connection.execute(f"select {', '.join(each.key)} from {each.table}").fetchall()
+            rows = self._connection.execute(f"select {', '.join(each.columns)} from {each.table}").fetchall()
             count = len(rows)
             cells = {
                 name: Cells(pa.array([str(value) for value in values], pa.string()), np.ones(count, np.bool_))
-                for name, values in zip(each.key, zip(*rows, strict=True), strict=True)
+                for name, values in zip(each.columns, zip(*rows, strict=True), strict=True)
             }
             zeros = np.zeros(count, np.int64)
-            absent = dict.fromkeys(each.key, Cells.absent(count))
+            absent = dict.fromkeys(each.columns, Cells.absent(count))
             operations = np.full(count, Operation.INSERT, np.int8)
-            yield Change(Changes((RowChanges(each.table, operations, zeros, zeros, absent, cells),)), self.ack)
+            rows_of_table = RowChanges(each.table, operations, zeros, zeros, absent, cells)
+            yield Change(Changes((rows_of_table,), is_snapshot=True), self.ack)
 
 
 def test_seeding_and_following_give_the_documents_of_the_database(database: Database) -> None:
@@ -87,8 +99,8 @@ def test_seeding_and_following_give_the_documents_of_the_database(database: Data
         source.execute("insert into w.people (id, name, email) select n, 'p', n::text from generate_series(1, 9) n")
         source.execute("insert into w.orders select n, n from generate_series(1, 9) n")
         relations = PostgresRelationMap(state, "engine")
-        specification = parse_specification(PEOPLE, "people")
-        documents = PostgresDocuments(resolving, building, [specification], relations, chunk=4)
+        specifications = [parse_specification(PEOPLE, "people"), parse_specification(BY_EMAIL, "by_email")]
+        documents = PostgresDocuments(resolving, building, specifications, relations, chunk=4)
         for table in relations.prepare(list(documents.resolver.tracked.values())):
             relations.seed(source, table, Lsn(0))
         world.take_recorded(source)
@@ -98,6 +110,7 @@ def test_seeding_and_following_give_the_documents_of_the_database(database: Data
             "update w.orders set person_id = 5 where id = 3",
             "delete from w.people where id = 6",
             "update w.people set id = 70 where id = 7",
+            "update w.people set email = 'new', boss_id = 4 where id = 8",
             "truncate w.orders cascade",
             "insert into w.orders values (50, 1)",
         ]
@@ -105,11 +118,12 @@ def test_seeding_and_following_give_the_documents_of_the_database(database: Data
         sink = MemorySink()
         Engine(capture, documents, sink).run()
 
-        wanted = {}
-        for keys in documents.every_key("people"):
-            for row in documents.build(keys).to_pylist():
-                wanted[row["id"]] = json.loads(row["body"])
-        assert sink.documents("people") == wanted
+        for index in ("by_email", "people"):
+            wanted = {}
+            for keys in documents.every_key(index):
+                for row in documents.build(keys).to_pylist():
+                    wanted[row["id"]] = json.loads(row["body"])
+            assert sink.documents(index) == wanted
         assert set(wanted) == {"1", "2", "3", "4", "5", "8", "9", "70"}
         assert wanted["1"] == {"name": "changed", "orders": [{"id": 50}]}
         assert capture.ack.count == len(transactions) + 1

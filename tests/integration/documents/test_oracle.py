@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.documents.build import BuildQuery, build_documents, compile_build
 from penstock.documents.catalog import load_catalog
-from penstock.documents.relation_map import PostgresRelationMap
+from penstock.documents.relation_map import PostgresRelationMap, RelationMap, SqliteRelationMap
 from penstock.documents.resolve import Resolver
 from penstock.documents.specification import IndexSpecification
 from penstock.lsn import Lsn
@@ -43,7 +44,7 @@ class Follower:
     """Keeps documents as an engine would: resolve, build, write, remember."""
 
     connection: psycopg.Connection[Any]
-    state: psycopg.Connection[Any]
+    relations: RelationMap
     specifications: list[IndexSpecification]
     identities: dict[str, ReplicaIdentity]
     resolver: Resolver = field(init=False)
@@ -54,7 +55,7 @@ class Follower:
     def __post_init__(self) -> None:
         names = {name for each in self.specifications for name in each.tables()}
         catalog = load_catalog(self.connection, names)
-        relations = PostgresRelationMap(self.state, "oracle")
+        relations = self.relations
         self.resolver = Resolver(self.specifications, catalog, relations, chunk=7)
         self.queries = {each.name: compile_build(each, catalog) for each in self.specifications}
         for table in relations.prepare(list(self.resolver.tracked.values())):
@@ -111,7 +112,14 @@ def begin(connection: psycopg.Connection[Any], state: psycopg.Connection[Any], r
     world.fill(random, connection)
     world.take_recorded(connection)
     specifications = [world.random_specification(random, f"index{number}") for number in range(random.randint(1, 2))]
-    return Follower(connection, state, specifications, identities)
+    relations = _choose_map(random, state)
+    return Follower(connection, relations, specifications, identities)
+
+
+def _choose_map(random: Random, state: psycopg.Connection[Any]) -> RelationMap:
+    if random.random() < 0.5:
+        return PostgresRelationMap(state, "oracle")
+    return SqliteRelationMap(Path(":memory:"), "oracle")
 
 
 @pytest.mark.trap(42, 48, 49)
