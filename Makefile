@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
@@ -49,7 +50,7 @@ unit: $(STAMP) ## the tests that need no service, in less than a minute
 
 .PHONY: integration
 integration: $(STAMP) system jars ## the tests on real servers, and whole pipelines
-	$(PYTEST) -q $(wildcard tests/integration tests/e2e) $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal $(wildcard tests/integration tests/e2e) $(ARGS)
 
 .PHONY: lint
 lint: ruff types imports ## ruff, types and import order
