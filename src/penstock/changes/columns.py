@@ -23,6 +23,10 @@ from penstock.schema import ReplicaIdentity, TableSchema
 
 _Column = TypeVar("_Column")
 
+LARGE_BYTES = 1 << 30
+"""Of a column: from there on its texts have offsets of 64 bits. One transaction may be that large."""
+_LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+
 
 @dataclass(frozen=True, slots=True)
 class ChangeColumns:
@@ -87,7 +91,7 @@ def _read_step(step: Rows, schema: TableSchema) -> ChangeColumns:
         segment.read([name for name in pq.read_schema(segment.path).names if name in wanted])
         for segment in step.segments
     ]
-    table = pa.concat_tables(tables, promote_options="default").combine_chunks()
+    table = _in_one_piece(pa.concat_tables(tables, promote_options="default"))
     operations = table.column(OP).to_numpy()
     renamed = _renamed(step.schema, schema)
     rows = pa.table({name: table.column(before) for name, before in renamed.items()})
@@ -174,7 +178,8 @@ def _fill_from_old(
     for name, missing in not_sent.items():
         known = missing & (place >= 0)
         index = np.where(known, rows.num_rows + place, np.arange(rows.num_rows))
-        cells = pa.concat_arrays([_array(rows.column(name)), _array(old.column(name))])
+        sent = _array(rows.column(name))
+        cells = pa.concat_arrays([sent, _array(old.column(name)).cast(sent.type)])
         rows = rows.set_column(rows.schema.get_field_index(name), name, cells.take(pa.array(index)))
         if name in filled or name in old_texts:
             both = [filled.get(name, pa.nulls(rows.num_rows, pa.string())), old_texts.get(name)]
@@ -213,7 +218,22 @@ def _concatenate(parts: Sequence[ChangeColumns], schema: TableSchema) -> ChangeC
 
 
 def _concatenate_tables(tables: Sequence[pa.Table]) -> pa.Table:
-    return pa.concat_tables(tables, promote_options="permissive").combine_chunks() if tables else pa.table({})
+    return _in_one_piece(pa.concat_tables(tables, promote_options="permissive")) if tables else pa.table({})
+
+
+def _in_one_piece(table: pa.Table) -> pa.Table:
+    """A table whose columns have one chunk each; where offsets of 32 bits might not do, they have 64."""
+    for number, field in enumerate(table.schema):
+        large = _large(field.type)
+        if large != field.type and table.column(number).nbytes > LARGE_BYTES:
+            table = table.set_column(number, field.name, table.column(number).cast(large))
+    return table.combine_chunks()
+
+
+def _large(type_: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(type_):
+        return pa.struct([field.with_type(_large(field.type)) for field in type_])
+    return _LARGE.get(type_, type_)
 
 
 def _rename_table(table: pa.Table, names: Mapping[str, str]) -> pa.Table:

@@ -257,7 +257,8 @@ def _compact_multiset(changes: ChangeColumns, keep_deleted: bool) -> NetChanges:
     replaced = np.flatnonzero(is_update)
     table, texts = changes.rows, changes.texts
     if len(changes.old_at):
-        table = pa.concat_tables([table, changes.old.select(names)], promote_options="permissive").combine_chunks()
+        old = changes.old.select(names).cast(table.schema)
+        table = pa.concat_tables([table, old]).combine_chunks()
         texts = concatenate_texts([texts, changes.old_texts], [changes.count, len(changes.old_at)])
     removed = np.concatenate([deleted, changes.count + replaced])
     if len(removed) == 0:

@@ -74,8 +74,13 @@ class TableLayout:
     """Columns that are times of day, which a Delta table has as texts."""
 
     def fit(self, rows: pa.Table) -> pa.Table:
-        """Rows with some of the columns, in the types of the lake."""
-        return fit(rows, pa.schema([self.schema.field(name) for name in rows.column_names]))
+        """Rows with some of the columns, in the types of the lake; what needs large offsets keeps them."""
+        fields = [self.schema.field(field.name) for field in rows.schema]
+        kept = [
+            wanted.with_type(field.type) if field.type in (pa.large_string(), pa.large_binary()) else wanted
+            for field, wanted in zip(rows.schema, fields, strict=True)
+        ]
+        return fit(rows, pa.schema(kept))
 
     @property
     def columns(self) -> list[str]:

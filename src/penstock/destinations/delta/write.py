@@ -25,6 +25,9 @@ from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, write_vectors
 
+PIECE_BYTES = 256 << 20
+"""Of new rows that are one chunk of a column; no four of them together reach the end of 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -58,7 +61,13 @@ def lake_rows(rows: pa.Table, texts: Texts, layout: TableLayout) -> pa.Table:
     """Rows in the columns of the lake; the texts of cells only if there are some."""
     maps = join_texts(texts, rows.num_rows) if texts else None
     schema = pa.schema([field for field in layout.schema if maps is not None or field.name != UNREPRESENTABLE])
-    return fit(rows if maps is None else rows.append_column(UNREPRESENTABLE, maps), schema)
+    rows = rows if maps is None else rows.append_column(UNREPRESENTABLE, maps)
+    pieces = -(-rows.nbytes // PIECE_BYTES)
+    if pieces <= 1:
+        return fit(rows, schema)
+    # The lake's texts have offsets of 32 bits.
+    size = -(-rows.num_rows // pieces)
+    return pa.concat_tables([fit(rows.slice(start, size), schema) for start in range(0, rows.num_rows, size)])
 
 
 def write_rows(

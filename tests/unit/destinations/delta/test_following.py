@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.changes import columns
 from penstock.changes.batch import EventBatch
 from penstock.destinations.batch_events import batch_events
+from penstock.destinations.delta import write
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.mirror import MirrorTable
 from penstock.lsn import Lsn
@@ -141,6 +143,15 @@ def test_readers_see_what_the_changes_say(
     options: dict[str, Any], seed: int, schema: TableSchema, plan: list[list[int]]
 ) -> None:
     follow(seed, schema, options, plan)
+
+
+def test_a_transaction_of_gigabytes_is_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is large is a matter of two numbers; here they are small."""
+    monkeypatch.setattr(columns, "LARGE_BYTES", 10)
+    monkeypatch.setattr(write, "PIECE_BYTES", 200)
+    for seed, schema in enumerate([*SCHEMAS, *SCHEMAS]):
+        for options in OPTIONS[:3]:
+            follow(seed, schema, options, [[40, 3], [5, 30]])
 
 
 @pytest.mark.soak
