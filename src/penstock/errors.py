@@ -50,6 +50,7 @@ contain a secret or the value of a cell.
     │   └── NotComparable           what is there cannot be compared with the source
     ├── DocumentsRejected           a search index does not take some documents, under the policy `stop`
     ├── TasksFailed                 Spark could not run a job: tried again
+    ├── SparkGone                   its JVM has ended
     ├── CaptureStopped              the capture process ended by itself
     └── FailpointReached            a test asked for it
 """
@@ -364,6 +365,12 @@ class TasksFailed(PenstockError):
 
     retry = Retry.TIMED
     default_hint = "See Spark's own log; every machine of a cluster needs this version of Penstock and of Python."
+
+
+class SparkGone(PenstockError):
+    """Spark's JVM has ended under the pipeline, which can run nothing any more."""
+
+    default_hint = "Start Penstock again: it goes on where it was. The machine's log says whether memory had run out."
 
 
 class CaptureStopped(PenstockError):

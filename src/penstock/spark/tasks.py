@@ -25,7 +25,7 @@ from pyspark.sql import SparkSession
 
 from penstock.copy.listening import RangeRead, current_listener, listening
 from penstock.copy.plan import RANGE_BYTES
-from penstock.errors import PenstockError, TasksFailed
+from penstock.errors import PenstockError, SparkGone, TasksFailed
 from penstock.spark.light_copies import CopyGroup, LightCopies, bytes_of
 from penstock.spark.session import APPLY_POOL, COPY_POOL, reason_of
 from penstock.spark.turns import Turns, TurnsClosed
@@ -41,6 +41,7 @@ COPY_TASK_BYTES = 4 * RANGE_BYTES
 """Of a table in one task, at most, unless a single item has more: some seconds of work, which nobody can interrupt."""
 COPY_TASK_ITEMS = 4
 """Items of a copy in one task, at most."""
+_NO_JVM = (py4j.protocol.Py4JNetworkError, OSError, EOFError)
 _DESCRIPTION, _POOL = "spark.job.description", "spark.scheduler.pool"
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class SparkTasks:
         self._turns.close()
         try:
             self._context.cancelJobsWithTag(self._tag)
-        except py4j.protocol.Py4JError:
+        except (py4j.protocol.Py4JError, OSError):
             logger.debug("spark was gone before its copies could be cancelled", exc_info=True)
 
     @property
@@ -211,6 +212,23 @@ class SparkTasks:
         tagged: bool = False,
     ) -> list[list[_Done[_Result] | _Raised]]:
         """One task per payload; a job that is `tagged` can be cancelled."""
+        try:
+            with self._described(description, pool, tagged=tagged):
+                return self._context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
+        except _NO_JVM:
+            logger.debug("the JVM does not answer description=%s", description, exc_info=True)
+            gone = f"Spark could not {description}: its JVM does not answer any more"
+            # A table is tried again by the next process; this one ends as soon as it has changes to write.
+            raise (TasksFailed(gone) if pool == COPY_POOL else SparkGone(gone)) from None
+        except (py4j.protocol.Py4JError, PySparkException) as error:
+            logger.debug("a job failed description=%s", description, exc_info=True)
+            if tagged and self._turns.closed:
+                raise _given_up() from None
+            raise TasksFailed(f"Spark could not {description}: {reason_of(error)}") from None
+
+    @contextmanager
+    def _described(self, description: str, pool: str, *, tagged: bool) -> Iterator[None]:
+        """Inside, jobs of this thread have a description and a pool, and can be cancelled if they are `tagged`."""
         context = self._context
         before = {name: context.getLocalProperty(name) for name in (_DESCRIPTION, _POOL)}
         context.setLocalProperty(_DESCRIPTION, description)
@@ -218,12 +236,7 @@ class SparkTasks:
         if tagged:
             context.addJobTag(self._tag)
         try:
-            return context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
-        except (py4j.protocol.Py4JError, PySparkException) as error:
-            logger.debug("a job failed description=%s", description, exc_info=True)
-            if tagged and self._turns.closed:
-                raise _given_up() from None
-            raise TasksFailed(f"Spark could not {description}: {reason_of(error)}") from None
+            yield
         finally:
             if tagged:
                 context.removeJobTag(self._tag)
