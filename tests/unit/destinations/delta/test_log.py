@@ -204,9 +204,10 @@ def test_a_zombie_that_finds_its_number_free_again_has_lost(
         for path in (table.storage.root / "_delta_log").iterdir():
             os.utime(path, (time.time() - 60, time.time() - 60))
 
+    puts: list[str] = []
     late = when == "while it puts"
-    storage = SleepyStorage(table.storage.root, before=others_move_on) if late else table.storage
-    zombie = LakeTable(storage)
+    happens = others_move_on if late else lambda: None
+    zombie = LakeTable(SleepyStorage(table.storage.root, before=happens, after=lambda: puts.append("put")))
     snapshot = zombie.snapshot
     add = write_data_file(table.storage, make_rows([999]))
     if not late:
@@ -216,6 +217,7 @@ def test_a_zombie_that_finds_its_number_free_again_has_lost(
     assert isinstance(answer, Lost)
     assert answer.verdict(zombie.application) is Verdict.SUPERSEDED
     assert answer.snapshot == table.snapshot
+    assert len(puts) == late
     assert not (table.storage.root / f"_delta_log/{1:020d}.json").exists()
     assert 999 not in table.ids()
 
