@@ -47,6 +47,11 @@ class Cells:
         """Nothing was sent."""
         return cls(pa.nulls(count, pa.string()), np.zeros(count, np.bool_))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Cells]) -> Cells:
+        """Several pieces as one."""
+        return cls(pa.concat_arrays([each.texts for each in parts]), np.concatenate([each.sent for each in parts]))
+
     def or_else(self, other: Cells, where: Flags) -> Cells:
         """These, and where they were not sent those of another column, if `where` allows it."""
         take = where & ~self.sent & other.sent
@@ -67,6 +72,18 @@ class RowChanges:
 
     def __len__(self) -> int:
         return len(self.operations)
+
+    @classmethod
+    def joined(cls, table: TableName, parts: Sequence[RowChanges]) -> RowChanges:
+        """Several pieces with the same columns as one, in their order."""
+        return cls(
+            table,
+            np.concatenate([each.operations for each in parts]),
+            np.concatenate([each.commit_lsn for each in parts]),
+            np.concatenate([each.ordinal for each in parts]),
+            {name: Cells.joined([each.old[name] for each in parts]) for name in parts[0].old},
+            {name: Cells.joined([each.new[name] for each in parts]) for name in parts[0].new},
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,23 +113,20 @@ class Resolver:
         `connection` reads the source and sees at least all that the changes did.
         """
         known: dict[TableName, list[RowChanges | _Links]] = {}
-        updates: dict[TableName, list[pa.Table]] = {}
-        for rows in changes.rows:
-            name = self._catalog.top(rows.table)
-            if name not in self._links or len(rows) == 0:
-                continue
-            known.setdefault(name, []).append(rows)
+        updates: dict[TableName, pa.Table] = {}
+        for name, rows in self._by_table(changes.rows):
+            known[name] = [rows]
             if name in self.tracked and not changes.is_snapshot:
                 keys, update = _canonical_links(connection, self.tracked[name], rows)
                 known[name] += [self._look_up(self.tracked[name], keys), _links_after(self.tracked[name], update)]
-                updates.setdefault(name, []).append(update)
+                updates[name] = update
         cleared = frozenset(self._catalog.top(each) for each in changes.truncated).intersection(self._links)
         indexes = [each for each in self._indexes if scope is None or each.specification.name in scope]
         emptied = [each for each in indexes if any(entry.table in cleared for entry in each.entries)]
         return Resolution(
             documents=self._documents(connection, indexes, known, roots_only=changes.is_snapshot),
             whole_indexes=frozenset(each.specification.name for each in emptied),
-            links={name: pa.concat_tables(parts) for name, parts in updates.items()},
+            links=updates,
             cleared=cleared.intersection(self.tracked),
         )
 
@@ -139,6 +136,16 @@ class Resolver:
             self._relations.clear(self.tracked[name])
         for name, update in resolution.links.items():
             self._relations.apply(self.tracked[name], update)
+
+    def _by_table(self, changes: Sequence[RowChanges]) -> Iterator[tuple[TableName, RowChanges]]:
+        """The changes of each table as one piece, partitions under the name of their table."""
+        parts: dict[TableName, list[RowChanges]] = {}
+        for rows in changes:
+            name = self._catalog.top(rows.table)
+            if name in self._links and len(rows):
+                parts.setdefault(name, []).append(rows)
+        for name, pieces in parts.items():
+            yield name, RowChanges.joined(name, pieces)
 
     def _documents(
         self,

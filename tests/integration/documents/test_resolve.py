@@ -18,7 +18,7 @@ import pytest
 from penstock.changes.segment import Operation
 from penstock.documents.build import build_documents, compile_build
 from penstock.documents.catalog import load_catalog
-from penstock.documents.images import Cells, Changes, RowChanges
+from penstock.documents.images import Cells, Changes, RowChanges, merge_changes
 from penstock.documents.relation_map import (
     PostgresRelationMap,
     RelationMap,
@@ -275,6 +275,8 @@ def test_statements_do_not_grow_with_the_number_of_changes(shop: Shop) -> None:
     few = _statements(shop, resolver, "insert into w.orders select n, 1 + n % 5 from generate_series(100, 101) n")
     many = _statements(shop, resolver, "insert into w.orders select n, 1 + n % 5 from generate_series(200, 1199) n")
     assert few == many > 0
+    pair = ["insert into w.orders values (2000, 1)", "delete from w.orders where id = 2000"]
+    assert _statements(shop, resolver, *pair) == _statements(shop, resolver, *pair * 20), "nor with the transactions"
 
 
 def test_without_a_map_a_table_that_needs_one_is_refused(shop: Shop) -> None:
@@ -401,9 +403,9 @@ def _row(
     )
 
 
-def _statements(shop: Shop, resolver: Resolver, statement: str) -> int:
+def _statements(shop: Shop, resolver: Resolver, *statements: str) -> int:
     """How many statements resolving takes, by libpq's own account of what it sends."""
-    changes = shop.changes(resolver, statement)
+    changes = merge_changes([shop.changes(resolver, each) for each in statements])
     with tempfile.TemporaryFile() as trace:
         for connection in (shop.source, shop.state):
             connection.pgconn.trace(trace.fileno())
