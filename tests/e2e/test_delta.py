@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from random import Random
 
@@ -22,6 +24,8 @@ from penstock.workers import BatchSettings
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.e2e.support import current_position, wait_for
 
+SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "50"))
+SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "2000"))
 SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 
 
@@ -91,6 +95,41 @@ def test_random_tables_are_followed(database, tmp_path, options, read):
 def test_whoever_is_killed_the_lake_equals_the_source(settings, read, make_server, tmp_path):
     report = run_trial(settings, tmp_path, server=make_server(), readback_of=lambda driven: read(driven.lake))
     assert report.starts > 1
+
+
+SOAK_MODES = [
+    ({}, LakeReadBack),
+    ({"mode": "history"}, HistoryReadBack),
+    ({"deletion_vectors": False}, LakeReadBack),
+    ({"mode": "soft_delete"}, LakeReadBack),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_whoever_is_killed_the_lake_equals_the_source_for_many_seeds(tmp_path, record_property):
+    """The modes take turns; every fifth trial runs on Spark."""
+    failures: list[str] = []
+    totals = {"kills": 0, "statements": 0, "rows": 0, "changes": 0}
+    seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
+    for seed in seeds:
+        options, read = SOAK_MODES[seed % len(SOAK_MODES)]
+        master = "local[2]" if seed % 5 == 0 else None
+        settings = TrialSettings(seed, kills=6, master=master, destination="delta", options=options)
+        folder = tmp_path / str(seed)
+        try:
+            report = run_trial(settings, folder, readback_of=lambda driven, read=read: read(driven.lake))
+        except Exception as error:
+            failures.append(f"seed {seed}, {options}: {type(error).__name__}: {error}")
+            continue
+        totals["kills"] += sum(report.kills.values())
+        for name in ("statements", "rows", "changes"):
+            totals[name] += getattr(report, name)
+        shutil.rmtree(folder)
+    record_property("seeds", f"{seeds[0]}–{seeds[-1]}")
+    for name, count in totals.items():
+        record_property(name, count)
+    assert not failures, "\n".join(failures)
 
 
 class Sightings:

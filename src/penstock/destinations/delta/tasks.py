@@ -104,11 +104,24 @@ def _mirror(work: TableWork) -> Written:
 
 
 def _keep_deleted(work: TableWork) -> Written:
-    """Deleted rows stay. A truncate deletes all there are: then every file is written anew."""
+    """Deleted rows stay."""
+    if any(isinstance(step, Truncate) for step in work.steps):
+        return _truncate_softly(work)
+    watch = _Watch()
+    changes = _read(work, _rows(work.steps))
+    watch.lap("read")
+    net = compact(changes, work.layout.key, keep_deleted=True)
+    watch.lap("compact")
+    matches = find_rows(work.storage, work.layout, work.files, net.touched, net.limits)
+    watch.lap("match")
+    return _write(work, net, matches, watch)
+
+
+def _truncate_softly(work: TableWork) -> Written:
+    """A truncate deletes all rows that there are, so every file is written anew; once, also for several of them."""
     watch = _Watch()
     truncates = [step for step in work.steps if isinstance(step, Truncate)]
-    nets: list[NetChanges] = []
-    filled: list[tuple[pa.Table, pa.Array | None]] = []
+    pending: list[tuple[pa.Table, pa.Array | None]] = []
     matches: list[FileMatch] = []
     for number, steps in enumerate(_between_truncates(work.steps)):
         if not steps:
@@ -117,25 +130,21 @@ def _keep_deleted(work: TableWork) -> Written:
         # After a truncate no row from before is alive, but one that was deleted may have the key of a new one.
         found = find_rows(work.storage, work.layout, work.files, net.touched, net.limits)
         matches += found
-        nets.append(net)
-        if not truncates:
-            watch.lap("match")
-            return _write(work, net, matches, watch)
         complete = fill(net, () if number else found, work.storage, work.layout, work.source)
         rows = assemble(complete, work.layout)
         keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
-        filled = [_without(rows_before, keys_before, net.touched) for rows_before, keys_before in filled]
+        pending = [_without(rows_before, keys_before, net.touched) for rows_before, keys_before in pending]
         if number < len(truncates):
             rows = _deleted(rows, truncates[number].commit_time)
-        filled.append((rows, keys))
-    added = [write_rows(work.storage, work.layout, rows, keys) for rows, keys in filled if rows.num_rows]
+        pending.append((rows, keys))
+    added = [write_rows(work.storage, work.layout, rows, keys) for rows, keys in pending if rows.num_rows]
     buried = _by_file(matches)
     for file in work.files:
         dead = dead_rows(work.storage, file).union(buried.get(file.path, Vector.EMPTY))
         again = rewrite(work.storage, work.layout, file, dead, deleted_at=truncates[0].commit_time)
         added += [] if again is None else [again]
     watch.lap("write")
-    row_count = sum(rows.num_rows for rows, _ in filled)
+    row_count = sum(rows.num_rows for rows, _ in pending)
     removed = tuple(file.path for file in work.files)
     return Written(added=tuple(added), removed=removed, row_count=row_count, seconds=watch.seconds)
 
