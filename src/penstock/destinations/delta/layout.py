@@ -135,7 +135,7 @@ class TableLayout:
         times = set(self.times)
         for column in schema.columns:
             segment_type = segment.field(types[column.attnum]).type
-            arrow_type = delta_type(segment_type)
+            arrow_type = _lake_type(schema, column, segment_type)
             times |= {column.attnum} if holds_times(segment_type) else set()
             if column.attnum in names:
                 if self.schema.field(names[column.attnum]).type != arrow_type:
@@ -176,6 +176,8 @@ class TableState:
 
 def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bool = False) -> TableLayout:
     """The layout of a table that is copied; `columns` are those of the copy, in the names and types of segments."""
+    if not source.columns:
+        raise rejected(str(source), "it has no columns, and a Delta table needs some", hint="Exclude the table.")
     fields = field_names(source)
     taken = _reserved(mode)
     clean = column_names(fields)
@@ -184,7 +186,7 @@ def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bo
         for column, name in zip(source.columns, clean, strict=True)
     }
     own = [
-        pa.field(lake_names[column.attnum], delta_type(columns.field(name).type))
+        pa.field(lake_names[column.attnum], _lake_type(source, column, columns.field(name).type))
         for column, name in zip(source.columns, fields, strict=True)
     ]
     times = frozenset(
@@ -222,6 +224,15 @@ def from_metadata(metadata: Metadata) -> TableState | None:
     times = frozenset[int](json.loads(found[_TIMES]))
     layout = TableLayout(source, Mode(found[_MODE]), names, arrow_schema(metadata.schema_string), times)
     return TableState(found[OWNER], int(found[_TABLE_ID]), found[_BEGUN], found[_COPIED], layout)
+
+
+def _lake_type(source: TableSchema, column: Column, segment_type: pa.DataType) -> pa.DataType:
+    try:
+        return delta_type(segment_type)
+    except TypeError as error:
+        what = f"Delta has no type for column {column.name!r} ({segment_type})"
+        hint = "Exclude the table, or leave the column out of the publication."
+        raise rejected(str(source), what, hint=hint) from error
 
 
 def _whole_schema(source: TableSchema, mode: Mode, names: Mapping[int, str], own: list[pa.Field]) -> pa.Schema:

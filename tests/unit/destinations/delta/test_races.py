@@ -259,6 +259,11 @@ def test_a_row_without_a_key_that_is_not_there_stops_its_table(lake: Path, sourc
     assert read_rows(lake, LINES) == [{"level": 1, "line": "there"}]
 
 
+def test_a_table_without_columns_is_refused(lake: Path) -> None:
+    with pytest.raises(TableRejected, match="no columns"):
+        started(lake).drop_table_for_copy(replace(ORDERS, columns=()), "attempt-1")
+
+
 def test_a_table_that_others_made_is_left_alone(lake: Path, source: ScriptedSource) -> None:
     row = pa.table({"id": [1]})
     folder = lake / FOLDERS.table(ORDERS)
