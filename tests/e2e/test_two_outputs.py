@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock.destinations.parquet import ParquetDestination
+from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import SlotLost
 from penstock.lsn import Lsn, reaches
 from penstock.pipeline import OnLostSlot, Outputs, Pipeline
 from penstock.spark.tasks import SparkTasks
 from penstock.state import CommandKind, MemoryStore, PipelineStore
+from penstock.testing.readback import check_equal
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
 from tests.e2e.test_spark_pipeline import (
@@ -23,10 +24,10 @@ from tests.e2e.test_spark_pipeline import (
     SHAPES,
     WAY,
     Shape,
-    check_equal,
     create_tables,
     current_position,
     pipeline_settings,
+    table_names,
     writers,
 )
 
@@ -62,7 +63,7 @@ class Site:
 
     def check_equal(self, *outputs: str) -> None:
         for name in outputs:
-            check_equal(self.database, self.lake(name), self.shapes)
+            check_equal(self.database.dsn, ParquetReader(self.lake(name)), table_names(self.shapes))
 
     def wait_reached(self, outputs: Outputs) -> None:
         """All tables are ready, and have everything that is committed now."""
