@@ -44,6 +44,7 @@ from penstock.verify.source_rows import SourceReader
 MAX_PIECES = 256
 """Of each side: every piece sends its sums back."""
 _BUCKET_ROWS = 1024
+_ROW_BYTES = 200
 _BUCKETS = (16, 8192)
 _DETAILED_ROWS = 200_000
 """About how many rows are written with all their cells, so that some can be shown."""
@@ -107,7 +108,7 @@ def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings) ->
             Side.SOURCE: SideRows(SourceReader(rows.reader), field_names(schema)),
             Side.DESTINATION: SideRows(pinned.reader, tuple(there.get(column.attnum) for column in schema.columns)),
         },
-        buckets=_count_buckets(rows.estimated_rows),
+        buckets=_count_buckets(rows),
         sample=settings.sample,
     )
 
@@ -182,9 +183,11 @@ def _grouped(items: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(items[first:end]) for first, end in itertools.pairwise(borders)]
 
 
-def _count_buckets(rows: int | None) -> int:
+def _count_buckets(rows: CopyRows) -> int:
+    """By the server's statistics, or by the size of the table where they have not heard of its rows."""
     low, high = _BUCKETS
-    return high // 2 if rows is None else min(high, max(low, rows // _BUCKET_ROWS))
+    estimated = max(rows.estimated_rows or 0, rows.estimated_bytes // _ROW_BYTES)
+    return min(high, max(low, estimated // _BUCKET_ROWS))
 
 
 def _detailed(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -150,6 +150,11 @@ def test_an_open_transaction_is_waited_for_and_named(site: Site) -> None:
         given_up = site.run("verify", "--wait", "0")
         assert given_up.returncode == 2
         assert str(blocker.info.backend_pid) in given_up.stderr
+        ended = site.start("verify")
+        site.wait_output(ended, "changes flow meanwhile")
+        ended.send_signal(signal.SIGINT)
+        assert ended.wait(PATIENCE) == 2, site.output(ended)
+        check_discreet(site, site.output(ended))
         waiting = site.start("verify")
         site.wait_output(waiting, "changes flow meanwhile")
         assert f"{blocker.info.backend_pid}" in site.output(waiting)
