@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from penstock.changes.batch import Rows
+from penstock.changes.batch import Rows, SegmentFile
 from penstock.changes.segment import COMMIT_TIME, OLD, OP, UNCHANGED, UNREPRESENTABLE, Operation, field_names
 from penstock.changes.texts import Texts, split_texts
 from penstock.schema import ReplicaIdentity, TableSchema
@@ -25,6 +25,7 @@ _Column = TypeVar("_Column")
 
 LARGE_BYTES = 1 << 30
 """Of a column: from there on its texts have offsets of 64 bits. One transaction may be that large."""
+_SMALL_BYTES = 1 << 18
 _LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 
 
@@ -86,11 +87,7 @@ def concatenate_texts(texts: Sequence[Texts], counts: Sequence[int]) -> dict[str
 
 def _read_step(step: Rows, schema: TableSchema) -> ChangeColumns:
     wanted = {OP, COMMIT_TIME, UNCHANGED, OLD, UNREPRESENTABLE, *field_names(step.schema)}
-    # Only some files have texts, or an old identity.
-    tables = [
-        segment.read([name for name in pq.read_schema(segment.path).names if name in wanted])
-        for segment in step.segments
-    ]
+    tables = [segment.read(_columns(segment, wanted)) for segment in step.segments]
     table = _in_one_piece(pa.concat_tables(tables, promote_options="default"))
     operations = table.column(OP).to_numpy()
     renamed = _renamed(step.schema, schema)
@@ -110,6 +107,14 @@ def _read_step(step: Rows, schema: TableSchema) -> ChangeColumns:
         )
     times = table.column(COMMIT_TIME).cast(pa.int64()).to_numpy()
     return ChangeColumns(schema, operations, times, rows, texts, not_sent, old_at, old, old_texts)
+
+
+def _columns(segment: SegmentFile, wanted: set[str]) -> list[str] | None:
+    """What to read of a file, of which only some have texts, or an old identity; None is all."""
+    if segment.bytes < _SMALL_BYTES:
+        # To look first would take longer than to read what nobody needs.
+        return None
+    return [name for name in pq.read_schema(segment.path).names if name in wanted]
 
 
 def _renamed(before: TableSchema, after: TableSchema) -> dict[str, str]:

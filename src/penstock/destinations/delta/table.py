@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.destinations.base import DestinationContext
-from penstock.destinations.delta.actions import Action, Add, CommitInfo, Remove, Txn
+from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadata, Remove, Txn
 from penstock.destinations.delta.files import now_milliseconds
 from penstock.destinations.delta.layout import TableState, from_metadata, to_metadata
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
@@ -54,6 +54,7 @@ class LakeTable:
         self._table_id = table_id
         self._context = context
         self._vectors = vectors
+        self._parsed: tuple[Metadata, TableState | None] | None = None
 
     def look(self) -> Version | None:
         """The newest version; None if there is no table. Raises if it is somebody else's."""
@@ -156,12 +157,18 @@ class LakeTable:
         return verdict
 
     def _version(self, snapshot: Snapshot) -> Version:
-        state = from_metadata(snapshot.metadata)
+        state = self._state(snapshot.metadata)
         if state is None:
             raise foreign_table(self.name, snapshot.owner or "of another program", self._context.pipeline_id)
         if state.owner != self._context.pipeline_id:
             raise foreign_table(self.name, state.owner, self._context.pipeline_id)
         return Version(snapshot, state)
+
+    def _state(self, metadata: Metadata) -> TableState | None:
+        """What metadata says; it is the same object for as long as nobody changes it."""
+        if self._parsed is None or self._parsed[0] is not metadata:
+            self._parsed = metadata, from_metadata(metadata)
+        return self._parsed[1]
 
     def _recorded(self, version: Version) -> dict[str, int]:
         """The positions of the copy that is there, by lineage."""
