@@ -12,23 +12,22 @@ The result comes in pieces, since a single row can be part of a million document
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import psycopg
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from penstock.documents.canonical_links import canonical_links
 from penstock.documents.catalog import SourceCatalog, SourceTable, complete
-from penstock.documents.expressions import canonical, column, document_id, equal_columns, from_table, values_source
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
 from penstock.documents.paths import Entry, entries_of, link_columns, way_up
-from penstock.documents.relation_map import RelationMap, TrackedTable, link_names, link_update_schema
+from penstock.documents.relation_map import RelationMap, TrackedRelation
 from penstock.documents.specification import IndexSpecification
-from penstock.documents.statements import as_literal, run_statement, without_values
+from penstock.documents.statements import as_literal, without_values
 from penstock.errors import ConfigError
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName
@@ -55,9 +54,10 @@ class Resolution:
     """Read it to the end before the connection is used for something else."""
     whole_indexes: frozenset[str]
     """A table of theirs was emptied: all their documents may be concerned."""
-    links: Mapping[TableName, pa.Table] = field(default_factory=dict[TableName, pa.Table])
+    links: tuple[tuple[TrackedRelation, pa.Table], ...] = ()
     """To be handed to `Resolver.remember` when the documents are durable, and not before."""
-    cleared: frozenset[TableName] = frozenset()
+    cleared: tuple[TrackedRelation, ...] = ()
+    """Relations of which nothing is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,11 @@ class Resolver:
         self._links = {name: link_columns(everything, name) for name in {entry.table for entry in everything}}
         for name, links in self._links.items():
             _refuse_generated(catalog.table(name), links)
-        self.tracked = {
-            name: _track(catalog.table(name), links)
-            for name, links in self._links.items()
-            if not catalog.table(name).identity_columns.issuperset(links)
+        self.tracked = _tracked_relations(everything, catalog)
+        """The relations whose old values have to be remembered."""
+        self._tracked = {
+            name: [each for each in self.tracked if each.name == name] for name in {each.name for each in self.tracked}
         }
-        """The tables whose links have to be remembered."""
 
     @property
     def wanted(self) -> dict[TableName, WantedColumns]:
@@ -100,7 +99,7 @@ class Resolver:
         found: dict[TableName, WantedColumns] = {}
         for name, links in self._links.items():
             table = self._catalog.table(name)
-            key = self.tracked[name].key if name in self.tracked else ()
+            key = self._tracked[name][0].key if name in self._tracked else ()
             columns = WantedColumns(tuple(dict.fromkeys((*links, *key))), table.identity_columns)
             found |= dict.fromkeys((name, *table.leaves), columns)
         return found
@@ -113,29 +112,31 @@ class Resolver:
         `connection` reads the source and sees at least all that the changes did.
         """
         known: dict[TableName, list[RowChanges | _Links]] = {}
-        updates: dict[TableName, pa.Table] = {}
+        updates: list[tuple[TrackedRelation, pa.Table]] = []
         for name, rows in self._by_table(changes.rows):
             known[name] = [rows]
-            if name in self.tracked and not changes.is_snapshot:
-                keys, update = _canonical_links(connection, self.tracked[name], rows)
-                known[name] += [self._look_up(self.tracked[name], keys), _links_after(self.tracked[name], update)]
-                updates[name] = update
+            if name in self._tracked and not changes.is_snapshot:
+                links = canonical_links(connection, self._tracked[name], rows)
+                known[name].append(_Links(links.after()))
+                for relation in self._tracked[name]:
+                    known[name].append(self._look_up(relation, links.old_keys()))
+                    updates.append((relation, links.update_of(relation)))
         cleared = frozenset(self._catalog.top(each) for each in changes.truncated).intersection(self._links)
         indexes = [each for each in self._indexes if scope is None or each.specification.name in scope]
         emptied = [each for each in indexes if any(entry.table in cleared for entry in each.entries)]
         return Resolution(
             documents=self._documents(connection, indexes, known, roots_only=changes.is_snapshot),
             whole_indexes=frozenset(each.specification.name for each in emptied),
-            links=updates,
-            cleared=cleared.intersection(self.tracked),
+            links=tuple(updates),
+            cleared=tuple(each for each in self.tracked if each.name in cleared),
         )
 
     def remember(self, resolution: Resolution) -> None:
         """Store the links as they are after the changes. Call it when the documents are durable, before progress is."""
-        for name in resolution.cleared:
-            self._relations.clear(self.tracked[name])
-        for name, update in resolution.links.items():
-            self._relations.apply(self.tracked[name], update)
+        for relation in resolution.cleared:
+            self._relations.clear(relation)
+        for relation, update in resolution.links:
+            self._relations.apply(relation, update)
 
     def _by_table(self, changes: Sequence[RowChanges]) -> Iterator[tuple[TableName, RowChanges]]:
         """The changes of each table as one piece, partitions under the name of their table."""
@@ -198,21 +199,21 @@ class Resolver:
         # One way alone can lead to the same document several times.
         return sql.SQL("select distinct * from ({}) d").format(sql.SQL(" union all ").join(ways)).as_string(None)
 
-    def _look_up(self, table: TrackedTable, keys: list[str]) -> _Links:
-        found = self._relations.lookup(table, keys) if keys else []
-        columns = list(zip(*found, strict=True)) if found else [() for _ in table.links]
+    def _look_up(self, relation: TrackedRelation, keys: list[str]) -> _Links:
+        found = self._relations.lookup(relation, keys) if keys else []
+        columns = list(zip(*found, strict=True)) if found else [() for _ in relation.links]
         everything = np.ones(len(found), np.bool_)
         return _Links(
             {
                 name: Cells(pa.array(values, pa.string()), everything)
-                for name, values in zip(table.links, columns, strict=True)
+                for name, values in zip(relation.links, columns, strict=True)
             }
         )
 
     @property
     def _relations(self) -> RelationMap:
         if self._map is None:
-            names = ", ".join(sorted(map(str, self.tracked)))
+            names = ", ".join(sorted(str(each.name) for each in self.tracked))
             raise ConfigError(
                 f"deletes and moves of rows cannot be followed without a map of relations: {names}",
                 hint="Give the resolver one, or have the server send old values: replica identity full.",
@@ -222,30 +223,19 @@ class Resolver:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """What rows hung on, as the map of relations has it, or hang on now."""
+    """What rows hung on, as a map of relations has it, or hang on now."""
 
-    old: Mapping[str, Cells]
+    links: Mapping[str, Cells]
 
 
 def _start_values(entry: Entry, known: Sequence[RowChanges | _Links]) -> list[list[str]]:
     images: list[list[Cells]] = []
     for each in known:
-        images.append([each.old[name] for name in entry.columns])
         if isinstance(each, RowChanges):
-            images.append([each.new[name] for name in entry.columns])
+            images += [[image[name] for name in entry.columns] for image in (each.old, each.new)]
+        elif each.links.keys() >= set(entry.columns):
+            images.append([each.links[name] for name in entry.columns])
     return distinct_tuples(images, len(entry.columns))
-
-
-def _links_after(table: TrackedTable, update: pa.Table) -> _Links:
-    """What the rows hang on after the changes, also where that was not sent."""
-    there = update.filter(update.column("present"))
-    sent = np.ones(there.num_rows, np.bool_)
-    return _Links(
-        {
-            name: Cells(there.column(stored).combine_chunks(), sent)
-            for name, stored in zip(table.links, link_names(table), strict=True)
-        }
-    )
 
 
 def _refuse_generated(table: SourceTable, links: tuple[str, ...]) -> None:
@@ -257,60 +247,20 @@ def _refuse_generated(table: SourceTable, links: tuple[str, ...]) -> None:
             )
 
 
-def _track(table: SourceTable, links: tuple[str, ...]) -> TrackedTable:
+def _tracked_relations(entries: Sequence[Entry], catalog: SourceCatalog) -> tuple[TrackedRelation, ...]:
+    wanted = dict.fromkeys((entry.table, tuple(sorted(entry.columns))) for entry in entries)
+    return tuple(
+        _track(catalog.table(name), links)
+        for name, links in sorted(wanted)
+        if not catalog.table(name).identity_columns.issuperset(links)
+    )
+
+
+def _track(table: SourceTable, links: tuple[str, ...]) -> TrackedRelation:
     key = tuple(name for name in table.columns if name in table.identity_columns)
     if not key:
         raise ConfigError(
             f"{table.name} has no replica identity, so its deletes cannot be followed",
             hint=f"Give it a primary key, or run: alter table {table.name} replica identity full;",
         )
-    return TrackedTable(table, key, links)
-
-
-def _canonical_links(
-    connection: psycopg.Connection[Any], table: TrackedTable, rows: RowChanges
-) -> tuple[list[str], pa.Table]:
-    """The keys of rows that were there before, and what became of the links.
-
-    The server brings keys and values to their canonical texts. A link that was not sent (a large value that stayed the
-    same) is read from the row as it is now: if it has changed since, that change is still to come.
-    """
-    gone = ~rows.new[table.key[0]].sent
-    all_sent = all(bool(np.all(rows.new[name].sent | gone)) for name in table.links)
-    parameters = [rows.old[name].texts.to_pylist() for name in table.key]
-    parameters += [rows.new[name].texts.to_pylist() for name in (*table.key, *table.links)]
-    found = run_statement(connection, _links_text(table, all_sent), parameters, f"read the relations of {table.name}")
-    old, new, *links = (pa.array(each, pa.string()) for each in zip(*found, strict=True))
-    order = [pa.array(rows.commit_lsn), pa.array(rows.ordinal)]
-    schema = link_update_schema(table)
-    left = pc.and_(old.is_valid(), pc.coalesce(pc.not_equal(old, new), pa.scalar(True)))
-    absent = [pa.nulls(len(rows), pa.string()) for _ in links]
-    removed = pa.table([old, *absent, pa.array(np.zeros(len(rows), np.bool_)), *order], schema=schema).filter(left)
-    there = pa.table([new, *links, pa.array(np.ones(len(rows), np.bool_)), *order], schema=schema)
-    return old.drop_null().unique().to_pylist(), pa.concat_tables([removed, there.filter(new.is_valid())])
-
-
-def _links_text(table: TrackedTable, all_sent: bool) -> str:
-    """Takes old keys, new keys and new links as arrays; gives old key, new key and links, canonical, in their order."""
-    key, links = table.table.select(table.key), table.table.select(table.links)
-    columns = [*key, *key, *links]
-    source = values_source("s", columns, 1, ordered=True)
-    old = [canonical(column("s", f"v{number}"), each) for number, each in enumerate(key)]
-    new = [canonical(column("s", f"v{number + len(key)}"), each) for number, each in enumerate(key)]
-    values: list[sql.Composable] = []
-    for number, each in enumerate(links):
-        value: sql.Composable = column("s", f"v{number + 2 * len(key)}")
-        if not all_sent:
-            value = sql.SQL("coalesce({}, {})").format(value, column("now", each.name))
-        values.append(canonical(value, each))
-    row = sql.SQL("")
-    if not all_sent:
-        typed = [type(each)(f"v{number + len(key)}", each.type, each.not_null) for number, each in enumerate(key)]
-        row = sql.SQL("left join {} on {}").format(
-            from_table(table.table, "now"), equal_columns("now", key, "s", typed)
-        )
-    return (
-        sql.SQL("select {}, {}, {} from {} {} order by s.place")
-        .format(document_id(old), document_id(new), sql.SQL(", ").join(values), source, row)
-        .as_string(None)
-    )
+    return TrackedRelation(table, key, links)

@@ -120,7 +120,7 @@ def test_keys_of_every_type_lead_from_a_child_to_its_document(stream: Stream, st
         for each in values:
             source.execute(f"insert into public.p{number} values (%s, 1)", [each])
         source.execute(f"insert into public.c{number} values (1, %s, 1)", [values[0]])
-    for table in relations.prepare(list(resolver.tracked.values())):
+    for table in relations.prepare(resolver.tracked):
         relations.seed(source, table, stream.position)
     canonical = {
         f"i{number}": {str(row[0]) for row in source.execute(_canonical_text(number, type_)).fetchall()}
@@ -161,7 +161,7 @@ def test_a_large_link_that_was_not_sent_is_no_null(stream: Stream, state: Connec
     source.execute("insert into public.c4 values (1, %s, 1)", [long])
     relations = PostgresRelationMap(state, "large")
     resolver = Resolver([owner, large], load_catalog(source, owner.tables() | large.tables()), relations)
-    for table in relations.prepare(list(resolver.tracked.values())):
+    for table in relations.prepare(resolver.tracked):
         relations.seed(source, table, stream.position)
     stream.take()
     source.execute("update public.c4 set x = 2")

@@ -101,7 +101,7 @@ def test_seeding_and_following_give_the_documents_of_the_database(database: Data
         relations = PostgresRelationMap(state, "engine")
         specifications = [parse_specification(PEOPLE, "people"), parse_specification(BY_EMAIL, "by_email")]
         documents = PostgresDocuments(resolving, building, specifications, relations, chunk=4)
-        for table in relations.prepare(list(documents.resolver.tracked.values())):
+        for table in relations.prepare(documents.resolver.tracked):
             relations.seed(source, table, Lsn(0))
         world.take_recorded(source)
         transactions = [

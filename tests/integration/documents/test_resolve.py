@@ -23,7 +23,7 @@ from penstock.documents.relation_map import (
     PostgresRelationMap,
     RelationMap,
     SqliteRelationMap,
-    TrackedTable,
+    TrackedRelation,
     link_update_schema,
 )
 from penstock.documents.resolve import Resolver
@@ -46,7 +46,7 @@ TAGS = "{table: person_tags, left_key: person_id, right_key: tag_id}"
 class ForgetfulMap(PostgresRelationMap):
     """Remembers, and never says anything: what happens without the measure."""
 
-    def lookup(self, table: TrackedTable, keys: Sequence[str]) -> list[tuple[str | None, ...]]:
+    def lookup(self, table: TrackedRelation, keys: Sequence[str]) -> list[tuple[str | None, ...]]:
         return []
 
 
@@ -60,7 +60,7 @@ class Shop:
         catalog = load_catalog(self.source, {name for each in specifications for name in each.tables()})
         relations = (ForgetfulMap if forgetful else PostgresRelationMap)(self.state, "tests")
         resolver = Resolver(specifications, catalog, relations, **options)
-        for table in relations.prepare(list(resolver.tracked.values())):
+        for table in relations.prepare(resolver.tracked):
             relations.seed(self.source, table, Lsn(0))
         world.take_recorded(self.source)
         return resolver
@@ -110,7 +110,7 @@ def test_a_changed_key_of_the_root_names_the_old_and_the_new_document(shop: Shop
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_a_deleted_child_changes_its_parent(shop: Shop, forgetful: bool) -> None:
     resolver = shop.resolver(PEOPLE + ORDERS, forgetful=forgetful)
-    assert [str(each) for each in resolver.tracked] == ["w.orders"]
+    assert [str(each.name) for each in resolver.tracked] == ["w.orders"]
     assert shop.resolve(resolver, "delete from w.orders where id = 10") == ([] if forgetful else ["1"])
 
 
@@ -128,7 +128,7 @@ def test_a_moved_child_changes_both_parents(shop: Shop, forgetful: bool) -> None
 def test_with_replica_identity_full_nothing_has_to_be_remembered(shop: Shop) -> None:
     shop.source.execute("alter table w.orders replica identity full")
     resolver = shop.resolver(PEOPLE + ORDERS)
-    assert resolver.tracked == {}
+    assert resolver.tracked == ()
     move = "update w.orders set person_id = 3 where id = 10"
     assert shop.resolve(resolver, move, full=["orders"]) == ["1", "3"]
     assert shop.resolve(resolver, "delete from w.orders where id = 10", full=["orders"]) == ["3"]
@@ -181,7 +181,7 @@ def test_a_table_that_points_at_itself_resolves_both_ways(shop: Shop) -> None:
 def test_both_sides_of_a_junction_and_the_junction_itself(shop: Shop) -> None:
     by_key = f"  - {{many_to_many: tags, table: tags, primary_key: id, through: {TAGS}, fields: [text: label]}}\n"
     resolver = shop.resolver(PEOPLE + by_key)
-    assert resolver.tracked == {}, "the junction's key says what it connects"
+    assert resolver.tracked == (), "the junction's key says what it connects"
     assert shop.resolve(resolver, "update w.tags set label = 'x' where id = 1") == ["1"]
     assert shop.resolve(resolver, "insert into w.person_tags values (3, 1, 1)") == ["3"]
     assert shop.resolve(resolver, "delete from w.tags where id = 1") == ["1", "3"]
@@ -189,7 +189,7 @@ def test_both_sides_of_a_junction_and_the_junction_itself(shop: Shop) -> None:
     text = "version: 1\nschema: w\ntable: orders\nfields:\n  - {ids: tags, table: tags, element_type: long,"
     text += " through: {table: order_tags, left_key: order_id, right_key: tag_id}}\n"
     resolver = shop.resolver(text)
-    assert [str(each) for each in resolver.tracked] == ["w.order_tags"]
+    assert [str(each.name) for each in resolver.tracked] == ["w.order_tags"]
     assert shop.resolve(resolver, "update w.order_tags set order_id = 11 where id = 1") == ["10", "11"]
     assert shop.resolve(resolver, "delete from w.order_tags where id = 1") == ["11"]
 
@@ -197,7 +197,7 @@ def test_both_sides_of_a_junction_and_the_junction_itself(shop: Shop) -> None:
 @pytest.mark.trap(42)
 def test_a_document_named_by_another_column_is_left_and_entered(shop: Shop) -> None:
     resolver = shop.resolver(PEOPLE.replace("fields", "doc_id: email\nfields"))
-    assert [str(each) for each in resolver.tracked] == ["w.people"]
+    assert [str(each.name) for each in resolver.tracked] == ["w.people"]
     assert shop.resolve(resolver, "update w.people set email = 'new' where id = 1") == ["1", "new"]
     assert shop.resolve(resolver, "delete from w.people where id = 1") == ["new"]
 
@@ -309,24 +309,24 @@ def make_map(request: pytest.FixtureRequest, shop: Shop, tmp_path: Path) -> Iter
 
 
 @pytest.fixture
-def tracked(shop: Shop, make_map: Callable[[str], RelationMap]) -> tuple[RelationMap, TrackedTable]:
+def tracked(shop: Shop, make_map: Callable[[str], RelationMap]) -> tuple[RelationMap, TrackedRelation]:
     """The map of the orders, seeded."""
     specification = parse_specification(PEOPLE + ORDERS, "people")
     resolver = Resolver([specification], load_catalog(shop.source, specification.tables()))
-    relations, table = make_map("tests"), next(iter(resolver.tracked.values()))
+    relations, table = make_map("tests"), resolver.tracked[0]
     assert relations.prepare([table]) == [table]
     relations.seed(shop.source, table, Lsn(0))
     return relations, table
 
 
-def update_of(table: TrackedTable, *rows: tuple[str, str | None, bool, int, int]) -> pa.Table:
+def update_of(table: TrackedRelation, *rows: tuple[str, str | None, bool, int, int]) -> pa.Table:
     schema = link_update_schema(table)
     return pa.table([pa.array(each, field.type) for each, field in zip(zip(*rows, strict=True), schema, strict=True)],
                     schema=schema)  # fmt: skip
 
 
 @pytest.mark.trap(42)
-def test_the_newest_link_wins_whatever_comes_again(tracked: tuple[RelationMap, TrackedTable]) -> None:
+def test_the_newest_link_wins_whatever_comes_again(tracked: tuple[RelationMap, TrackedRelation]) -> None:
     relations, table = tracked
     assert sorted(relations.lookup(table, ["10", "11", "99"])) == [("1",), ("2",)]
     relations.apply(table, update_of(table, ("10", "5", True, 7, 3)))
@@ -338,7 +338,7 @@ def test_the_newest_link_wins_whatever_comes_again(tracked: tuple[RelationMap, T
     assert relations.lookup(table, ["10"]) == []
 
 
-def test_within_a_batch_the_last_change_of_a_key_counts(tracked: tuple[RelationMap, TrackedTable]) -> None:
+def test_within_a_batch_the_last_change_of_a_key_counts(tracked: tuple[RelationMap, TrackedRelation]) -> None:
     relations, table = tracked
     gone_and_back = [("10", None, False, 7, 1), ("10", "6", True, 7, 2)]
     made_and_gone = [("12", "6", True, 7, 3), ("12", None, False, 7, 4), ("11", None, True, 7, 5)]
@@ -348,11 +348,11 @@ def test_within_a_batch_the_last_change_of_a_key_counts(tracked: tuple[RelationM
 
 
 def test_other_columns_need_a_new_map(
-    shop: Shop, tracked: tuple[RelationMap, TrackedTable], make_map: Callable[[str], RelationMap]
+    shop: Shop, tracked: tuple[RelationMap, TrackedRelation], make_map: Callable[[str], RelationMap]
 ) -> None:
     relations, table = tracked
     assert relations.prepare([table]) == []
-    other = TrackedTable(table.table, table.key, ("person_id", "status"))
+    other = TrackedRelation(table.table, table.key, ("person_id", "status"))
     assert relations.prepare([other]) == [other]
     assert relations.prepare([other]) == [other], "not seeded yet"
     relations.seed(shop.source, other, Lsn(5))
@@ -363,9 +363,11 @@ def test_other_columns_need_a_new_map(
         relations.lookup(table, ["10"])
 
 
-def test_a_crash_while_seeding_leaves_the_map_unseeded(shop: Shop, tracked: tuple[RelationMap, TrackedTable]) -> None:
+def test_a_crash_while_seeding_leaves_the_map_unseeded(
+    shop: Shop, tracked: tuple[RelationMap, TrackedRelation]
+) -> None:
     relations, _ = tracked
-    broken = TrackedTable(tracked[1].table, ("id",), ("status",))
+    broken = TrackedRelation(tracked[1].table, ("id",), ("status",))
     relations.prepare([broken])
     shop.source.execute("alter table w.orders rename to renamed")
     with pytest.raises(Exception, match="seed the relations"):
@@ -373,7 +375,20 @@ def test_a_crash_while_seeding_leaves_the_map_unseeded(shop: Shop, tracked: tupl
     assert relations.prepare([broken]) == [broken]
 
 
-def test_a_cleared_map_knows_nothing(tracked: tuple[RelationMap, TrackedTable]) -> None:
+def test_another_relation_leaves_the_maps_that_are_there_alone(
+    shop: Shop, tracked: tuple[RelationMap, TrackedRelation]
+) -> None:
+    relations, table = tracked
+    relations.apply(table, update_of(table, ("10", "5", True, 7, 3)))
+    other = TrackedRelation(table.table, table.key, ("status",))
+    assert relations.prepare([table, other]) == [other]
+    relations.seed(shop.source, other, Lsn(9))
+    assert relations.lookup(table, ["10"]) == [("5",)]
+    assert relations.lookup(other, ["10"]) == [("paid",)]
+    assert relations.prepare([table]) == []
+
+
+def test_a_cleared_map_knows_nothing(tracked: tuple[RelationMap, TrackedRelation]) -> None:
     relations, table = tracked
     relations.clear(table)
     assert relations.lookup(table, ["10", "11"]) == []

@@ -1,6 +1,6 @@
 """Maps of relations: what rows hung on before they changed."""
 
-from penstock.documents.relation_map.contract import RelationMap, TrackedTable, link_names, link_update_schema
+from penstock.documents.relation_map.contract import RelationMap, TrackedRelation, link_names, link_update_schema
 from penstock.documents.relation_map.postgres import PostgresRelationMap
 from penstock.documents.relation_map.sqlite import SqliteRelationMap
 
@@ -8,7 +8,7 @@ __all__ = [
     "PostgresRelationMap",
     "RelationMap",
     "SqliteRelationMap",
-    "TrackedTable",
+    "TrackedRelation",
     "link_names",
     "link_update_schema",
 ]

@@ -10,7 +10,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from penstock.documents.expressions import column
-from penstock.documents.relation_map.contract import TrackedTable, link_names, map_name, source_links
+from penstock.documents.relation_map.contract import TrackedRelation, link_names, map_name, source_links
 from penstock.documents.statements import as_literal, run_statement
 from penstock.lsn import Lsn
 from penstock.source.faults import translated
@@ -26,7 +26,7 @@ _SETUP = """
         link_columns text[] not null,
         map_table text not null,
         seeded_at int8,
-        primary key (owner, source_table)
+        primary key (owner, map_table)
     );
 """
 _KNOWN = """
@@ -34,8 +34,8 @@ _KNOWN = """
     from penstock_documents.relation_maps where owner = %s
 """
 _ADDED = "insert into penstock_documents.relation_maps values (%s, %s, %s, %s, %s, null)"
-_SEEDED = "update penstock_documents.relation_maps set seeded_at = %s where owner = %s and source_table = %s"
-_REMOVED = "delete from penstock_documents.relation_maps where owner = %s and source_table = %s"
+_SEEDED = "update penstock_documents.relation_maps set seeded_at = %s where owner = %s and map_table = %s"
+_REMOVED = "delete from penstock_documents.relation_maps where owner = %s and map_table = %s"
 
 
 class PostgresRelationMap:
@@ -45,7 +45,7 @@ class PostgresRelationMap:
         self._connection = connection
         self._owner = owner
 
-    def prepare(self, tables: Sequence[TrackedTable]) -> list[TrackedTable]:
+    def prepare(self, relations: Sequence[TrackedRelation]) -> list[TrackedRelation]:
         """See `RelationMap`."""
         with translated(self._connection, "prepare the maps of relations"), self._connection.transaction():
             self._connection.execute(_SETUP)
@@ -53,43 +53,43 @@ class PostgresRelationMap:
                 (row[0], tuple(row[1]), tuple(row[2])): (row[3], row[4])
                 for row in self._connection.execute(_KNOWN, [self._owner]).fetchall()
             }
-            wanted = {(str(each.name), each.key, each.links): each for each in tables}
+            wanted = {(str(each.name), each.key, each.links): each for each in relations}
             for identity in known.keys() - wanted.keys():
-                self._drop(identity[0], known[identity][0])
+                self._drop(known[identity][0])
             for identity in wanted.keys() - known.keys():
                 self._create(wanted[identity])
             return [each for identity, each in wanted.items() if identity not in known or known[identity][1] is None]
 
-    def seed(self, source: psycopg.Connection[Any], table: TrackedTable, position: Lsn) -> None:
+    def seed(self, source: psycopg.Connection[Any], relation: TrackedRelation, position: Lsn) -> None:
         """See `RelationMap`. Rows pass as bytes of COPY, in pieces."""
         if source is self._connection:
             raise ValueError("a connection cannot copy to itself")
-        target = self._table(table)
-        names = [sql.Identifier(each) for each in ("key", *link_names(table), "commit_lsn", "ordinal")]
+        target = self._table(relation)
+        names = [sql.Identifier(each) for each in ("key", *link_names(relation), "commit_lsn", "ordinal")]
         incoming = sql.SQL("copy {} ({}) from stdin").format(target, sql.SQL(", ").join(names))
-        outgoing = sql.SQL("copy ({}) to stdout").format(source_links(table, position))
-        with translated(source, f"seed the relations of {table.name}"), self._connection.transaction():
+        outgoing = sql.SQL("copy ({}) to stdout").format(source_links(relation, position))
+        with translated(source, f"seed the relations of {relation.name}"), self._connection.transaction():
             self._connection.execute(sql.SQL("truncate {}").format(target))
             with source.cursor().copy(outgoing) as rows, self._connection.cursor().copy(incoming) as taken:
                 for piece in rows:
                     taken.write(piece)
             self._connection.execute(
                 _SEEDED,
-                [int(position), self._owner, str(table.name)],
+                [int(position), self._owner, map_name(self._owner, relation)],
             )
 
-    def lookup(self, table: TrackedTable, keys: Sequence[str]) -> list[tuple[str | None, ...]]:
+    def lookup(self, relation: TrackedRelation, keys: Sequence[str]) -> list[tuple[str | None, ...]]:
         """See `RelationMap`."""
         text = sql.SQL("select distinct {} from unnest($1::text[]) k (key) join {} m on m.key = k.key").format(
-            sql.SQL(", ").join(column("m", each) for each in link_names(table)), self._table(table)
+            sql.SQL(", ").join(column("m", each) for each in link_names(relation)), self._table(relation)
         )
         return run_statement(
-            self._connection, text.as_string(None), [list(keys)], f"look up the relations of {table.name}"
+            self._connection, text.as_string(None), [list(keys)], f"look up the relations of {relation.name}"
         )
 
-    def apply(self, table: TrackedTable, update: pa.Table) -> None:
+    def apply(self, relation: TrackedRelation, update: pa.Table) -> None:
         """See `RelationMap`. One statement: the last change of each key decides whether it stays."""
-        names = link_names(table)
+        names = link_names(relation)
         types = ["text"] * (len(names) + 1) + ["bool", "int8", "int8"]
         arrays = [sql.SQL(as_literal(f"${number}::{each}[]")) for number, each in enumerate(types, start=1)]
         text = sql.SQL(
@@ -108,34 +108,40 @@ class PostgresRelationMap:
             arrays=sql.SQL(", ").join(arrays),
             links=sql.SQL(", ").join(map(sql.Identifier, names)),
             excluded=sql.SQL(", ").join(column("excluded", each) for each in names),
-            map=self._table(table),
+            map=self._table(relation),
         )
         parameters = [each.to_pylist() for each in update.columns]
-        run_statement(self._connection, text.as_string(None), parameters, f"remember the relations of {table.name}")
+        run_statement(self._connection, text.as_string(None), parameters, f"remember the relations of {relation.name}")
 
-    def clear(self, table: TrackedTable) -> None:
+    def clear(self, relation: TrackedRelation) -> None:
         """See `RelationMap`."""
-        with translated(self._connection, f"forget the relations of {table.name}"):
-            self._connection.execute(sql.SQL("truncate {}").format(self._table(table)))
+        with translated(self._connection, f"forget the relations of {relation.name}"):
+            self._connection.execute(sql.SQL("truncate {}").format(self._table(relation)))
 
-    def _create(self, table: TrackedTable) -> None:
-        columns = [sql.SQL("{} text").format(sql.Identifier(each)) for each in link_names(table)]
+    def _create(self, relation: TrackedRelation) -> None:
+        columns = [sql.SQL("{} text").format(sql.Identifier(each)) for each in link_names(relation)]
         self._connection.execute(
             sql.SQL(
                 "create table {} (key text primary key, {}, commit_lsn int8 not null, ordinal int8 not null)"
-            ).format(self._table(table), sql.SQL(", ").join(columns))
+            ).format(self._table(relation), sql.SQL(", ").join(columns))
         )
         self._connection.execute(
             _ADDED,
-            [self._owner, str(table.name), list(table.key), list(table.links), map_name(self._owner, table)],
+            [
+                self._owner,
+                str(relation.name),
+                list(relation.key),
+                list(relation.links),
+                map_name(self._owner, relation),
+            ],
         )
 
-    def _drop(self, source_table: str, name: str) -> None:
+    def _drop(self, name: str) -> None:
         self._connection.execute(sql.SQL("drop table if exists {}").format(sql.Identifier(SCHEMA, name)))
         self._connection.execute(
             _REMOVED,
-            [self._owner, source_table],
+            [self._owner, name],
         )
 
-    def _table(self, table: TrackedTable) -> sql.Identifier:
-        return sql.Identifier(SCHEMA, map_name(self._owner, table))
+    def _table(self, relation: TrackedRelation) -> sql.Identifier:
+        return sql.Identifier(SCHEMA, map_name(self._owner, relation))

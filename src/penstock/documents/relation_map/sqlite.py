@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg.rows import tuple_row
 
-from penstock.documents.relation_map.contract import TrackedTable, link_names, map_name, source_links
+from penstock.documents.relation_map.contract import TrackedRelation, link_names, map_name, source_links
 from penstock.errors import StateUnusable
 from penstock.lsn import Lsn
 from penstock.source.faults import translated
@@ -30,7 +30,7 @@ _BUSY_SECONDS = 10.0
 _SETUP = """
     create table if not exists relation_maps (
         owner text not null, source_table text not null, key_columns text not null, link_columns text not null,
-        map_table text not null, seeded_at integer, primary key (owner, source_table)
+        map_table text not null, seeded_at integer, primary key (owner, map_table)
     )
 """
 
@@ -52,7 +52,7 @@ class SqliteRelationMap:
         """Close the file."""
         self._connection.close()
 
-    def prepare(self, tables: Sequence[TrackedTable]) -> list[TrackedTable]:
+    def prepare(self, relations: Sequence[TrackedRelation]) -> list[TrackedRelation]:
         """See `RelationMap`."""
         with self._transaction("prepare"):
             self._connection.execute(_SETUP)
@@ -62,50 +62,50 @@ class SqliteRelationMap:
                 [self._owner],
             ).fetchall()
             known = {(row[0], tuple(json.loads(row[1])), tuple(json.loads(row[2]))): row[3:] for row in rows}
-            wanted = {(str(each.name), each.key, each.links): each for each in tables}
+            wanted = {(str(each.name), each.key, each.links): each for each in relations}
             for identity in known.keys() - wanted.keys():
                 self._connection.execute(f"drop table if exists {known[identity][0]}")
                 self._connection.execute(
-                    "delete from relation_maps where owner = ? and source_table = ?", [self._owner, identity[0]]
+                    "delete from relation_maps where owner = ? and map_table = ?", [self._owner, known[identity][0]]
                 )
             for identity in wanted.keys() - known.keys():
                 self._create(wanted[identity])
             return [each for identity, each in wanted.items() if identity not in known or known[identity][1] is None]
 
-    def seed(self, source: psycopg.Connection[Any], table: TrackedTable, position: Lsn) -> None:
+    def seed(self, source: psycopg.Connection[Any], relation: TrackedRelation, position: Lsn) -> None:
         """See `RelationMap`. Rows pass in pieces."""
-        name = map_name(self._owner, table)
-        places = ", ".join("?" * (len(table.links) + 3))
+        name = map_name(self._owner, relation)
+        places = ", ".join("?" * (len(relation.links) + 3))
         with (
-            translated(source, f"seed the relations of {table.name}"),
+            translated(source, f"seed the relations of {relation.name}"),
             self._transaction("seed"),
             source.transaction(),
             psycopg.ServerCursor(source, "penstock_links", row_factory=tuple_row) as cursor,
         ):
             self._connection.execute(f"delete from {name}")  # noqa: S608 (a name of ours)
-            cursor.execute(source_links(table, position))
+            cursor.execute(source_links(relation, position))
             while rows := cursor.fetchmany(_PIECE):
                 self._connection.executemany(f"insert into {name} values ({places})", rows)  # noqa: S608 (a name of ours)
             self._connection.execute(
-                "update relation_maps set seeded_at = ? where owner = ? and source_table = ?",
-                [int(position), self._owner, str(table.name)],
+                "update relation_maps set seeded_at = ? where owner = ? and map_table = ?",
+                [int(position), self._owner, map_name(self._owner, relation)],
             )
 
-    def lookup(self, table: TrackedTable, keys: Sequence[str]) -> list[tuple[str | None, ...]]:
+    def lookup(self, relation: TrackedRelation, keys: Sequence[str]) -> list[tuple[str | None, ...]]:
         """See `RelationMap`."""
-        links = ", ".join(f"m.{each}" for each in link_names(table))
-        name = map_name(self._owner, table)
+        links = ", ".join(f"m.{each}" for each in link_names(relation))
+        name = map_name(self._owner, relation)
         text = f"select distinct {links} from json_each(?) k join {name} m on m.key = k.value"  # noqa: S608 (a name of ours)
         with self._translated("read"):
             return self._connection.execute(text, [json.dumps(list(keys))]).fetchall()
 
-    def apply(self, table: TrackedTable, update: pa.Table) -> None:
+    def apply(self, relation: TrackedRelation, update: pa.Table) -> None:
         """See `RelationMap`. The last change of each key decides whether it stays."""
-        name = map_name(self._owner, table)
+        name = map_name(self._owner, relation)
         last = _last_of_each_key(update)
         present = last.filter(last.column("present")).drop_columns(["present"])
         gone = last.filter(pc.invert(last.column("present"))).select(["key", "commit_lsn", "ordinal"])
-        columns = ["key", *link_names(table), "commit_lsn", "ordinal"]
+        columns = ["key", *link_names(relation), "commit_lsn", "ordinal"]
         changed = ", ".join(f"{each} = excluded.{each}" for each in columns[1:])
         upsert = (
             f"insert into {name} ({', '.join(columns)}) values ({', '.join('?' * len(columns))})"  # noqa: S608 (names of ours)
@@ -117,21 +117,21 @@ class SqliteRelationMap:
             self._connection.executemany(delete, _rows(gone))
             self._connection.executemany(upsert, _rows(present.select(columns)))
 
-    def clear(self, table: TrackedTable) -> None:
+    def clear(self, relation: TrackedRelation) -> None:
         """See `RelationMap`."""
         with self._transaction("write"):
-            self._connection.execute(f"delete from {map_name(self._owner, table)}")  # noqa: S608 (a name of ours)
+            self._connection.execute(f"delete from {map_name(self._owner, relation)}")  # noqa: S608 (a name of ours)
 
-    def _create(self, table: TrackedTable) -> None:
-        name = map_name(self._owner, table)
-        links = ", ".join(f"{each} text" for each in link_names(table))
+    def _create(self, relation: TrackedRelation) -> None:
+        name = map_name(self._owner, relation)
+        links = ", ".join(f"{each} text" for each in link_names(relation))
         self._connection.execute(
             f"create table {name} (key text primary key, {links}, commit_lsn integer not null,"
             " ordinal integer not null) without rowid"
         )
         self._connection.execute(
             "insert into relation_maps values (?, ?, ?, ?, ?, null)",
-            [self._owner, str(table.name), json.dumps(table.key), json.dumps(table.links), name],
+            [self._owner, str(relation.name), json.dumps(relation.key), json.dumps(relation.links), name],
         )
 
     @contextmanager
