@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pyarrow as pa
 import pytest
 from deltalake import write_deltalake
 
+from penstock.changes.events import Unchanged
+from penstock.changes.segment import UNREPRESENTABLE_TYPE
 from penstock.destinations.base import TableResult
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.log import DeltaLog
@@ -26,7 +28,7 @@ from penstock.destinations.naming import FOLDERS
 from penstock.errors import ConfigError, IllegalTransition, PenstockError, TableOwned, TableRejected
 from penstock.schema import Column
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
-from penstock.testing.destinations.contract import INT8, LINES, ORDERS
+from penstock.testing.destinations.contract import INT8, LINES, ORDERS, TEXT
 from tests.unit.destinations.delta.reading import read_rows
 
 
@@ -257,6 +259,63 @@ def test_a_row_without_a_key_that_is_not_there_stops_its_table(lake: Path, sourc
     assert isinstance(error, PenstockError)
     assert "not there" not in str(error)[len("audit.lines") :].replace("are not there", "")
     assert read_rows(lake, LINES) == [{"level": 1, "line": "there"}]
+
+
+@dataclass(frozen=True)
+class SourceOf:
+    """A source whose rows are at hand (`penstock.destinations.base.SourceRows`)."""
+
+    rows: tuple[tuple[int, str], ...]
+
+    def fetch(self, schema: Any, keys: pa.Table) -> pa.Table:
+        wanted = set(keys["id"].to_pylist())
+        found = [(number, note) for number, note in self.rows if number in wanted]
+        return pa.table(
+            {
+                "id": pa.array([number for number, _ in found], pa.int64()),
+                "note": pa.array([f"large {number}" for number, _ in found]),
+                "due": pa.nulls(len(found), pa.date32()),
+                "state": pa.array([note for _, note in found]),
+                "_unrepresentable": pa.nulls(len(found), UNREPRESENTABLE_TYPE),
+            }
+        )
+
+
+@pytest.mark.trap(25)
+def test_a_row_that_came_into_view_and_changed_since_waits_for_that_change(lake: Path, source: ScriptedSource) -> None:
+    """The cells that were not sent are taken from the source only if all others are the same there."""
+    schema = replace(ORDERS, columns=(*ORDERS.columns, Column("state", 4, TEXT)))
+    destination = DeltaDestination(lake, maintenance=False)
+    context = make_context()
+    destination.startup(replace(context, source_rows=SourceOf(((1, "same"), (2, "newer")))))
+    destination.drop_table_for_copy(schema, "attempt-1")
+    destination.write_table_rows(schema, source.copy(schema, []))
+
+    def row(number: int, state: str, note: Any = Unchanged) -> dict[str, Any]:
+        return {"id": number, "note": note, "due": None, "state": state}
+
+    with source.transaction() as transaction:
+        transaction.insert(schema, row(1, "same"))
+        transaction.insert(schema, row(2, "older"))
+        transaction.insert(schema, row(3, "gone at the source"))
+    assert_durable(write(destination, source.batch()))
+    assert read_rows(lake, schema) == [row(1, "same", "large 1")]
+    with source.transaction() as transaction:
+        transaction.update(schema, row(2, "newer"))
+        transaction.delete(schema, {"id": 3})
+        transaction.update(schema, row(4, "same"), old={"id": 1})
+    assert_durable(write(destination, source.batch()))
+    rows = sorted(read_rows(lake, schema) or [], key=lambda cells: cells["id"])
+    assert rows == [row(2, "newer", "large 2"), row(4, "same", "large 1")]
+
+
+@pytest.mark.trap(25)
+def test_without_a_source_to_ask_such_a_row_stops_its_table(lake: Path, source: ScriptedSource) -> None:
+    destination = copied(lake, source)
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, {"id": 50, "note": Unchanged, "due": None})
+    assert isinstance(write(destination, source.batch()).error, PenstockError)
+    assert notes(lake) == expected()
 
 
 def test_a_table_without_columns_is_refused(lake: Path) -> None:
