@@ -1,1 +1,26 @@
-"""Search documents: rows of several tables joined into one JSON document per root row, kept while they change."""
+"""Search documents: rows of several tables joined into one JSON document per root row, kept while they change.
+
+Read in this order: `specification` (what people write), `catalog` and `checks` (does it fit the database), `mapping`
+(the index), `build` (documents from keys), `paths`, `resolve` and `relation_map` (keys from changes), `base` and
+`engine` (how it is driven), `sinks`.
+"""
+
+from penstock.documents.base import ChangeCapture, DocumentBuilder, Observer, Sink
+from penstock.documents.builder import PostgresDocuments
+from penstock.documents.engine import Engine
+from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
+from penstock.documents.specification import IndexSpecification, load_specification
+
+__all__ = [
+    "BatchPolicy",
+    "ChangeCapture",
+    "DocumentBuilder",
+    "Engine",
+    "FailurePolicies",
+    "FailurePolicy",
+    "IndexSpecification",
+    "Observer",
+    "PostgresDocuments",
+    "Sink",
+    "load_specification",
+]
