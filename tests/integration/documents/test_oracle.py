@@ -34,9 +34,12 @@ def source(database: Database):
 
 
 @pytest.fixture
-def state(database: Database):
+def maps(database: Database):
+    """One of each sort."""
     with connect(SourceSettings(database.dsn), Role.STATE) as connection:
-        yield connection
+        in_memory = SqliteRelationMap(Path(":memory:"), "oracle")
+        yield [PostgresRelationMap(connection, "oracle"), in_memory]
+        in_memory.close()
 
 
 @dataclass
@@ -107,37 +110,36 @@ class Follower:
         return {each: body for each, body in self.documents[index].items() if body is not None}
 
 
-def begin(connection: psycopg.Connection[Any], state: psycopg.Connection[Any], random: Random) -> Follower:
+def begin(connection: psycopg.Connection[Any], maps: list[RelationMap], random: Random) -> Follower:
     identities = {
         name: ReplicaIdentity.FULL if random.random() < 0.25 else ReplicaIdentity.DEFAULT for name in world.COLUMNS
     }
     connection.execute("truncate " + ", ".join(f"w.{name}" for name in world.COLUMNS))
-    connection.execute("drop schema if exists penstock_documents cascade")
     for name, identity in identities.items():
         connection.execute(f"alter table w.{name} replica identity {identity.name.lower()}")
     world.fill(random, connection)
     world.take_recorded(connection)
     specifications = [world.random_specification(random, f"index{number}") for number in range(random.randint(1, 2))]
-    relations = _choose_map(random, state)
+    relations = random.choice(maps)
+    relations.prepare([])
     return Follower(connection, relations, specifications, identities)
 
 
-def _choose_map(random: Random, state: psycopg.Connection[Any]) -> RelationMap:
-    if random.random() < 0.5:
-        return PostgresRelationMap(state, "oracle")
-    return SqliteRelationMap(Path(":memory:"), "oracle")
+# The larger number takes some minutes.
+EXAMPLES = pytest.mark.parametrize("examples", [12, pytest.param(150, marks=pytest.mark.soak)])
 
 
+@EXAMPLES
 @pytest.mark.trap(42, 48, 49)
 def test_every_document_that_changed_is_resolved(
-    source: psycopg.Connection[Any], state: psycopg.Connection[Any]
+    source: psycopg.Connection[Any], maps: list[RelationMap], examples: int
 ) -> None:
-    @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), database=None)
     @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 6), min_size=8, max_size=16))
     def check(seed: int, sizes: list[int]) -> None:
         note(f"seed={seed} sizes={sizes}")
         random = Random(seed)
-        follower = begin(source, state, random)
+        follower = begin(source, maps, random)
         for size in sizes:
             before = {name: follower.full_build(name) for name in follower.queries}
             world.random_transaction(random, source, size)
@@ -152,16 +154,17 @@ def test_every_document_that_changed_is_resolved(
     check()
 
 
+@EXAMPLES
 @pytest.mark.trap(42, 43)
 def test_documents_converge_when_the_engine_is_behind_and_crashes(
-    source: psycopg.Connection[Any], state: psycopg.Connection[Any]
+    source: psycopg.Connection[Any], maps: list[RelationMap], examples: int
 ) -> None:
-    @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), database=None)
     @given(seed=st.integers(0, 2**32), transactions=st.integers(8, 20))
     def check(seed: int, transactions: int) -> None:
         note(f"seed={seed} transactions={transactions}")
         random = Random(seed)
-        follower = begin(source, state, random)
+        follower = begin(source, maps, random)
         waiting: list[list[world.Recorded]] = []
         for _ in range(transactions):
             world.random_transaction(random, source, random.randint(1, 5))
