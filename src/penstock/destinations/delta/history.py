@@ -95,11 +95,9 @@ def _changes(segment: pa.Table, schema: TableSchema, layout: TableLayout) -> pa.
 
 def _old(old: pa.StructArray, names: Mapping[str, str], wanted: pa.StructType) -> pa.Array:
     """The identity before a change, in the names and types of the lake."""
-    there = {names[field.name]: pc.struct_field(old, field.name) for field in old.type}
-    arrays = [
-        there[field.name].cast(field.type) if field.name in there else pa.nulls(len(old), field.type)
-        for field in wanted
-    ]
+    there = pa.table({names[field.name]: pc.struct_field(old, field.name) for field in old.type})
+    fitted = fit(there, pa.schema(list(wanted))).combine_chunks()
+    arrays = [column.chunk(0) if column.num_chunks else pa.nulls(0, column.type) for column in fitted.columns]
     return pa.StructArray.from_arrays(arrays, fields=list(wanted), mask=old.is_null())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import time
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from penstock.destinations.delta.maintenance.compaction import (
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.naming import FOLDERS
 from penstock.errors import ConfigError, IllegalTransition, PenstockError, TableOwned, TableRejected
-from penstock.schema import Column
+from penstock.schema import Column, PostgresType
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
 from penstock.testing.destinations.contract import INT8, LINES, ORDERS, TEXT
-from tests.unit.destinations.delta.reading import read_rows
+from tests.unit.destinations.delta.reading import read_rows, read_table
+
+TIME = PostgresType(1083, "time")
 
 
 class InterruptedTasks(LocalTasks):
@@ -316,6 +319,30 @@ def test_without_a_source_to_ask_such_a_row_stops_its_table(lake: Path, source: 
         transaction.insert(ORDERS, {"id": 50, "note": Unchanged, "due": None})
     assert isinstance(write(destination, source.batch()).error, PenstockError)
     assert notes(lake) == expected()
+
+
+@pytest.mark.trap(31)
+def test_times_of_day_are_printed_alike_wherever_they_stand(lake: Path, source: ScriptedSource) -> None:
+    """Delta has no type for them; a key of one is found again, and a history says the same before and after."""
+    hour = Column("hour", 1, TIME, identity=True, primary_key_position=1)
+    schema = replace(ORDERS, table_id=17_000, columns=(hour, Column("note", 2, TEXT)))
+    noon, later = time(12), time(12, 30, 0, 250_000)
+    for mode in ("mirror", "history"):
+        destination = started(lake / mode, mode=mode)
+        destination.drop_table_for_copy(schema, "attempt-1")
+        destination.write_table_rows(schema, source.copy(schema, [{"hour": noon, "note": "n"}]))
+        with source.transaction() as transaction:
+            transaction.update(schema, {"hour": later, "note": Unchanged}, old={"hour": noon})
+        result = destination.write_events(source.batch()).result()
+        assert result.tables == {}
+    assert read_rows(lake / "mirror", schema) == [{"hour": "12:30:00.25", "note": "n"}]
+    history = read_table(lake / "history", schema)
+    assert history is not None
+    changes = sorted(history.to_pylist(), key=lambda row: row["_ordinal"])
+    assert [(row["hour"], row["_old"]) for row in changes] == [
+        ("12:00:00", None),
+        ("12:30:00.25", {"hour": "12:00:00"}),
+    ]
 
 
 def test_a_table_without_columns_is_refused(lake: Path) -> None:
