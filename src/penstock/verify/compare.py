@@ -26,7 +26,7 @@ from penstock.changes.segment import field_names, segment_layout
 from penstock.copy import CopyRows
 from penstock.copy.listening import RangeRead, listening
 from penstock.destinations.base import PinnedTable, Tasks
-from penstock.verify.differences import Compared, Files, compare_buckets, describe
+from penstock.verify.differences import Compared, Files, Key, compare_buckets, describe
 from penstock.verify.report import Counts, Difference, TableReport
 from penstock.verify.scan import (
     BucketSums,
@@ -37,6 +37,7 @@ from penstock.verify.scan import (
     Side,
     SideRows,
     collect_piece,
+    find_buckets,
     sum_piece,
 )
 from penstock.verify.source_rows import SourceReader
@@ -133,6 +134,11 @@ def _look_closer(
         )
         counts = sum((each.counts for each in compared), Counts())
         keys = list(itertools.islice((key for each in compared for key in each.keys), settings.shown))
+        unseen = _buckets_of(keys, scan.buckets) & ~collection.detailed
+        if unseen.any():
+            collection = Collection(folder, unseen, unseen)
+            again = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"look at {scan.table}")
+            files = _join(folder, [*collected, *again])
         [differences] = tasks.run(
             [keys],
             partial(_describe, scan, files, settings.show_values),
@@ -141,7 +147,7 @@ def _look_closer(
         return counts, differences[: settings.shown]
 
 
-def _describe(scan: Scan, files: Files, show_values: bool, keys: list[tuple[int, int]]) -> list[Difference]:
+def _describe(scan: Scan, files: Files, show_values: bool, keys: list[Key]) -> list[Difference]:
     return describe(scan, files, keys, show_values)
 
 
@@ -197,6 +203,13 @@ def _detailed(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArra
     chosen = np.zeros(len(suspicious), np.bool_)
     chosen[few] = True
     return chosen
+
+
+def _buckets_of(keys: Sequence[Key], buckets: int) -> NDArray[np.bool_]:
+    found = np.zeros(buckets, np.bool_)
+    if keys:
+        found[find_buckets(np.array(keys, np.uint64).T, buckets)] = True
+    return found
 
 
 def _group_buckets(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -58,7 +58,7 @@ def test_a_copy_equals_its_source(source: Source, place: Place) -> None:
     assert exit_code(report) == 0
 
 
-def test_single_faults_are_found_and_named(source: Source, place: Place) -> None:
+def test_single_faults_are_found_and_named(source: Source, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     make_orders(source)
     rows = source.prepare(settings=SMALL)
     place.copy(rows)
@@ -80,6 +80,9 @@ def test_single_faults_are_found_and_named(source: Source, place: Place) -> None
     assert shown[Kind.MISSING].source == {"region": "r0", "id": 300, "note": "note 300", "paid": "450.00"}
     assert shown[Kind.MISSING].destination is None
     assert shown[Kind.EXTRA].source is None
+    # Those that were not written down with their rows are looked at once more.
+    monkeypatch.setattr("penstock.verify.compare._DETAILED_ROWS", 1)
+    assert place.compare(rows).differences == report.differences
 
 
 @pytest.mark.parametrize("place", ["parquet", "delta"], indirect=True)
