@@ -21,7 +21,6 @@ from penstock.config import Config, load_config
 from penstock.config.models import NO_SPARK
 from penstock.errors import ConfigError, PenstockError, Retry
 from penstock.pipeline import Outputs
-from penstock.spark.lake import delta_options
 from penstock.state import Errored, Ready
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
@@ -154,6 +153,9 @@ def _fresh(folder: Path) -> Path:
 
 
 def _write_config(place: Path, url: str, master: str) -> Path:
+    # Imported here: commands without Spark start without it.
+    from penstock.spark.lake import delta_options
+
     path = place / "penstock.toml"
     options = delta_options() if master != NO_SPARK else None
     spark = "".join(f'"{name}" = "{value}"\n' for name, value in (options or {}).items())
@@ -181,6 +183,8 @@ master = "{master}"
 
 def _ask_the_lake(config: Config, session: Any, display: Display) -> None:
     """A question that only somebody who reads Delta can answer."""
+    from penstock.spark.lake import delta_options
+
     if delta_options() is None:
         display.say("Spark has no jars to read Delta here, so it is asked nothing (`make setup` fetches them)")
         return
