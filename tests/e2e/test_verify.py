@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
 import pytest
 
+from penstock.changes.events import Delete
 from penstock.destinations.memory import MemoryDestination
 from penstock.destinations.stdout import StdoutDestination
-from penstock.errors import NotComparable
-from penstock.lsn import Lsn, reaches
+from penstock.errors import NotComparable, SnapshotBlocked
+from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.testing.faults import FaultyDestination
-from penstock.verify.report import Counts, Report, TableReport
-from penstock.verify.verification import Observer, verify_tables
+from penstock.verify.report import Counts, Kind, Report, TableReport
+from penstock.verify.verification import Observer, VerifySettings, verify_tables
 from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
@@ -35,9 +38,9 @@ class Unversioned(MemoryDestination):
 
 @pytest.fixture
 def started(database: Any, tmp_path: Any) -> Iterator[Started]:
-    """A pipeline of two tables into a destination, followed; writers change both all the time."""
+    """A pipeline of two tables into a destination, followed; writers change rows 1 to 100 of both all the time."""
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
-    database.execute("insert into a select i, 0 from generate_series(1, 100) i; insert into b select * from a")
+    database.execute("insert into a select i, 0 from generate_series(1, 150) i; insert into b select * from a")
     pipelines: list[Pipeline] = []
     stop = threading.Event()
 
@@ -47,8 +50,8 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
             while not stop.is_set():
                 number += 1
                 with connection.transaction():
-                    connection.execute("update a set n = %s where id %% 7 = %s", [number, number % 7])
-                    connection.execute("update b set n = %s where id %% 7 = %s", [number, number % 7])
+                    connection.execute("update a set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
+                    connection.execute("update b set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
 
     def start(destination: Any) -> Pipeline:
         settings = PipelineSettings(
@@ -112,8 +115,8 @@ def test_changes_wait_only_until_all_is_pinned(started: Started) -> None:
     watching = Watching(pipeline)
     report = compare(pipeline, destination, watching)
     assert [(each.table, each.counts) for each in report.tables] == [
-        ("public.a", Counts(equal=100)),
-        ("public.b", Counts(equal=100)),
+        ("public.a", Counts(equal=150)),
+        ("public.b", Counts(equal=150)),
     ]
     assert report.exit_code == 0
     assert watching.told == [("held", False), ("released", True), ("public.a", False), ("public.b", False)]
@@ -166,3 +169,39 @@ def test_a_table_that_is_not_at_the_destination_is_said(started: Started) -> Non
     assert report.tables[0].reason == "public.a is not there at the destination"
     with pytest.raises(NotComparable):
         compare(pipeline, StdoutDestination())
+
+
+def test_where_transactions_never_pause_what_did_not_change_is_judged(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = MemoryDestination()
+    pipeline = started(destination)
+
+    @contextmanager
+    def blocked(*_: Any, **__: Any) -> Iterator[Any]:
+        raise SnapshotBlocked("open transactions did not end")
+        yield
+
+    monkeypatch.setattr("penstock.verify.verification.hold_at_snapshot", blocked)
+    for _ in range(3):
+        report = compare(pipeline, destination)
+        assert not report.exact
+        assert report.exit_code == 0
+        assert all(each.counts.equal + each.counts.unsettled == 150 for each in report.tables)
+        assert all(each.counts.equal >= 50 for each in report.tables)
+    with destination.storage.lock:
+        table = destination.storage.find("public.a")
+        table.insert({"id": 120, "n": 99})
+        table.insert({"id": 7000, "n": 0})
+        table.apply(Delete(OrderKey(Lsn(0), 0), datetime.now(UTC), 0, table.schema, {"id": 121}))
+    report = compare(pipeline, destination)
+    assert report.exit_code == 1
+    counts = report.tables[0].counts
+    assert (counts.missing, counts.extra, counts.changed) == (1, 1, 1)
+    assert {(each.kind, each.key["id"], each.columns) for each in report.tables[0].differences} == {
+        (Kind.CHANGED, 120, ("n",)),
+        (Kind.EXTRA, 7000, ()),
+        (Kind.MISSING, 121, ()),
+    }
+    with pytest.raises(SnapshotBlocked):
+        compare(pipeline, destination, options=VerifySettings(wait=0))

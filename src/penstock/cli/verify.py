@@ -67,9 +67,7 @@ def verify(
     ] = False,
     wait: Annotated[
         float,
-        typer.Option(
-            min=0, help="How long to wait for transactions that are open, before giving up.", metavar="SECONDS"
-        ),
+        typer.Option(min=0, help="How long to wait for transactions that are open.", metavar="SECONDS"),
     ] = WAIT_SECONDS,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on standard error but errors.")] = False,
 ) -> None:

@@ -16,6 +16,7 @@ from penstock.cli.display import write_line
 from penstock.cli.formats import count_of, format_seconds
 from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn
+from penstock.source.slots import Blocker, name_blockers
 from penstock.verify.report import Difference, Kind, Report, TableReport
 from penstock.verify.verification import Observer
 
@@ -43,6 +44,12 @@ class _Lines(Watching):
 
     def blocked(self, error: SnapshotBlocked) -> None:
         self._say(f"waiting: {error.message}; changes flow meanwhile")
+
+    def going_around(self, error: SnapshotBlocked) -> None:
+        self._say("some transaction is open all the time: rows that change meanwhile will not be judged")
+
+    def waiting(self, blockers: list[Blocker]) -> None:
+        self._say(f"waiting for open transactions: {name_blockers(blockers)}; changes flow meanwhile")
 
     def held(self, position: Lsn, *, until_the_end: bool) -> None:
         more = "; changes wait until all is compared, because the destination keeps no versions"
@@ -97,11 +104,12 @@ def _describe(table: TableReport) -> str:
     if table.reason is not None:
         return f"not compared: {table.reason}"
     counts = table.counts
+    moved = f"; {count_of(counts.unsettled, 'row')} changed meanwhile" if counts.unsettled else ""
     if not counts.different:
-        return f"{count_of(counts.equal, 'row')}, equal"
+        return f"{count_of(counts.equal, 'row')}, equal{moved}"
     found = {"missing": counts.missing, "extra": counts.extra, "changed": counts.changed}
     named = ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
-    return f"DIFFERENT: {named}; {counts.equal:,} equal"
+    return f"DIFFERENT: {named}; {counts.equal:,} equal{moved}"
 
 
 def _line(difference: Difference) -> str:
@@ -126,4 +134,5 @@ def _summary(report: Report) -> str:
     found = ", ".join(f"{number:,} {what}" for what, number in counts.items()) or "nothing to compare"
     part = "" if report.sample == 1 else f" in a sample of {report.sample:.4g} of the rows"
     held = format_seconds(report.held_seconds)
-    return f"{found}{part}, at {report.position}; changes waited for {held}"
+    around = "" if report.exact else " or around it, since some transaction was open all the time"
+    return f"{found}{part}, at {report.position}{around}; changes waited for {held}"

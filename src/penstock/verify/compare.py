@@ -26,6 +26,7 @@ from penstock.changes.segment import field_names, segment_layout
 from penstock.copy import CopyRows
 from penstock.copy.listening import RangeRead, listening
 from penstock.destinations.base import PinnedTable, Tasks
+from penstock.schema import TableSchema
 from penstock.verify.differences import Compared, Files, Key, compare_buckets, describe
 from penstock.verify.report import Counts, Difference, TableReport
 from penstock.verify.scan import (
@@ -52,6 +53,16 @@ _DETAILED_ROWS = 200_000
 _COMPARED_ROWS = 1_000_000
 """About how many rows one task compares at a time."""
 
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """How to compare with a destination that was pinned before the snapshot: it was pinned once more, after it."""
+
+    later: PinnedTable
+    horizon: int
+    """Transactions with lower numbers had ended before the destination was first pinned."""
+
+
 OnProgress = Callable[[float], None]
 """Told the fraction that is done."""
 
@@ -74,14 +85,15 @@ def compare_table(
     tasks: Tasks,
     settings: CompareSettings | None = None,
     on_progress: OnProgress | None = None,
+    around: Around | None = None,
 ) -> TableReport:
-    """Compare a table; `rows` says how its source is cut into ranges, at the position of `pinned`."""
+    """Compare a table; `rows` says how its source is cut into ranges, at the position of `pinned`, or `around` it."""
     settings = settings or CompareSettings()
     began = time.monotonic()
-    scan = plan_scan(rows, pinned, settings)
+    scan = plan_scan(rows, pinned, settings, around)
     pieces = _plan_pieces(rows.ranges, pinned.parts)
     watched = _Watched(tasks, len(pieces), on_progress or _ignore)
-    sums = {side: BucketSums.nothing(scan.buckets) for side in Side}
+    sums = {side: BucketSums.nothing(scan.buckets) for side in (Side.SOURCE, Side.DESTINATION)}
     found = watched.run(pieces, partial(sum_piece, scan), description=f"compare {scan.table}")
     for piece, each in zip(pieces, found, strict=True):
         sums[piece.side].merge(each)
@@ -90,28 +102,37 @@ def compare_table(
     differences: Sequence[Difference] = ()
     if suspicious.any():
         sizes = sums[Side.SOURCE].counts + sums[Side.DESTINATION].counts
+        if around is not None:
+            groups = _grouped(around.later.parts)
+            pieces += [Piece(len(pieces) + at, Side.LATER, group) for at, group in enumerate(groups)]
         more, differences = _look_closer(scan, pieces, watched, suspicious, sizes, settings)
         counts += more
     return TableReport(scan.table, counts, tuple(differences), time.monotonic() - began)
 
 
-def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings) -> Scan:
+def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings, around: Around | None = None) -> Scan:
     """How both sides of a table are read. Columns are followed by number: their names may have changed since."""
     schema = rows.schema
     layout = segment_layout(schema, rows.reader.types)
-    there = dict(zip((column.attnum for column in pinned.schema.columns), field_names(pinned.schema), strict=True))
     key = {column.attnum for column in schema.key}
     return Scan(
         table=str(schema),
         columns=pa.schema([pa.field(column.field_name, column.codec.arrow_type) for column in layout.columns]),
         key=tuple(number for number, column in enumerate(schema.columns) if column.attnum in key),
         sides={
-            Side.SOURCE: SideRows(SourceReader(rows.reader), field_names(schema)),
-            Side.DESTINATION: SideRows(pinned.reader, tuple(there.get(column.attnum) for column in schema.columns)),
+            Side.SOURCE: SideRows(SourceReader(rows.reader, around is not None), field_names(schema)),
+            Side.DESTINATION: _side_of(pinned, schema),
+            **({} if around is None else {Side.LATER: _side_of(around.later, schema)}),
         },
         buckets=_count_buckets(rows),
         sample=settings.sample,
+        horizon=None if around is None else around.horizon,
     )
+
+
+def _side_of(pinned: PinnedTable, schema: TableSchema) -> SideRows:
+    names = dict(zip((column.attnum for column in pinned.schema.columns), field_names(pinned.schema), strict=True))
+    return SideRows(pinned.reader, tuple(names.get(column.attnum) for column in schema.columns))
 
 
 def _look_closer(
@@ -127,7 +148,7 @@ def _look_closer(
         collection = Collection(folder, suspicious, _detailed(suspicious, sizes))
         tasks.begin(len(pieces))
         collected = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"look at {scan.table}")
-        files = _join(folder, collected)
+        files = _join(folder, collected, list(scan.sides))
         groups = _group_buckets(suspicious, sizes)
         compared: list[Compared] = tasks.run(
             groups, partial(compare_buckets, files, settings.shown), description=f"look at {scan.table}"
@@ -138,7 +159,7 @@ def _look_closer(
         if unseen.any():
             collection = Collection(folder, unseen, unseen)
             again = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"look at {scan.table}")
-            files = _join(folder, [*collected, *again])
+            files = _join(folder, [*collected, *again], list(scan.sides))
         [differences] = tasks.run(
             [keys],
             partial(_describe, scan, files, settings.show_values),
@@ -220,15 +241,15 @@ def _group_buckets(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> l
     return [(int(at[first]), int(at[end - 1]) + 1) for first, end in zip(starts, [*starts[1:], len(at)], strict=True)]
 
 
-def _join(folder: str, collected: Sequence[Collected]) -> Files:
+def _join(folder: str, collected: Sequence[Collected], sides: Sequence[Side]) -> Files:
     def names(side: Side, rows: bool) -> tuple[str, ...]:
         found = [each.rows if rows else each.digests for each in collected if each.side is side]
         return tuple(itertools.chain.from_iterable(found))
 
     return Files(
         folder,
-        digests={side: names(side, rows=False) for side in Side},
-        rows={side: names(side, rows=True) for side in Side},
+        digests={side: names(side, rows=False) for side in sides},
+        rows={side: names(side, rows=True) for side in sides},
     )
 
 

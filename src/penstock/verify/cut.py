@@ -34,6 +34,8 @@ RETRY_SECONDS = 5.0
 ANSWER_SECONDS = 600.0
 """A pipeline that is behind has to come to where the server was when it was asked."""
 _POLL_SECONDS = 0.1
+_NEWEST = Lsn(2**63 - 1)
+"""Behind every version of a schema."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,27 @@ def hold_at_snapshot(
                 yield cut
             finally:
                 cut.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Tables at one position; see `hold_now`."""
+
+    tables: Mapping[int, TableSchema]
+    left_out: Mapping[str, str]
+    """As in `Cut`."""
+
+
+@contextmanager
+def hold_now(store: PipelineStore, *, answer_seconds: float = ANSWER_SECONDS) -> Iterator[Moment]:
+    """Bring the tables of a running output to where the server is now, and hold them there inside the block."""
+    asking = _Asking(store, answer_seconds)
+    left_out = asking.ask(CutStep.HOLD)
+    try:
+        with _renewing(asking):
+            yield Moment(_schemas_at(store, _NEWEST, left_out), left_out)
+    finally:
+        asking.ask(CutStep.RELEASE)
 
 
 @contextmanager

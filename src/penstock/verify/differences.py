@@ -20,7 +20,7 @@ from penstock.changes.segment import UNREPRESENTABLE
 from penstock.changes.texts import split_texts
 from penstock.verify.digest import DigestedRows, digest_cells
 from penstock.verify.report import Counts, Difference, Kind
-from penstock.verify.scan import BUCKET, DIGESTS, TEXTS, Scan, Side, read_files
+from penstock.verify.scan import BUCKET, DIGESTS, RECENT, TEXTS, Scan, Side, read_files
 
 Key = tuple[int, int]
 """The two lanes of a key's digest."""
@@ -46,29 +46,51 @@ class Compared:
 
 def compare_buckets(files: Files, limit: int, buckets: tuple[int, int]) -> Compared:
     """In a task: compare the rows of some buckets, from the first number to before the second."""
-    return compare_digests(
-        *(_read_digests(files, side, buckets) for side in (Side.SOURCE, Side.DESTINATION)), limit=limit
-    )
+    rows = {side: _read_digests(files, side, buckets) for side in files.digests}
+    (source, recent), (destination, _) = rows[Side.SOURCE], rows[Side.DESTINATION]
+    if Side.LATER not in rows:
+        return compare_digests(source, destination, limit=limit)
+    return compare_around(source, recent, destination, rows[Side.LATER][0], limit=limit)
 
 
 def compare_digests(source: DigestedRows, destination: DigestedRows, *, limit: int) -> Compared:
     """Compare rows by their digests; at most `limit` keys are named."""
-    words = np.concatenate(
-        [
-            np.concatenate([source.keys, destination.keys], axis=1),
-            np.concatenate([source.rows, destination.rows], axis=1),
-        ]
-    )
+    counts, keys = _compare(source, destination)
+    return Compared(counts, tuple((int(one), int(other)) for one, other in keys[:, :limit].T))
+
+
+def compare_around(
+    source: DigestedRows, recent: NDArray[np.bool_], before: DigestedRows, later: DigestedRows, *, limit: int
+) -> Compared:
+    """Compare a source with a destination that was looked at before it and after it.
+
+    Keys have moved if the source's row is recent, or if the destination changed between the two looks. All others were
+    the same all the time, and must be equal. Those that moved are compared with what the destination has later; what
+    differs there may have changed again, and stays unsettled.
+    """
+    _, changed = _compare(before, later)
+    # Of two keys with the same first lane, which nearly never are, both count as moved.
+    moved = np.concatenate([source.keys[0][recent], changed[0]])
+    here, there = np.isin(source.keys[0], moved), np.isin(before.keys[0], moved)
+    still = compare_digests(source.take(~here), before.take(~there), limit=limit)
+    counts, unsettled = _compare(source.take(here), later.take(np.isin(later.keys[0], moved)))
+    return Compared(still.counts + Counts(equal=counts.equal, unsettled=unsettled.shape[1]), still.keys)
+
+
+def _compare(source: DigestedRows, destination: DigestedRows) -> tuple[Counts, NDArray[np.uint64]]:
+    """How many rows are equal and not, and the keys of those that are not."""
+    keys = np.concatenate([source.keys, destination.keys], axis=1)
+    words = np.concatenate([keys, np.concatenate([source.rows, destination.rows], axis=1)])
     if not words.shape[1]:
-        return Compared(Counts(), ())
+        return Counts(), keys
     order = np.lexsort(words[::-1])
     words = words[:, order]
     is_source = (order < len(source)).astype(np.int64)
     rows = _starts(words)
     here, there = np.add.reduceat(is_source, rows), np.add.reduceat(1 - is_source, rows)
     same = np.minimum(here, there)
-    keys = _starts(words[:2, rows])
-    missing, extra = np.add.reduceat(here - same, keys), np.add.reduceat(there - same, keys)
+    first_of_key = _starts(words[:2, rows])
+    missing, extra = np.add.reduceat(here - same, first_of_key), np.add.reduceat(there - same, first_of_key)
     changed = np.minimum(missing, extra)
     counts = Counts(
         equal=int(same.sum()),
@@ -76,13 +98,12 @@ def compare_digests(source: DigestedRows, destination: DigestedRows, *, limit: i
         extra=int((extra - changed).sum()),
         changed=int(changed.sum()),
     )
-    first = rows[keys[np.flatnonzero(missing + extra)[:limit]]]
-    return Compared(counts, tuple((int(one), int(other)) for one, other in words[:2, first].T))
+    return counts, words[:2, rows[first_of_key[np.flatnonzero(missing + extra)]]]
 
 
 def describe(scan: Scan, files: Files, keys: Sequence[Key], show_values: bool) -> list[Difference]:
     """In a task: the rows behind keys that differ, as far as they were written down."""
-    tables = {side: _read_rows(files, side, keys) for side in Side}
+    tables = {side: _read_rows(files, side, keys) for side in (Side.SOURCE, Side.DESTINATION)}
     found: list[Difference] = []
     # Cold: some ten keys, for a person to read.
     for key in keys:
@@ -159,14 +180,17 @@ def _pair(scan: Scan, source: list[_Row], destination: list[_Row], show_values: 
     return found
 
 
-def _read_digests(files: Files, side: Side, buckets: tuple[int, int]) -> DigestedRows:
+def _read_digests(files: Files, side: Side, buckets: tuple[int, int]) -> tuple[DigestedRows, NDArray[np.bool_]]:
+    """Digests, and which rows are recent."""
+    recent: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
     parts: list[NDArray[np.uint64]] = [np.zeros((4, 0), np.uint64)]
     for table in read_files(files.folder, files.digests[side]):
         first, end = np.searchsorted(table.column(BUCKET).to_numpy(), buckets)
         part = table.slice(int(first), int(end - first))
         parts.append(np.stack([part.column(name).to_numpy() for name in DIGESTS]))
+        recent.append(part.column(RECENT).to_numpy())
     words = np.concatenate(parts, axis=1)
-    return DigestedRows(words[:2], words[2:])
+    return DigestedRows(words[:2], words[2:]), np.concatenate(recent)
 
 
 def _read_rows(files: Files, side: Side, keys: Sequence[Key]) -> pa.Table:

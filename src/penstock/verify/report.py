@@ -53,6 +53,8 @@ class Counts:
     missing: int = 0
     extra: int = 0
     changed: int = 0
+    unsettled: int = 0
+    """Keys of which nothing can be said, because their rows changed while source and destination were looked at."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -60,6 +62,7 @@ class Counts:
             self.missing + other.missing,
             self.extra + other.extra,
             self.changed + other.changed,
+            self.unsettled + other.unsettled,
         )
 
     @property
@@ -106,6 +109,7 @@ class TableReport:
             "missing": self.counts.missing,
             "extra": self.counts.extra,
             "changed": self.counts.changed,
+            "unsettled": self.counts.unsettled,
             "differences": [difference.to_json() for difference in self.differences],
             "seconds": round(self.seconds, 3),
         }
@@ -122,6 +126,8 @@ class Report:
     """The fraction of the rows that was looked at."""
     held_seconds: float = 0.0
     """For how long changes were not written, so that both sides could be compared."""
+    exact: bool = True
+    """Both sides were at one position. Otherwise rows that changed between two looks may be unsettled."""
 
     @property
     def exit_code(self) -> int:
@@ -132,6 +138,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return {
             "position": str(self.position),
+            "exact": self.exact,
             "sample": self.sample,
             "held_seconds": round(self.held_seconds, 3),
             "tables": [table.to_json() for table in self.tables],

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from penstock.changes.segment import XID
 from penstock.changes.texts import join_texts, split_texts
 from penstock.copy.listening import RangeRead, tell
 from penstock.destinations.base import RangeReader
@@ -27,12 +28,14 @@ from penstock.errors import NotComparable
 from penstock.values.datetimes import TimeCodec
 from penstock.verify.digest import LANES, DigestedRows, Digests, digest_cells, digest_rows
 
-BUCKET, TEXTS = "bucket", "texts"
+BUCKET, TEXTS, RECENT = "bucket", "texts", "recent"
 DIGESTS = ("key_0", "key_1", "row_0", "row_1")
 _SLICE_ROWS = 1 << 15
 """Digested at a time: what fits the processor's cache."""
 _FILE_ROWS = 1 << 20
 _HALF = np.uint64(32)
+_FIRST_TRANSACTION = 3
+"""Lower numbers mean that a row is older than all others."""
 
 
 class Side(StrEnum):
@@ -40,6 +43,8 @@ class Side(StrEnum):
 
     SOURCE = "source"
     DESTINATION = "destination"
+    LATER = "later"
+    """The destination once more, at a position behind that of the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class ReadRows:
     """Of cells that their type cannot hold, by the number of the column."""
     digests: DigestedRows
     buckets: NDArray[np.int64]
+    recent: NDArray[np.bool_] | None = None
+    """Which rows were written since `Scan.horizon`; None where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ class Scan:
     buckets: int
     sample: float = 1.0
     """Which fraction of the rows is looked at: the same ones on both sides."""
+    horizon: int | None = None
+    """Where sides are not at one position: transactions before this one had ended before the first was looked at."""
 
     def read(self, piece: Piece) -> Iterator[ReadRows]:
         """The rows of a piece, some at a time."""
@@ -129,14 +138,26 @@ class Scan:
             pa.nulls(batch.num_rows, wanted.type) if name is None else self._fit(batch.column(name), wanted)
             for name, wanted in zip(side.names, self.columns, strict=True)
         ]
+        recent = self._recent(batch)
         if self.sample < 1:
-            columns, texts = self._sampled(columns, texts)
+            wanted = self._sampled(columns, texts)
+            columns = [column.filter(pa.array(wanted)) for column in columns]
+            texts = {number: column.filter(pa.array(wanted)) for number, column in texts.items()}
+            recent = None if recent is None else recent[wanted]
         if not columns:
             # A table without columns: its rows are all the same.
             empty = np.zeros((LANES, batch.num_rows), np.uint64)
             return ReadRows([], {}, DigestedRows(empty, empty), np.zeros(batch.num_rows, np.int64))
         digests = digest_rows(columns, texts, self.key)
-        return ReadRows(columns, texts, digests, find_buckets(digests.keys, self.buckets))
+        return ReadRows(columns, texts, digests, find_buckets(digests.keys, self.buckets), recent)
+
+    def _recent(self, batch: pa.RecordBatch) -> NDArray[np.bool_] | None:
+        """Which rows were written by transactions at or behind the horizon; numbers go round after 32 bits."""
+        if self.horizon is None or XID not in batch.schema.names:
+            return None
+        transactions = batch.column(XID).to_numpy()
+        ahead = (transactions - self.horizon) % (1 << 32) < (1 << 31)
+        return ahead & (transactions >= _FIRST_TRANSACTION)
 
     def _fit(self, column: pa.Array, wanted: pa.Field) -> pa.Array:
         try:
@@ -149,19 +170,12 @@ class Scan:
                 table=self.table,
             ) from None
 
-    def _sampled(
-        self, columns: list[pa.Array], texts: dict[int, pa.Array]
-    ) -> tuple[list[pa.Array], dict[int, pa.Array]]:
+    def _sampled(self, columns: list[pa.Array], texts: dict[int, pa.Array]) -> NDArray[np.bool_]:
         """The rows whose keys are chosen, by their digests: the other lane than the one that buckets go by."""
-        chosen = list(self.key) or list(range(len(columns)))
-        keys = np.zeros(len(columns[0]), np.uint64) if columns else np.zeros(0, np.uint64)
-        for number in chosen:
+        keys = np.zeros(len(columns[0]) if columns else 0, np.uint64)
+        for number in self.key or range(len(columns)):
             keys += digest_cells(columns[number], number, texts.get(number))[1]
-        wanted = pa.array(keys < np.uint64(int(self.sample * 2**64)))
-        return (
-            [column.filter(wanted) for column in columns],
-            {number: column.filter(wanted) for number, column in texts.items()},
-        )
+        return keys < np.uint64(int(self.sample * 2**64))
 
 
 def find_buckets(keys: Digests, count: int) -> NDArray[np.int64]:
@@ -241,7 +255,8 @@ def digest_table(rows: ReadRows) -> pa.Table:
     """Buckets and digests as columns."""
     lanes = [*rows.digests.keys, *rows.digests.rows]
     arrays = [pa.array(rows.buckets), *(pa.array(np.ascontiguousarray(lane)) for lane in lanes)]
-    return pa.Table.from_arrays(arrays, names=[BUCKET, *DIGESTS])
+    recent = np.zeros(len(rows.buckets), np.bool_) if rows.recent is None else rows.recent
+    return pa.Table.from_arrays([*arrays, pa.array(recent)], names=[BUCKET, *DIGESTS, RECENT])
 
 
 def read_files(folder: str, names: Sequence[str]) -> Iterator[pa.Table]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 from psycopg import pq
 
-from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, SegmentColumn, segment_layout
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, XID, SegmentColumn, segment_layout
 from penstock.changes.texts import join_texts
 from penstock.copy import CopyRange, RangeReader
 from penstock.errors import DecodeError, SourceError
@@ -50,6 +50,8 @@ class SourceReader:
 
     heap: RangeReader
     """Of the same table and snapshot; it knows how to hold a heap still, and is not read."""
+    with_transactions: bool = False
+    """Give `_xid`, too: the transaction that wrote a row, by the 32 bits that rows have of it."""
 
     @property
     def arrow_schema(self) -> pa.Schema:
@@ -71,14 +73,17 @@ class SourceReader:
                 raise from_exception(error, place, doing) from None
 
     def _query(self, columns: tuple[SegmentColumn, ...], part: CopyRange, name: str) -> str:
+        names = [_quote(column.column.name) for column in columns]
         # A line needs something on it, also that of a row without columns.
-        selected = ", ".join(_quote(column.column.name) for column in columns) or "1"
+        selected = ", ".join([*names, "xmin"] if self.with_transactions else names) or "1"
         conditions = [part.condition, f"({self.heap.row_filter})" if self.heap.row_filter else ""]
         where = " and ".join(filter(None, conditions))
         return f"copy (select {selected} from only {name}{f' where {where}' if where else ''}) to stdout (format csv)"  # noqa: S608 (quoted)
 
     def _decode(self, text: bytearray, columns: tuple[SegmentColumn, ...]) -> pa.RecordBatch:
-        cells = parse_csv(text, [_read_as(column) for column in columns], str(self.heap.schema))
+        types = [_read_as(column) for column in columns]
+        types += [pa.int64()] if self.with_transactions else []
+        cells = parse_csv(text, types, str(self.heap.schema))
         arrays: list[pa.Array] = []
         texts: dict[str, pa.Array] = {}
         for column, read in zip(columns, cells.columns, strict=False):
@@ -98,9 +103,11 @@ class SourceReader:
         maps = join_texts(texts, cells.num_rows)
         arrays.append(pa.nulls(cells.num_rows, UNREPRESENTABLE_TYPE) if maps is None else maps)
         fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
-        return pa.RecordBatch.from_arrays(
-            arrays, schema=pa.schema([*fields, pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)])
-        )
+        fields.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE))
+        if self.with_transactions:
+            arrays.append(cells.column(len(columns)).combine_chunks())
+            fields.append(pa.field(XID, pa.int64()))
+        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
 def parse_csv(text: bytes | bytearray, types: list[pa.DataType], table: str) -> pa.Table:

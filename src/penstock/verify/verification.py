@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+
+from psycopg.rows import tuple_row
 
 from penstock.copy import prepare_copy
 from penstock.destinations.base import Destination, PinnedTable, ReadableDestination, Tasks
@@ -19,9 +21,13 @@ from penstock.errors import NotComparable, PenstockError, SnapshotBlocked
 from penstock.lsn import Lsn
 from penstock.pipeline import PipelineSettings
 from penstock.schema import TableSchema
+from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.faults import translated
+from penstock.source.slots import Blocker
+from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.state import PipelineStore
-from penstock.verify.compare import CompareSettings, compare_table
-from penstock.verify.cut import Cut, hold_at_snapshot
+from penstock.verify.compare import Around, CompareSettings, compare_table
+from penstock.verify.cut import hold_at_snapshot, hold_now
 from penstock.verify.report import Report, TableReport
 
 logger = logging.getLogger(__name__)
@@ -44,6 +50,12 @@ class Observer:
     def blocked(self, error: SnapshotBlocked) -> None:
         """Open transactions keep the snapshot from being taken; it is tried again, and changes flow meanwhile."""
 
+    def going_around(self, error: SnapshotBlocked) -> None:
+        """Some transaction was open all the time: the destination is looked at before and after a longer wait."""
+
+    def waiting(self, blockers: list[Blocker]) -> None:
+        """These transactions are waited for; changes flow meanwhile."""
+
     def held(self, position: Lsn, *, until_the_end: bool) -> None:
         """Source and destination are at one position; changes wait, until `released` or until all is compared."""
 
@@ -63,7 +75,7 @@ class VerifySettings:
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     wait: float = WAIT_SECONDS
-    """Seconds to wait for transactions that keep a snapshot from being taken."""
+    """Seconds to wait for transactions that keep a snapshot from being taken; as long again, if they never pause."""
 
 
 def verify_tables(
@@ -80,27 +92,19 @@ def verify_tables(
 
     `destination` reads what the pipeline writes; it need not be started. What concerns one table only is in the report;
     raises `SnapshotBlocked`, `NotComparable` and what else concerns all of them.
+
+    Where some transaction is open all the time, both sides are never at one position: after `options.wait` seconds the
+    destination is looked at before and after a snapshot that may take as long again (`Report.exact` is false).
     """
     options, observer = options or VerifySettings(), observer or Observer()
-    readable = require_readable(destination)
-    held = _Held(observer)
-    with hold_at_snapshot(settings.source, store, wait=options.wait, on_blocked=held.blocked) as cut:
-        observer.held(cut.position, until_the_end=not readable.keeps_versions)
-        chosen = {table_id: schema for table_id, schema in cut.tables.items() if not tables or str(schema) in tables}
-        with _pinned(readable, chosen) as pins:
-            if readable.keeps_versions:
-                cut.release()
-                observer.released(held.seconds)
-            reports = [_left_out(name, why) for name, why in cut.left_out.items() if not tables or name in tables]
-            for report in reports:
-                observer.compared(report)
-            for table_id, schema in sorted(chosen.items(), key=lambda item: str(item[1])):
-                report = _compare(settings, cut, schema, pins[table_id], tasks, options.compare, observer)
-                observer.compared(report)
-                reports.append(report)
-            cut.release()
-    ordered = tuple(sorted(reports, key=lambda report: report.table))
-    return Report(cut.position, ordered, options.compare.sample, held.seconds)
+    asked = _Asked(settings, store, require_readable(destination), tasks, frozenset(tables), options, observer)
+    try:
+        return _at_one_position(asked)
+    except SnapshotBlocked as blocked:
+        if not options.wait or not asked.destination.keeps_versions:
+            raise
+        observer.going_around(blocked)
+        return _around_a_snapshot(asked)
 
 
 def require_readable(destination: Destination) -> ReadableDestination:
@@ -111,6 +115,77 @@ def require_readable(destination: Destination) -> ReadableDestination:
             hint="Destinations that can be compared: delta, parquet, and your own with a method `pin`.",
         )
     return destination
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be compared."""
+
+    settings: PipelineSettings
+    store: PipelineStore
+    destination: ReadableDestination
+    tasks: Tasks
+    tables: frozenset[str]
+    """Empty for all."""
+    options: VerifySettings
+    observer: Observer
+
+    def chosen(self, tables: Mapping[int, TableSchema]) -> dict[int, TableSchema]:
+        """Those of the tables that are meant, in the order of their names."""
+        named = sorted(tables.items(), key=lambda item: str(item[1]))
+        return {table_id: schema for table_id, schema in named if not self.tables or str(schema) in self.tables}
+
+    def left_out(self, names: Mapping[str, str]) -> list[TableReport]:
+        """Reports of those that cannot be compared now."""
+        reports = [
+            TableReport(name, reason=_REASONS.get(why, why))
+            for name, why in names.items()
+            if not self.tables or name in self.tables
+        ]
+        for report in reports:
+            self.observer.compared(report)
+        return reports
+
+    def report(self, position: Lsn, tables: list[TableReport], held: _Held, *, exact: bool) -> Report:
+        ordered = tuple(sorted(tables, key=lambda table: table.table))
+        return Report(position, ordered, self.options.compare.sample, held.seconds, exact)
+
+
+def _at_one_position(asked: _Asked) -> Report:
+    held = _Held(asked.observer)
+    wait, keeps_versions = asked.options.wait, asked.destination.keeps_versions
+    with hold_at_snapshot(asked.settings.source, asked.store, wait=wait, on_blocked=held.blocked) as cut:
+        asked.observer.held(cut.position, until_the_end=not keeps_versions)
+        chosen = asked.chosen(cut.tables)
+        with _pinned(asked.destination, chosen) as pins:
+            if keeps_versions:
+                cut.release()
+                asked.observer.released(held.seconds)
+            reports = asked.left_out(cut.left_out)
+            reports += [_compare(asked, cut.snapshot, schema, pins[table_id]) for table_id, schema in chosen.items()]
+            cut.release()
+    return asked.report(cut.position, reports, held, exact=True)
+
+
+def _around_a_snapshot(asked: _Asked) -> Report:
+    """Pin what is there before the snapshot, and what is there after it; nobody waits for open transactions but we."""
+    held = _Held(asked.observer)
+    horizon = _horizon(asked.settings.source)
+    with ExitStack() as stack:
+        with hold_now(asked.store) as before:
+            chosen = asked.chosen(before.tables)
+            pins = stack.enter_context(_pinned(asked.destination, chosen))
+        asked.observer.released(held.seconds)
+        snapshot = stack.enter_context(
+            take_snapshot(asked.settings.source, timeout=asked.options.wait, on_wait=asked.observer.waiting)
+        )
+        with hold_now(asked.store) as after:
+            later = stack.enter_context(_pinned(asked.destination, asked.chosen(after.tables)))
+        reports = asked.left_out({**after.left_out, **before.left_out})
+        for table_id, schema in chosen.items():
+            if table_id in later:
+                reports.append(_compare(asked, snapshot, schema, pins[table_id], later[table_id], horizon))
+        return asked.report(snapshot.position, reports, held, exact=False)
 
 
 class _Held:
@@ -155,28 +230,49 @@ def _pinned(
 
 
 def _compare(
-    settings: PipelineSettings,
-    cut: Cut,
+    asked: _Asked,
+    snapshot: Snapshot,
     schema: TableSchema,
     pinned: PinnedTable | PenstockError,
-    tasks: Tasks,
-    compare: CompareSettings,
-    observer: Observer,
+    later: PinnedTable | PenstockError | None = None,
+    horizon: int = 0,
 ) -> TableReport:
-    table = str(schema)
-    observer.comparing(table, 0.0)
+    report = _compared(asked, snapshot, schema, pinned, later, horizon)
+    asked.observer.compared(report)
+    return report
+
+
+def _compared(
+    asked: _Asked,
+    snapshot: Snapshot,
+    schema: TableSchema,
+    pinned: PinnedTable | PenstockError,
+    later: PinnedTable | PenstockError | None,
+    horizon: int,
+) -> TableReport:
+    table, settings = str(schema), asked.settings
+    asked.observer.comparing(table, 0.0)
     if isinstance(pinned, PenstockError):
         return TableReport(table, reason=pinned.message)
+    if isinstance(later, PenstockError):
+        return TableReport(table, reason=later.message)
     try:
         rows = prepare_copy(
-            cut.snapshot,
+            snapshot,
             settings.source,
             settings.publication,
             schema.table_id,
             types=settings.types,
             settings=settings.copy,
         )
-        return compare_table(rows, pinned, tasks, compare, lambda fraction: observer.comparing(table, fraction))
+        return compare_table(
+            rows,
+            pinned,
+            asked.tasks,
+            asked.options.compare,
+            lambda fraction: asked.observer.comparing(table, fraction),
+            None if later is None else Around(later, horizon),
+        )
     except PenstockError as error:
         logger.info("table not compared table=%s error=%s", table, error)
         return TableReport(table, reason=error.message)
@@ -186,5 +282,10 @@ def _compare(
         return TableReport(table, reason=f"{table} cannot be read: {error.strerror or type(error).__name__}")
 
 
-def _left_out(table: str, why: str) -> TableReport:
-    return TableReport(table, reason=_REASONS.get(why, why))
+def _horizon(source: SourceSettings) -> int:
+    """The oldest transaction that has not ended yet, by the 32 bits that rows have of it."""
+    query = "select pg_catalog.txid_snapshot_xmin(pg_catalog.txid_current_snapshot()) & 4294967295"
+    with connect(source, Role.VERIFY) as connection, translated(connection, "look for open transactions"):
+        row = connection.cursor(row_factory=tuple_row).execute(query).fetchone()
+        assert row is not None
+        return row[0]

@@ -51,6 +51,15 @@ def test_one_of_several_outputs_is_named_and_a_sample_is_said(capsys: pytest.Cap
     assert last == "1 equal in a sample of 0.01 of the rows, at 0/1B91DD0; changes waited for 0.8 s"
 
 
+def test_rows_that_were_not_judged_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    moved = TableReport("shop.items", Counts(equal=1990, unsettled=10))
+    print_report(Report(Lsn(0x1B91DD0), (moved,), exact=False))
+    assert capsys.readouterr().out.splitlines() == [
+        "shop.items  1,990 rows, equal; 10 rows changed meanwhile",
+        "1 equal, at 0/1B91DD0 or around it, since some transaction was open all the time; changes waited for 0.0 s",
+    ]
+
+
 def test_a_difference_counts_more_than_what_could_not_be_compared() -> None:
     assert report(EQUAL).exit_code == 0
     assert report(EQUAL, DIFFERENT, LEFT_OUT).exit_code == 1

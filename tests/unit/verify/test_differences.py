@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import NotComparable
-from penstock.verify.differences import compare_digests
+from penstock.verify.differences import compare_around, compare_digests
 from penstock.verify.digest import DigestedRows, digest_rows
 from penstock.verify.report import Counts
 from penstock.verify.scan import BucketSums, Piece, Scan, Side, SideRows, find_buckets, fit_type, sum_piece
@@ -42,6 +42,47 @@ def test_multisets_are_compared_as_the_obvious_way_does(source: list[Row], desti
     assert found.counts == obvious(source, destination, keyed=keyed)
     assert bool(found.keys) == bool(found.counts.different)
     assert len(compare_digests(digests(source), digests(destination), limit=1).keys) <= 1
+
+
+STATE = st.dictionaries(st.integers(0, 6), st.integers(0, 2), max_size=6)
+EDITS = st.dictionaries(st.integers(0, 6), st.none() | st.integers(0, 2), max_size=4)
+
+
+def edited(state: dict[int, int], edits: dict[int, int | None]) -> dict[int, int]:
+    return {key: value for key, value in (state | edits).items() if value is not None}
+
+
+@given(STATE, EDITS, EDITS, st.none() | st.tuples(st.integers(0, 6), st.none() | st.integers(3, 4)))
+def test_around_a_snapshot_only_what_did_not_change_is_judged(
+    state: dict[int, int],
+    meanwhile: dict[int, int | None],
+    after: dict[int, int | None],
+    fault: tuple[int, int | None] | None,
+) -> None:
+    at_snapshot = edited(state, meanwhile)
+    before, later = dict(state), edited(at_snapshot, after)
+    touched = {*meanwhile, *after}
+    if fault is not None and fault[0] not in touched:
+        # The destination is wrong about one row, before and later.
+        for each in (before, later):
+            each.pop(fault[0], None)
+            if fault[1] is not None:
+                each[fault[0]] = fault[1]
+    # A row that went away and came back as it was shows no trace: that is not tried here.
+    vanished = [key for key in before if key not in at_snapshot and later.get(key) == before[key]]
+    for key in vanished:
+        if key in touched:
+            del later[key]
+    found = compare_around(
+        digests(list(at_snapshot.items())),
+        np.array([meanwhile.get(key) is not None for key in at_snapshot], np.bool_),
+        digests(list(before.items())),
+        digests(list(later.items())),
+        limit=100,
+    )
+    wrong = int(before.get(fault[0]) != state.get(fault[0])) if fault is not None else 0
+    assert found.counts.different == wrong
+    assert found.counts.unsettled <= len(touched)
 
 
 @given(ROWS, ROWS, st.integers(1, 7))
@@ -98,7 +139,8 @@ def test_a_column_that_cannot_be_the_same_is_said_without_its_values() -> None:
 @given(st.lists(st.none() | st.lists(st.none() | st.integers(0, 86_399_999_999), max_size=3)), st.integers(0, 3))
 def test_lists_of_times_come_back_from_texts(values: list[list[int | None] | None], skipped: int) -> None:
     wanted = pa.array(values, pa.list_(pa.time64("us")))
-    texts = pa.array([None if each is None else [_clock(time) for time in each] for each in values], pa.list_(pa.string()))  # fmt: skip
+    clocks = [None if each is None else [_clock(time) for time in each] for each in values]
+    texts = pa.array(clocks, pa.list_(pa.string()))
     assert fit_type(texts.slice(skipped), wanted.type).equals(wanted.slice(skipped))
 
 
