@@ -5,6 +5,8 @@
     driven.wait_phases("ready", count=6)
     driven.kill(Part.CAPTURE)
     driven.stop()
+
+A killed driver leaves its folder behind; the next `start` goes on from there.
 """
 
 from __future__ import annotations
