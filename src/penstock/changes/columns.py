@@ -96,8 +96,8 @@ def _read_step(step: Rows, schema: TableSchema) -> ChangeColumns:
     all_texts = split_texts(table)
     texts = {name: all_texts[before] for name, before in renamed.items() if before in all_texts}
     old_at, old, old_texts = _old(table, all_texts, renamed)
-    if step.schema.replica_identity is ReplicaIdentity.FULL and not_sent:
-        # The whole old row is there, so nothing has to be looked for.
+    if len(old_at) and not_sent:
+        # Of FULL the whole row is there; otherwise its key, which may be too large to be sent twice.
         rows, texts, not_sent = _fill_from_old(rows, texts, not_sent, old_at, old, old_texts)
     added = [name for name in field_names(schema) if name not in renamed]
     if added:
@@ -181,6 +181,9 @@ def _fill_from_old(
     place = np.full(rows.num_rows, -1, np.int64)
     place[old_at] = np.arange(len(old_at))
     for name, missing in not_sent.items():
+        if name not in old.column_names:
+            left[name] = missing
+            continue
         known = missing & (place >= 0)
         index = np.where(known, rows.num_rows + place, np.arange(rows.num_rows))
         sent = _array(rows.column(name))

@@ -180,6 +180,8 @@ def keys_of(table: pa.Table, texts: Texts, names: Sequence[str]) -> pa.Array:
 
 def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: bool) -> NetChanges:
     count = changes.count
+    if any(name in changes.not_sent for name in names):
+        raise ValueError("a change came without its key")
     keys = keys_of(changes.rows, changes.texts, names)
     if len(changes.old_at):
         keys = pa.concat_arrays([keys, keys_of(changes.old, changes.old_texts, names)])

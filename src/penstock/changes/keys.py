@@ -77,7 +77,7 @@ def _encode(columns: Sequence[pa.Array], texts: Sequence[pa.Array | None]) -> pa
             kept = pc.cast(text, pa.large_binary())
         if not _is_fixed(column.type):
             values = _variable(column)
-            variable.append(values if kept is None else pc.coalesce(values, kept))
+            variable.append(values if kept is None else pc.if_else(kept.is_valid(), kept, values))
             fixed.append(_lengths(variable[-1]))
         else:
             content = _fixed(column)

@@ -125,7 +125,7 @@ def test_a_long_chain_of_images_is_followed_to_its_end(tmp_path: Path) -> None:
     source = ScriptedSource(tmp_path)
     with source.transaction() as transaction:
         for number in range(3_000):
-            row = {"id": number + 1, "note": Unchanged, "detail": "d", "due": None, "factor": 1.0}
+            row = {"id": number + 1, "note": Unchanged, "detail": "d", "due": None, "factor": 1.0, "numbers": None}
             transaction.update(KEYED, row, old={"id": number})
     (changes,) = source.batch().tables
     net = compact(read_changes([step for step in changes.steps if isinstance(step, Rows)], KEYED), ["id"])
@@ -141,8 +141,10 @@ def test_a_new_row_without_its_cells_is_incomplete(tmp_path: Path) -> None:
     """A row filter's transition comes as an insert; there is no row from before."""
     source = ScriptedSource(tmp_path)
     with source.transaction() as transaction:
-        transaction.insert(KEYED, {"id": 1, "note": Unchanged, "detail": "d", "due": None, "factor": None})
-        transaction.insert(KEYED, {"id": 2, "note": "n", "detail": "d", "due": None, "factor": None})
+        transaction.insert(
+            KEYED, {"id": 1, "note": Unchanged, "detail": "d", "due": None, "factor": None, "numbers": None}
+        )
+        transaction.insert(KEYED, {"id": 2, "note": "n", "detail": "d", "due": None, "factor": None, "numbers": None})
     (changes,) = source.batch().tables
     net = compact(read_changes([step for step in changes.steps if isinstance(step, Rows)], KEYED), ["id"])
     net = net.located(KnownRows(np.zeros(0, np.int64), pa.table({})))
@@ -154,7 +156,7 @@ def test_a_new_row_without_its_cells_is_incomplete(tmp_path: Path) -> None:
 
 def test_deleted_rows_can_be_kept(tmp_path: Path) -> None:
     source = ScriptedSource(tmp_path)
-    row = {"id": 1, "note": "n", "detail": "d", "due": None, "factor": None}
+    row = {"id": 1, "note": "n", "detail": "d", "due": None, "factor": None, "numbers": None}
     with source.transaction() as transaction:
         transaction.insert(KEYED, row)
         transaction.update(KEYED, row | {"id": 2, "detail": "moved"}, old={"id": 1})
@@ -165,7 +167,7 @@ def test_deleted_rows_can_be_kept(tmp_path: Path) -> None:
     net = compact(read_changes(steps, KEYED), ["id"], keep_deleted=True)
     codes, columns = net.wanted()
     assert sorted(net.touched.take(pa.array(codes)).to_pylist()) == [7, 8]
-    assert columns == ["id", "note", "detail", "due", "factor"]
+    assert columns == ["id", "note", "detail", "due", "factor", "numbers"]
     seven = [code for code in codes if net.touched[int(code)].as_py() == 7]
     before = pa.table({name: [7 if name == "id" else None] for name in columns})
     net = net.located(KnownRows(np.array(seven), before))

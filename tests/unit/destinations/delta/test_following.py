@@ -17,10 +17,14 @@ from penstock.changes.batch import EventBatch
 from penstock.destinations.batch_events import batch_events
 from penstock.destinations.delta import write
 from penstock.destinations.delta.destination import DeltaDestination
+from penstock.destinations.delta.log import DeltaLog
+from penstock.destinations.delta.maintenance.compaction import CompactionSettings, compact
+from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.mirror import MirrorTable
+from penstock.destinations.naming import FOLDERS
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
-from penstock.testing.destinations import ScriptedSource, make_context
+from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
 from tests.unit.changes.random_changes import SCHEMAS, RandomTable
 from tests.unit.destinations.delta.reading import read_rows, read_table, replay_history
 
@@ -98,7 +102,13 @@ class Follower:
         for each in (batch, again) if self.random.random() < 0.5 else (again, batch):
             assert self.destination.write_events(each).result().tables == {}
         self.cuts.append(batch.end)
+        if self.random.random() < 0.5:
+            self.compact()
         self.check()
+
+    def compact(self) -> None:
+        log = DeltaLog(LocalStorage(self.lake / FOLDERS.table(self.schema)))
+        compact(log, LocalTasks(), CompactionSettings(min_files=2, dead_fraction=0.1))
 
     def check(self) -> None:
         expected = self.model.mirror.rows()
