@@ -46,7 +46,7 @@ test: lint unit integration ## everything that must pass: lint, unit, integratio
 
 .PHONY: unit
 unit: $(STAMP) ## the tests that need no service, in less than a minute
-	$(PYTEST) -q tests/unit $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) tests/unit $(ARGS)
 
 .PHONY: integration
 integration: $(STAMP) system jars ## the tests on real servers, and whole pipelines

@@ -43,7 +43,9 @@ class ExampleHarness:
 
     def close(self) -> None:
         for each in self.opened:
-            each.shutdown()
+            # Whoever only looks whether it can be read does not start it.
+            if hasattr(each, "_database"):
+                each.shutdown()
 
 
 def _value(name: str, cell: Any) -> Any:
