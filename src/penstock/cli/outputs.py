@@ -143,7 +143,7 @@ def started_tasks(config: Config, ending: Ending, display: Display) -> Iterator[
         yield ProcessTasks(copy_tasks=config.copy_tasks), None
         return
     # Imported here: commands without Spark start without it.
-    from penstock.spark.session import SparkSettings, build_session
+    from penstock.spark.session import SparkSettings, build_session, stop_session
     from penstock.spark.tasks import SparkTasks
 
     settings = SparkSettings(
@@ -162,4 +162,4 @@ def started_tasks(config: Config, ending: Ending, display: Display) -> Iterator[
             signal.signal(number, handler)
         yield SparkTasks(session, copy_tasks=config.copy_tasks), session
     finally:
-        session.stop()
+        stop_session(session)

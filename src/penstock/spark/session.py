@@ -99,6 +99,14 @@ def build_session(settings: SparkSettings | None = None) -> SparkSession:
     return session
 
 
+def stop_session(session: SparkSession) -> None:
+    """End Spark; a JVM that is gone already needs no ending, and must not hide why."""
+    try:
+        session.stop()
+    except (Py4JError, OSError) as error:
+        logger.warning("spark had ended before it was asked to error=%s", type(error).__name__)
+
+
 def reason_of(error: Exception) -> str:
     """The reason in a message of the JVM, without its stack."""
     exception = getattr(error, "java_exception", None)

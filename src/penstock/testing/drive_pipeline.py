@@ -121,14 +121,14 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
         yield LocalTasks(), None
         return
     # Imported here: a pipeline without Spark starts without it.
-    from penstock.spark.session import SparkSettings, build_session
+    from penstock.spark.session import SparkSettings, build_session, stop_session
     from penstock.spark.tasks import SparkTasks
 
     session = build_session(SparkSettings(master=settings.master, options=settings.spark))
     try:
         yield SparkTasks(session), session
     finally:
-        session.stop()
+        stop_session(session)
 
 
 def _tell(pipeline: Pipeline, session: Any) -> None:
