@@ -51,7 +51,7 @@ def progress(store) -> int | None:
     return store.get_replication_progress(WorkerType.apply())
 
 
-@pytest.mark.trap(4)
+@pytest.mark.trap(4, 7)
 def test_what_was_accepted_is_not_sent_again_and_not_acknowledged(store, spool, board, worker, destination):
     publish(spool, 100, 108)
     for _ in range(3):
