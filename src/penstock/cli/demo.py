@@ -158,7 +158,9 @@ def _write_config(place: Path, url: str, master: str) -> Path:
 
     path = place / "penstock.toml"
     options = delta_options() if master != NO_SPARK else None
-    spark = "".join(f'"{name}" = "{value}"\n' for name, value in (options or {}).items())
+    # Spark's defaults are for tables of another size: hundreds of tasks for some thousand rows.
+    small = {"spark.sql.shuffle.partitions": "4", "spark.databricks.delta.snapshotPartitions": "2"}
+    spark = "".join(f'"{name}" = "{value}"\n' for name, value in {**options, **small}.items()) if options else ""
     path.write_text(
         f"""# The pipeline of the demo. Its server is gone when the demo has ended.
 [pipeline]

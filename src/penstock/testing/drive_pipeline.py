@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from penstock.copy import CopySettings
 from penstock.destinations.registry import create_destination
 from penstock.errors import DestinationUnavailable
 from penstock.pipeline import Pipeline, PipelineSettings
@@ -48,6 +49,8 @@ class DriveSettings:
     master: str | None = None
     """Of Spark; None: tasks run in the process."""
     spark: Mapping[str, str] = field(default_factory=dict[str, str])
+    copy_bytes_per_second: int | None = None
+    """For each range that is read; None: as fast as it goes."""
     interval: float = 0.1
     max_rows: int = 2_000
     error_hold: float = 3600.0
@@ -107,6 +110,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> Pipeline
             tables=settings.tables,
             batches=BatchSettings(interval=settings.interval, max_rows=settings.max_rows),
             error_hold=ErrorHold(time=timedelta(seconds=settings.error_hold)),
+            copy=CopySettings(max_bytes_per_second=settings.copy_bytes_per_second),
         ),
         open_store(settings.state_url, settings.id),
         destination,

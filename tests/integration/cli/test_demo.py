@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
@@ -19,17 +20,30 @@ from penstock.spark.lake import delta_options
 from penstock.testing import postgres_binaries
 from penstock.testing.shop import ShopWriters, create_shop
 
-PATIENCE = 120.0
+PATIENCE = 600.0
+"""A guard against hangs: ten times what is normal."""
 
 
-def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "penstock", "demo", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start_demo(*arguments: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "penstock", "demo", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TMPDIR": str(tmp_path)},
+            )
+        )
+        return started[-1]
+
+    yield start_demo
+    for process in started:
+        with process:
+            process.kill()
 
 
 def is_gone(errors: str) -> bool:
@@ -42,9 +56,10 @@ def is_gone(errors: str) -> bool:
 
 
 @pytest.mark.parametrize("master", ["none", "local[2]"])
-def test_the_demo_ends_with_equal_tables_and_leaves_a_lake(tmp_path, master):
+@pytest.mark.timeout(900)
+def test_the_demo_ends_with_equal_tables_and_leaves_a_lake(tmp_path, start, master):
     folder = tmp_path / "demo"
-    process = start(tmp_path, "--seconds", "3", "--orders", "500", "--folder", str(folder), "--master", master)
+    process = start("--seconds", "3", "--orders", "500", "--folder", str(folder), "--master", master)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
@@ -60,10 +75,8 @@ def test_the_demo_ends_with_equal_tables_and_leaves_a_lake(tmp_path, master):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_ends_the_demo_well(tmp_path, number):
-    process = start(
-        tmp_path, "--orders", "100", "--seconds", "600", "--folder", str(tmp_path / "demo"), "--master", "none"
-    )
+def test_a_signal_ends_the_demo_well(tmp_path, start, number):
+    process = start("--orders", "100", "--seconds", "600", "--folder", str(tmp_path / "demo"), "--master", "none")
     assert process.stderr is not None
     seen = ""
     while "following their changes" not in seen:
