@@ -8,7 +8,6 @@ reads: a lock held for the whole copy would make DDL wait, and then all that wai
 
 from __future__ import annotations
 
-import select
 import time
 from array import array
 from collections.abc import Iterator
@@ -23,19 +22,18 @@ import pyarrow as pa
 from psycopg import pq
 from psycopg.rows import tuple_row
 
+from penstock.copy.copy_out import CONSUME_TIMES, failure_of, start_copy_out
 from penstock.copy.listening import RangeRead, tell
 from penstock.copy.plan import CopyRange, CopySettings
 from penstock.copy.tuples import TRAILER, TupleLayout, decode_tuples, strip_header, tuple_layout
 from penstock.copy.wire import PADDING, select_expression
-from penstock.errors import DecodeError, SourceError, TableLocked, TableRewritten
+from penstock.errors import DecodeError, TableLocked, TableRewritten
 from penstock.schema import TableSchema, resolve_domain
 from penstock.source.connections import Role, SourceSettings, connect
-from penstock.source.faults import Place, from_exception, from_result, translated
+from penstock.source.faults import Place, from_exception, translated
 from penstock.source.snapshots import enter_snapshot
 from penstock.values import TypeSettings
 
-_CONSUME_TIMES = 8
-"""How often the socket is read before rows are taken: libpq's buffer grows to that, and polls become rare."""
 _RENAME_ATTEMPTS = 5
 
 
@@ -193,7 +191,7 @@ def _chunks(
     connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str
 ) -> Iterator[tuple[bytearray, array[int]]]:
     """Rows one behind the other, and their lengths; without header and trailer."""
-    poll = _start(connection, query, place, doing)
+    poll = start_copy_out(connection, query, place, doing)
     get, consume = connection.get_copy_data, connection.consume_input
     raw, lengths = bytearray(), array("q")
     size = 0
@@ -220,32 +218,17 @@ def _chunks(
                 raw, lengths, size = bytearray(), array("q"), 0
         elif length == 0:
             poll.poll()
-            for _ in range(_CONSUME_TIMES):
+            for _ in range(CONSUME_TIMES):
                 consume()
         else:
             break
     result = connection.get_result()
     if result is None or result.status != pq.ExecStatus.COMMAND_OK:
-        raise _failure(result, place, doing)
+        raise failure_of(result, place, doing)
     if not ended:
         raise DecodeError("a stream of binary COPY without its end", offset=0)
     if lengths:
         yield raw, lengths
-
-
-def _start(connection: pq.abc.PGconn, query: str, place: Place, doing: str) -> select.poll:
-    """Begin a COPY; what to wait on for its rows."""
-    poll = select.poll()
-    poll.register(connection.socket, select.POLLIN)
-    connection.send_query(query.encode())
-    connection.flush()
-    while connection.is_busy():
-        poll.poll()
-        connection.consume_input()
-    result = connection.get_result()
-    if result is None or result.status != pq.ExecStatus.COPY_OUT:
-        raise _failure(result, place, doing)
-    return poll
 
 
 class _Pace:
@@ -262,12 +245,6 @@ class _Pace:
             ahead = self._bytes / self._rate - (time.monotonic() - self._start)
             if ahead > 0:
                 time.sleep(ahead)
-
-
-def _failure(result: pq.abc.PGresult | None, place: Place, doing: str) -> SourceError:
-    if result is None:
-        return SourceError(f"cannot {doing} ({place.where}): the server gave no answer", where=place.where)
-    return from_result(result, place, doing)
 
 
 def _fetch(cursor: psycopg.Cursor[Any], query: str, parameters: Any) -> tuple[Any, ...]:

@@ -8,11 +8,9 @@ Shared with copies is how a heap is cut into ranges and held still while it is r
 from __future__ import annotations
 
 import codecs
-import select
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import psycopg
 import pyarrow as pa
@@ -22,15 +20,14 @@ from psycopg import pq
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, XID, SegmentColumn, segment_layout
 from penstock.changes.texts import join_texts
 from penstock.copy import CopyRange, RangeReader
-from penstock.errors import DecodeError, SourceError
+from penstock.copy.copy_out import CONSUME_TIMES, failure_of, start_copy_out
+from penstock.errors import DecodeError
 from penstock.schema import TypeKind, resolve_domain
 from penstock.source.connections import Role, connect
-from penstock.source.faults import Place, from_exception, from_result
+from penstock.source.faults import Place, from_exception
 from penstock.values import apply_policy
 from penstock.values.text import TextCodec
 
-_CONSUME_TIMES = 8
-"""How often the socket is read before rows are taken: libpq's buffer grows to that, and polls become rare."""
 _READ_BY_ARROW: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "int2": pa.int16(),
@@ -153,14 +150,7 @@ def _is_final(column: SegmentColumn) -> bool:
 
 def _stream(connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str) -> Iterator[bytearray]:
     """The lines of a COPY, some bytes at a time: whole rows, since every message is one."""
-    poll = select.poll()
-    poll.register(connection.socket, select.POLLIN)
-    connection.send_query(query.encode())
-    connection.flush()
-    while connection.is_busy():
-        poll.poll()
-        connection.consume_input()
-    _require(connection.get_result(), pq.ExecStatus.COPY_OUT, place, doing)
+    poll = start_copy_out(connection, query, place, doing)
     get, consume = connection.get_copy_data, connection.consume_input
     text = bytearray()
     # The only loop over rows in Python: libpq hands them out one at a time.
@@ -173,20 +163,15 @@ def _stream(connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Plac
                 text = bytearray()
         elif length == 0:
             poll.poll()
-            for _ in range(_CONSUME_TIMES):
+            for _ in range(CONSUME_TIMES):
                 consume()
         else:
             break
-    _require(connection.get_result(), pq.ExecStatus.COMMAND_OK, place, doing)
+    result = connection.get_result()
+    if result is None or result.status != pq.ExecStatus.COMMAND_OK:
+        raise failure_of(result, place, doing)
     if text:
         yield text
-
-
-def _require(result: Any, status: pq.ExecStatus, place: Place, doing: str) -> None:
-    if result is None:
-        raise SourceError(f"cannot {doing} ({place.where}): the server gave no answer", where=place.where)
-    if result.status != status:
-        raise from_result(result, place, doing)
 
 
 def _quote(name: str) -> str:

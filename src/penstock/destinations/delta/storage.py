@@ -30,6 +30,7 @@ import pyarrow as pa
 from obstore.store import from_url
 
 from penstock.destinations.refusals import out_of_reach, unusable
+from penstock.durable import sync_folder
 from penstock.errors import PenstockError
 
 _LOCAL_SCHEME = "file://"
@@ -150,7 +151,7 @@ class LocalStorage:
         target = self.root / path
         temporary = self._write_aside(target, content)
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
     def put_if_absent(self, path: str, content: bytes) -> bool:
         target = self.root / path
@@ -162,7 +163,7 @@ class LocalStorage:
             return False
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
         return True
 
     @contextmanager
@@ -179,7 +180,7 @@ class LocalStorage:
         except BaseException:
             target.unlink(missing_ok=True)
             raise
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
     def open(self, path: str) -> pa.NativeFile:
         return pa.memory_map(str(self.root / path))
@@ -379,16 +380,7 @@ def _make_folder(path: Path) -> None:
     except OSError as error:
         raise _not_writable(path, error) from error
     for each in missing:
-        _sync_folder(each.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(each.parent)
 
 
 def _not_writable(path: Path, error: OSError) -> PenstockError:
