@@ -199,6 +199,15 @@ class Sink(Protocol):
     def reindex(self, mapping: IndexMapping) -> None:
         """Prepare an empty index beside the one that serves, and count as not seeded until `mark_seeded`."""
 
+    def filling(self, index: str) -> Sink:
+        """A sink for the generation that is being filled, and no other: what a backfill writes to.
+
+        Plain `write` goes to the generation that serves and, while one is being filled, to that too: what a change
+        writes. Where nothing is being filled, the generation that serves is meant. The default is for sinks without
+        generations: the sink itself.
+        """
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.documents.base import Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks import CountingSink, MemorySink, StdoutSink
+from penstock.documents.sinks import CountingSink, FanOutSink, MemorySink, StdoutSink
 
 ONE = IndexMapping("one", "f1", {}, {})
 
@@ -59,6 +59,44 @@ def test_a_new_generation_is_filled_beside_the_one_that_serves(memory: MemorySin
     memory.mark_seeded("one")
     assert memory.is_seeded("one")
     assert set(memory.documents("one")) == {"live"}
+
+
+@pytest.mark.trap(45)
+def test_what_fills_a_generation_leaves_the_one_that_serves_alone(memory: MemorySink) -> None:
+    memory.upsert("one", "old", 1, "{}")
+    memory.flush(True)
+    memory.ensure_index(IndexMapping("one", "f2", {}, {}))
+    filling = memory.filling("one")
+    filling.upsert("one", "old", 2, '{"shape": "new"}')
+    filling.upsert("one", "found by the backfill", 2, "{}")
+    memory.delete("one", "old", 3)
+    memory.upsert("one", "live", 3, "{}")
+    memory.flush(False)
+    filling.flush(False)
+    assert set(memory.documents("one")) == {"live"}
+    memory.mark_seeded("one")
+    assert set(memory.documents("one")) == {"live", "found by the backfill"}, "a removal outlives an older body"
+
+
+def test_where_nothing_is_being_filled_the_generation_that_serves_is(memory: MemorySink) -> None:
+    filling = memory.filling("one")
+    filling.upsert("one", "a", 1, "{}")
+    filling.flush(True)
+    assert set(memory.documents("one")) == {"a"}
+
+
+def test_every_sink_of_a_fan_out_is_filled(memory: MemorySink) -> None:
+    other, counting = MemorySink(), CountingSink()
+    other.ensure_index(ONE)
+    other.mark_seeded("one")
+    fan = FanOutSink([memory, other, counting])
+    fan.reindex(ONE)
+    filling = fan.filling("one")
+    filling.upsert("one", "a", 1, "{}")
+    filling.flush(False)
+    assert (memory.documents("one"), other.documents("one"), counting.upserts["one"]) == ({}, {}, 1)
+    fan.mark_seeded("one")
+    assert set(memory.documents("one")) == set(other.documents("one")) == {"a"}
 
 
 def test_sinks_that_remember_nothing_are_never_seeded() -> None:

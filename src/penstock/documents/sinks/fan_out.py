@@ -47,3 +47,7 @@ class FanOutSink(Sink):
         """See `Sink`."""
         for sink in self._sinks:
             sink.reindex(mapping)
+
+    def filling(self, index: str) -> Sink:
+        """See `Sink`."""
+        return FanOutSink([sink.filling(index) for sink in self._sinks])

@@ -19,6 +19,12 @@ class Generation:
     fingerprint: str
     documents: dict[str, tuple[int, str | None]] = field(default_factory=dict[str, tuple[int, str | None]])
 
+    def take(self, id_: str, version: int, body: str | None) -> None:
+        """A body or a removal, unless a higher version is there."""
+        known = self.documents.get(id_)
+        if known is None or known[0] <= version:
+            self.documents[id_] = (version, body)
+
 
 @dataclass(slots=True)
 class MemoryIndex:
@@ -26,6 +32,11 @@ class MemoryIndex:
 
     serving: Generation | None = None
     filling: Generation | None = None
+
+    @property
+    def generations(self) -> list[Generation]:
+        """All that get what changes, the newest last."""
+        return [each for each in (self.serving, self.filling) if each is not None]
 
 
 class MemorySink(Sink):
@@ -57,11 +68,8 @@ class MemorySink(Sink):
         for batch in self._waiting:
             # Cold: this sink is for tests and for looking.
             for row in batch.to_pylist():
-                index = self.indexes[row["index"]]
-                for generation in (index.serving, index.filling):
-                    known = generation.documents.get(row["id"]) if generation is not None else None
-                    if generation is not None and (known is None or known[0] <= row["version"]):
-                        generation.documents[row["id"]] = (row["version"], row["body"])
+                for generation in self.indexes[row["index"]].generations:
+                    generation.take(row["id"], row["version"], row["body"])
         self._waiting.clear()
         return FlushReport()
 
@@ -79,3 +87,30 @@ class MemorySink(Sink):
     def reindex(self, mapping: IndexMapping) -> None:
         """See `Sink`."""
         self.indexes.setdefault(mapping.index, MemoryIndex()).filling = Generation(mapping.fingerprint)
+
+    def filling(self, index: str) -> Sink:
+        """See `Sink`."""
+        return _GenerationSink(index, self.indexes[index].generations[-1])
+
+
+class _GenerationSink(Sink):
+    """Writes into one generation of one index."""
+
+    def __init__(self, index: str, generation: Generation) -> None:
+        self._index = index
+        self._generation = generation
+        self._waiting: list[pa.Table] = []
+
+    def write(self, batch: pa.Table) -> None:
+        """See `Sink`."""
+        self._waiting.append(batch)
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        """See `Sink`."""
+        for batch in self._waiting:
+            # Cold: this sink is for tests and for looking.
+            for row in batch.to_pylist():
+                if row["index"] == self._index:
+                    self._generation.take(row["id"], row["version"], row["body"])
+        self._waiting.clear()
+        return FlushReport()
