@@ -106,7 +106,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.trap(8)
+@pytest.mark.trap(8, 53)
 def test_capture_ends_with_its_parent_and_frees_the_slot(stream, tmp_path):
     stream.slot()
     settings = stream.settings()

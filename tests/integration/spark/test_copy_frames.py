@@ -10,12 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.errors import PythonException
 
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.copy import CopyRange, CopyRows, CopySettings, RangeReader, prepare_copy
 from penstock.copy.listening import RangeRead, listening
 from penstock.copy.progress import CopyCounter
-from penstock.errors import TableRewritten
+from penstock.errors import SnapshotLost, TableRewritten
 from penstock.source import SourceSettings
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spark.tasks import SparkTasks
@@ -123,6 +124,19 @@ def test_an_empty_copy_is_an_empty_frame(spark: Any, rows: CopyRows) -> None:
     empty = CopyRows(rows.reader, rows.attempt, rows.position, ())
     frame = empty.frame(spark)
     assert (frame.count(), frame.columns) == (0, rows.arrow_schema.names)
+
+
+@pytest.mark.trap(53)
+def test_a_frame_that_outlives_its_snapshot_is_the_same_again_or_an_error(
+    spark: Any, database: Any, snapshot: Snapshot, rows: CopyRows
+) -> None:
+    frame = rows.frame(spark, partitions=2).select("id")
+    before = frame.count()
+    database.execute("insert into t select * from t where id <= 100")
+    assert frame.count() == before == 20_000, "partitions are planned once, and read anew each time"
+    snapshot.close()
+    with pytest.raises(PythonException, match=SnapshotLost.__name__):
+        frame.count()
 
 
 @pytest.mark.trap(21)
