@@ -12,6 +12,7 @@ first in its message and is read by a wave of its own, over those rows only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,11 @@ _OPERATION[ord("I")], _OPERATION[ord("U")], _OPERATION[ord("D")] = Operation.INS
 
 _NEW, _KEY, _OLD_ROW = ord("N"), ord("K"), ord("O")
 
-_EVEN = pa.array(np.arange(0, 1 << 17, 2, dtype=np.int64))
+
+@cache
+def _even_numbers() -> pa.Int64Array:
+    """Made when it is first used: the first array of a process imports pandas, and most commands need none."""
+    return pa.array(np.arange(0, 1 << 17, 2, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +198,8 @@ def _cut(buffer: Buffer, start: NDArray[np.int64], end: NDArray[np.int64], null:
     ranges = pa.Array.from_buffers(pa.large_binary(), 2 * count - 1, [None, pa.py_buffer(offsets), buffer.arrow])
     if null is not None:
         return ranges.take(pa.array(np.arange(0, 2 * count - 1, 2), mask=null))
-    even = _EVEN[:count] if count <= len(_EVEN) else pa.array(np.arange(0, 2 * count - 1, 2))
-    return ranges.take(even)
+    even = _even_numbers()
+    return ranges.take(even[:count] if count <= len(even) else pa.array(np.arange(0, 2 * count - 1, 2)))
 
 
 def _decode_column(

@@ -6,6 +6,7 @@ again. Nothing here loops over cells, except `_cast_piecewise`, which says why i
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,15 @@ def from_bytes(
     validity = None if nulls is None or not nulls.any() else pa.array(~nulls).buffers()[1]
     buffers = [validity, pa.py_buffer(np.ascontiguousarray(offsets)), pa.py_buffer(np.ascontiguousarray(data))]
     return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)
+
+
+@cache
+def large_text(value: str) -> pa.LargeStringScalar:
+    """A constant typed like the cells it is compared with: a plain string costs a cast of 50 µs per call.
+
+    Made when it is first used. The first array of a process imports pandas, and most commands never need one.
+    """
+    return pa.scalar(value, pa.large_string())
 
 
 def to_numpy(flags: pa.BooleanArray) -> NDArray[np.bool_]:

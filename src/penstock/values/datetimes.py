@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.values.cells import blank, cast_matching, fixed_values, matches, merge, reject, to_numpy
+from penstock.values.cells import blank, cast_matching, fixed_values, large_text, matches, merge, reject, to_numpy
 from penstock.values.codec import Decoded, register
 
 FIRST_DAY, LAST_DAY = -719_162, 2_932_896
@@ -36,10 +36,6 @@ _TIME_PATTERN = rf"\A{_TIME}\z"
 _TIMESTAMP_PATTERN = rf"\A{_DATE}(?:[ T]{_TIME})?\z"
 _TIMESTAMPTZ_PATTERN = rf"\A{_DATE}[ T]{_TIME}{_OFFSET}\z"
 _OFFSET_WITH_SECONDS = r"[+-][0-9]{2}:[0-9]{2}:[0-5][0-9]\z"
-
-_EPOCH_DAY = pa.scalar("1970-01-01 ", pa.large_string())
-_NOTHING = pa.scalar("", pa.large_string())
-_MINUS = pa.scalar("-", pa.large_string())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ class TimestampCodec:
         affected = np.flatnonzero(to_numpy(pc.fill_null(has_seconds, False)))
         offsets = text.take(pa.array(affected))
         seconds = pc.cast(pc.utf8_slice_codeunits(offsets, -2), pa.int64()).to_numpy()
-        west = to_numpy(pc.equal(pc.utf8_slice_codeunits(offsets, -9, -8), _MINUS))
+        west = to_numpy(pc.equal(pc.utf8_slice_codeunits(offsets, -9, -8), large_text("-")))
         values = fixed_values(decoded.array, np.int64).copy()
         values[affected] -= np.where(west, -seconds, seconds) * 1_000_000
         validity = decoded.array.is_valid().buffers()[1]
@@ -113,7 +109,9 @@ class TimeCodec:
         return Decoded(decoded.array, merge(unwanted, None))
 
     def _cast(self, text: pa.LargeStringArray) -> Decoded:
-        moments = pc.cast(pc.binary_join_element_wise(_EPOCH_DAY, text, _NOTHING), pa.timestamp("us"))
+        moments = pc.cast(
+            pc.binary_join_element_wise(large_text("1970-01-01 "), text, large_text("")), pa.timestamp("us")
+        )
         return Decoded(pc.cast(moments, self.arrow_type), None)
 
 

@@ -32,7 +32,8 @@ from penstock.schema import TableSchema
 COPIED, TRUNCATED = "copy", "truncate"
 BEFORE_ALL = -1
 """`_ordinal` of a row that was copied: it stands before the changes at the copy's position."""
-_OPERATIONS = pa.array([None, *(operation.name.lower() for operation in Operation)])
+_OPERATIONS = (None, *(operation.name.lower() for operation in Operation))
+"""By number."""
 _TIME = pa.timestamp("us", "UTC")
 
 
@@ -76,7 +77,7 @@ def _changes(segment: pa.Table, schema: TableSchema, layout: TableLayout) -> pa.
         name: layout.names[column.attnum] for name, column in zip(field_names(schema), schema.columns, strict=True)
     }
     columns: dict[str, pa.Array | pa.ChunkedArray] = {
-        OP: _OPERATIONS.take(segment.column(OP).combine_chunks()),
+        OP: pa.array(_OPERATIONS).take(segment.column(OP).combine_chunks()),
         COMMIT_LSN: segment.column(COMMIT_LSN),
         ORDINAL: segment.column(ORDINAL),
         COMMIT_TIME: segment.column(COMMIT_TIME),
