@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from penstock.config.documents import DocumentsChoice, documents_choice, tables_of
 from penstock.config.environment import Substitution, join
 from penstock.config.models import NO_SPARK, ConfigFile, DestinationSection
 from penstock.config.units import parse_duration
@@ -66,7 +67,10 @@ class Config:
 
     path: Path
     outputs: tuple[OutputChoice, ...]
+    """The places that the tables go to; none if there are only documents."""
     spark: SparkChoice
+    documents: DocumentsChoice | None = None
+    """The search indexes; they are one more output."""
     copy_tasks: int | None = None
     """How many tasks may read tables at the same time; None leaves it to whoever runs them."""
     state_url: str = field(repr=False, default="memory:")
@@ -76,7 +80,19 @@ class Config:
     @property
     def pipeline(self) -> PipelineSettings:
         """What all outputs share: the stream's settings, and how it is copied and written."""
-        return self.outputs[0].settings
+        return self.every_output[0].settings
+
+    @property
+    def every_output(self) -> tuple[OutputChoice | DocumentsChoice, ...]:
+        """Those of tables, then the one of documents; there is at least one."""
+        return (*self.outputs, *([self.documents] if self.documents is not None else []))
+
+    @property
+    def indexes(self) -> DocumentsChoice:
+        """The search indexes, for whoever needs some."""
+        if self.documents is None:
+            raise ConfigError(f"{self.path} has no [[index]]", hint=REFERENCE)
+        return self.documents
 
     def output(self, name: str) -> OutputChoice:
         """An output by its name."""
@@ -98,7 +114,7 @@ class Config:
             return str(self.state_file)
         return "memory" if self.state_url == "memory:" else SourceSettings(self.state_url).location
 
-    def open_store(self, output: OutputChoice | None = None) -> Store:
+    def open_store(self, output: OutputChoice | DocumentsChoice | None = None) -> Store:
         """The store of an output, of the first if none is named; a missing folder of its file is created."""
         if self.state_file is not None:
             try:
@@ -108,7 +124,7 @@ class Config:
                     f"cannot create the folder {self.state_file.parent}: {error.strerror}",
                     hint="Choose another state.url, or another path for the spool.",
                 ) from None
-        return open_store(self.state_url, (output or self.outputs[0]).settings.output_id)
+        return open_store(self.state_url, (output or self.every_output[0]).settings.output_id)
 
     def create_destination(self, output: OutputChoice | None = None) -> Destination:
         """The destination of an output, of the first if none is named; not started."""
@@ -192,8 +208,6 @@ def _explain(error: ValidationError) -> Iterator[str]:
         parts = [str(part) for part in problem["loc"] if part != 0]
         where = join("", *parts)
         match problem["type"]:
-            case "extra_forbidden" if parts == ["index"]:
-                yield "index: search documents are not supported yet"
             case "extra_forbidden":
                 yield f"{where}: there is no such key{_nearest(parts)}"
             case "missing":
@@ -209,6 +223,8 @@ def _nearest(parts: list[str]) -> str:
     """A known key that looks like the last of these; in its own section, or else in all sections."""
     model: type[BaseModel] | None = ConfigFile
     for part in parts[:-1]:
+        if part.isdigit():  # which of several
+            continue
         model = _keys(model).get(part) if model is not None else None
     if model is None:
         return ""
@@ -255,7 +271,7 @@ def _build(path: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
             copy_max_bytes=pipeline.spool.copy_max_bytes,
             min_free_bytes=pipeline.spool.min_free_bytes,
         ),
-        tables=tuple(source.tables),
+        tables=_tables(file, folder),
         exclude=tuple(source.exclude),
         manage_publication=source.manage_publication,
         on_lost_slot=source.on_lost_slot,
@@ -278,10 +294,18 @@ def _build(path: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
         path=path,
         outputs=tuple(_output_choice(each, settings, folder) for each in file.destination),
         spark=_spark_choice(file),
+        documents=documents_choice(file, settings, folder),
         copy_tasks=file.copy_.max_connections,
         state_url=_state_url(file, folder, spool),
         secrets=secrets,
     )
+
+
+def _tables(file: ConfigFile, folder: Path) -> tuple[str, ...]:
+    """What is published: where nobody says it and there are only documents, no more than they consist of."""
+    if file.destination or not file.index or "tables" in file.source.model_fields_set:
+        return tuple(file.source.tables)
+    return tables_of(file.index, folder)
 
 
 def _output_choice(section: DestinationSection, settings: PipelineSettings, folder: Path) -> OutputChoice:

@@ -12,11 +12,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from penstock.config.units import Duration, Size
+from penstock.documents.policy import BatchPolicy, FailurePolicy
 from penstock.pipeline import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 
 NO_SPARK = "none"
 """As the master: tasks run in this process."""
+DOCUMENTS_OUTPUT = "documents"
+"""What all indexes together are called among the outputs of a stream."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -112,12 +115,35 @@ class DestinationSection(Section):
     name: Annotated[str, AfterValidator(_check_id)] = DEFAULT_OUTPUT
 
 
+def _listed(written: Any) -> Any:
+    return [written] if isinstance(written, dict) else written
+
+
 def _check_names(destinations: list[DestinationSection]) -> list[DestinationSection]:
     if not destinations:
         raise ValueError("should have at least one")
     if len({each.name for each in destinations}) < len(destinations):
         raise ValueError("several of them need a name each, and different ones")
     return destinations
+
+
+class IndexSection(Section):
+    """A search index."""
+
+    specification: str
+    name: str | None = None
+    failure_policy: FailurePolicy = FailurePolicy.STOP
+
+
+class SinkSection(Section):
+    """Where the documents of all indexes go; keys that are not here are options of that sink."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
+
+    type: str
+    max_changes: Annotated[int, Field(ge=1)] = BatchPolicy().max_changes
+    max_delay: Duration = timedelta(seconds=BatchPolicy().max_delay)
+    skip_backfill: bool = False
 
 
 class TypesSection(Section):
@@ -138,15 +164,29 @@ class ConfigFile(Section):
     spark: SparkSection = SparkSection()
     destination: Annotated[
         list[DestinationSection],
-        BeforeValidator(
-            lambda written: [written] if isinstance(written, dict) else written,
-            json_schema_input_type=DestinationSection | list[DestinationSection],
-        ),
+        BeforeValidator(_listed, json_schema_input_type=DestinationSection | list[DestinationSection]),
         AfterValidator(_check_names),
-    ]
+    ] = []
     """[destination] for one, [[destination]] for each of several."""
+    index: Annotated[
+        list[IndexSection], BeforeValidator(_listed, json_schema_input_type=IndexSection | list[IndexSection])
+    ] = []
+    """[[index]] for each."""
+    sink: SinkSection | None = None
     types: TypesSection = TypesSection()
     tables: dict[str, dict[str, Any]] = {}
+
+    @model_validator(mode="after")
+    def _need_a_place_to_go(self) -> ConfigFile:
+        if not self.destination and not self.index:
+            raise ValueError("there is neither a [destination] for tables nor an [[index]] for documents")
+        if self.index and self.sink is None:
+            raise ValueError("[[index]] needs a [sink]: where its documents go")
+        if self.sink is not None and not self.index:
+            raise ValueError("[sink] needs an [[index]] whose documents go there")
+        if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):
+            raise ValueError(f"destination.name: the documents of [[index]] are called {DOCUMENTS_OUTPUT!r} already")
+        return self
 
     @model_validator(mode="after")
     def _refuse_what_is_reserved(self) -> ConfigFile:

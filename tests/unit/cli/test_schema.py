@@ -48,7 +48,7 @@ def keys_of_model(model: type[BaseModel], before: str = "") -> set[str]:
 def test_the_schema_has_every_key() -> None:
     schema = printed()
     assert keys_of_schema(schema, schema) == keys_of_model(ConfigFile)
-    assert schema["required"] == ["pipeline", "source", "destination"]
+    assert schema["required"] == ["pipeline", "source"]
     assert schema["additionalProperties"] is False
 
 

@@ -129,7 +129,10 @@ def test_every_key_arrives_in_the_settings(load, tmp_path):
         ('[spark]\nmastr = "local"', 'spark.mastr: there is no such key; did you mean "master"?'),
         ('[spark]\nmaster = "none"\nmemory = "1g"', "there is no Spark that other keys could be for"),
         ('[tables."public.a"]\nmode = "history"', 'tables."public.a".mode: settings of single tables are not'),
-        ('[[index]]\nname = "x"', "index: search documents are not supported yet"),
+        ('[[index]]\nname = "x"', "index.specification: is missing"),
+        ('[[index]]\nspecifiction = "x"', 'did you mean "specification"?'),
+        ('[[index]]\nspecification = "x"', "[[index]] needs a [sink]"),
+        ('[sink]\ntype = "memory"', "[sink] needs an [[index]]"),
     ],
 )
 def test_what_cannot_be_used_is_named_with_file_and_key(load, line, says):

@@ -24,7 +24,7 @@ def keys(model: type[BaseModel], before: str = "") -> set[str]:
 
 def test_the_page_has_every_key_and_no_others():
     documented: set[str] = set()
-    for section, text in re.findall(r"^## \[([a-z]+)\]\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL):
+    for section, text in re.findall(r"^## \[+([a-z]+)\]+\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL):
         documented |= {f"{section}.{key}" for key in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)}
     assert documented - {"spark.spark.*"} == keys(ConfigFile) - {"tables"}
 

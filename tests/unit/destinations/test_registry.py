@@ -10,8 +10,9 @@ import pytest
 
 from penstock.destinations import registry
 from penstock.destinations.memory import MemoryDestination
-from penstock.destinations.registry import DESTINATIONS, Registered, create_destination, load_destination
+from penstock.destinations.registry import DESTINATIONS, create_destination, load_destination
 from penstock.errors import ConfigError
+from penstock.registry import Registered
 
 
 @pytest.mark.parametrize("name", DESTINATIONS)

@@ -1,0 +1,143 @@
+"""`[[index]]` and `[sink]`: the search indexes of a config, which together are one output of its stream."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config.models import DOCUMENTS_OUTPUT, ConfigFile, IndexSection, SinkSection
+from penstock.documents.base import Sink
+from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
+from penstock.documents.sinks.registry import create_sink
+from penstock.documents.specification import IndexSpecification, load_specification
+from penstock.errors import ConfigError, SpecificationInvalid
+from penstock.pipeline import PipelineSettings
+from penstock.source.patterns import TableName, select_tables
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexChoice:
+    """One index: its specification, and what happens to documents that it refuses."""
+
+    specification: IndexSpecification
+    file: Path
+    failure_policy: FailurePolicy = FailurePolicy.STOP
+
+    @property
+    def name(self) -> str:
+        return self.specification.name
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsChoice:
+    """All indexes, and where their documents go."""
+
+    settings: PipelineSettings
+    indexes: tuple[IndexChoice, ...]
+    sink_type: str
+    sink_options: Mapping[str, Any] = field(repr=False, default_factory=dict[str, Any])
+    batch: BatchPolicy = field(default_factory=BatchPolicy)
+    skip_backfill: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name among the outputs of the stream."""
+        return self.settings.output
+
+    @property
+    def specifications(self) -> tuple[IndexSpecification, ...]:
+        return tuple(each.specification for each in self.indexes)
+
+    @property
+    def failure_policies(self) -> FailurePolicies:
+        return FailurePolicies(indexes={each.name: each.failure_policy for each in self.indexes})
+
+    def index(self, name: str) -> IndexChoice:
+        """An index by its name."""
+        found = [each for each in self.indexes if each.name == name]
+        if not found:
+            known = ", ".join(each.name for each in self.indexes)
+            raise ConfigError(f"the config has no index called {name!r}", hint=f"It has: {known}.")
+        return found[0]
+
+    def create_sink(self) -> Sink:
+        """The sink; nothing is connected yet."""
+        try:
+            return create_sink(self.sink_type, self.sink_options, SinkSection.model_fields)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"sink: {self.sink_type!r} does not take these options: {error}") from None
+
+
+def documents_choice(file: ConfigFile, settings: PipelineSettings, folder: Path) -> DocumentsChoice | None:
+    """What a config says about documents; None if it has no index."""
+    if not file.index or file.sink is None:
+        return None
+    indexes = _indexes(file.index, folder)
+    _refuse_left_out(indexes, settings)
+    options = dict(file.sink.model_extra or {})
+    for name, value in options.items():
+        if name.endswith(("path", "_file")) and isinstance(value, str):
+            options[name] = str(folder / value)
+    return DocumentsChoice(
+        settings=replace(settings, output=DOCUMENTS_OUTPUT),
+        indexes=indexes,
+        sink_type=file.sink.type,
+        sink_options=options,
+        batch=BatchPolicy(file.sink.max_changes, file.sink.max_delay.total_seconds()),
+        skip_backfill=file.sink.skip_backfill,
+    )
+
+
+def tables_of(indexes: Sequence[IndexSection], folder: Path) -> tuple[str, ...]:
+    """Patterns for exactly the tables whose rows are in documents."""
+    tables = {table for each in _indexes(indexes, folder) for table in each.specification.tables()}
+    return tuple(f"{_literal(table.namespace)}.{_literal(table.name)}" for table in sorted(tables))
+
+
+def _indexes(sections: Sequence[IndexSection], folder: Path) -> tuple[IndexChoice, ...]:
+    indexes: list[IndexChoice] = []
+    problems: list[str] = []
+    for number, section in enumerate(sections):
+        path = folder / section.specification
+        try:
+            indexes.append(IndexChoice(load_specification(path, section.name), path, section.failure_policy))
+        except SpecificationInvalid as error:
+            problems.append(error.message)
+            continue
+        name = indexes[-1].name
+        if _NAME.fullmatch(name) is None:
+            problems.append(
+                f"index.{number}.name: {name!r} should have lowercase letters, digits, '_', '-' or '.', and begin with"
+                " a letter or digit"
+            )
+        elif name in [each.name for each in indexes[:-1]]:
+            problems.append(f"index.{number}.name: there is an index {name!r} already; give one of them another name")
+    if problems:
+        raise SpecificationInvalid("\n  ".join(problems), problems=problems)
+    return tuple(indexes)
+
+
+def _refuse_left_out(indexes: Sequence[IndexChoice], settings: PipelineSettings) -> None:
+    if not settings.manage_publication:
+        return
+    for each in indexes:
+        needed = each.specification.tables()
+        left_out = needed.difference(select_tables(needed, settings.tables, settings.exclude))
+        if left_out:
+            raise ConfigError(
+                f"index {each.name!r} has rows of {_listed(left_out)}, which source.tables or exclude leaves out",
+                hint="Add what is missing there: without their changes documents would not follow.",
+            )
+
+
+def _listed(tables: set[TableName]) -> str:
+    return ", ".join(str(table) for table in sorted(tables))
+
+
+def _literal(name: str) -> str:
+    return '"{}"'.format(name.replace('"', '""'))
