@@ -1,6 +1,7 @@
 """What a pipeline remembers: phases, positions, schemas, progress, the lease and commands; three stores for it."""
 
 from penstock.state.commands import Command, CommandKind, CommandStatus
+from penstock.state.indexes import IndexBuild, IndexStatus, IndexWork, WorkKind
 from penstock.state.lease import Lease, LeaseInfo
 from penstock.state.memory import MemoryState, MemoryStore
 from penstock.state.metadata import (
@@ -37,6 +38,7 @@ from penstock.state.store import Store
 from penstock.state.stores import (
     CommandStore,
     DestinationStore,
+    IndexStore,
     LeaseStore,
     MembershipStore,
     PipelineStore,
@@ -59,6 +61,10 @@ __all__ = [
     "DestinationTableStatus",
     "Errored",
     "FinishedCopy",
+    "IndexBuild",
+    "IndexStatus",
+    "IndexStore",
+    "IndexWork",
     "Init",
     "Lease",
     "LeaseInfo",
@@ -85,6 +91,7 @@ __all__ = [
     "TableReplicationPhase",
     "TableSchemaRetention",
     "TableSchemaVersion",
+    "WorkKind",
     "WorkerKind",
     "WorkerType",
     "format_version",

@@ -34,6 +34,8 @@ class CommandKind(StrEnum):
     """Bring tables to one position, so that they can be compared with the source."""
     REFRESH = "refresh"
     """Look at the publication again."""
+    REBUILD_INDEX = "rebuild_index"
+    """Build search indexes anew, beside those that serve; `options["indexes"]` names them, none means all."""
 
 
 class CommandStatus(StrEnum):

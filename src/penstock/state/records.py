@@ -160,6 +160,46 @@ class PublicationRecord(Record):
     membership: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class IndexBuildRecord(Record):
+    """How a search index was built last, or is being built."""
+
+    table: ClassVar[str] = "index_builds"
+    key: ClassVar[tuple[str, ...]] = ("index_name",)
+    index_name: str
+    build: str
+    fingerprint: str
+    status: str
+    reason: str
+    plan: dict[str, Any]
+    changed: int
+    updated_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRangeRecord(Record):
+    """A range of a build that is done."""
+
+    table: ClassVar[str] = "index_ranges"
+    key: ClassVar[tuple[str, ...]] = ("index_name", "build", "part")
+    index_name: str
+    build: str
+    part: int
+    documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWorkRecord(Record):
+    """Keys or changes of an index that something is still to be done about."""
+
+    table: ClassVar[str] = "index_work"
+    key: ClassVar[tuple[str, ...]] = ("index_name", "number")
+    index_name: str
+    number: int
+    kind: str
+    details: dict[str, Any]
+
+
 RECORDS: tuple[type[Record], ...] = (
     PipelineRecord,
     TableStateRecord,
@@ -170,6 +210,9 @@ RECORDS: tuple[type[Record], ...] = (
     TablePositionRecord,
     CommandRecord,
     PublicationRecord,
+    IndexBuildRecord,
+    IndexRangeRecord,
+    IndexWorkRecord,
 )
 
 _KINDS: dict[Any, ColumnKind] = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError
 from penstock.state.commands import Commands
 from penstock.state.destination_tables import DestinationTables
+from penstock.state.indexes import IndexBuilds
 from penstock.state.lifecycle import Lifecycle
 from penstock.state.memberships import Memberships
 from penstock.state.progress import Progress
@@ -17,7 +18,7 @@ from penstock.state.tables import TableStates
 _LONGEST_ID = 100
 
 
-class Store(TableSchemas, TableStates, Progress, DestinationTables, Memberships, Lifecycle, Commands):
+class Store(TableSchemas, TableStates, Progress, DestinationTables, Memberships, IndexBuilds, Lifecycle, Commands):
     """All of `stores.PipelineStore`; a subclass only says where the records are."""
 
     def __init__(self, database: Database) -> None:

@@ -22,6 +22,7 @@ from penstock.lsn import Lsn, OrderKey
 from penstock.source.lineage import Lineage
 from penstock.source.publications import Membership
 from penstock.state.commands import Command, CommandKind, CommandStatus
+from penstock.state.indexes import IndexBuild, IndexWork, WorkKind
 from penstock.state.lease import DEFAULT_TTL, Lease, LeaseInfo
 from penstock.state.metadata import (
     AppliedDestinationTableMetadata,
@@ -273,6 +274,48 @@ class MembershipStore(Protocol):
 
 
 @runtime_checkable
+class IndexStore(Protocol):
+    """How search indexes were built, and what is left to do for them. Read from the database, never from a cache."""
+
+    def get_index_builds(self) -> Mapping[str, IndexBuild]:
+        """The last build of every index that is known."""
+        ...
+
+    def store_index_build(self, build: IndexBuild) -> None:
+        """Keep it; if it is another build than the one before, the ranges and removals of that one are forgotten."""
+        ...
+
+    def delete_index(self, index: str) -> None:
+        """Forget all about an index."""
+        ...
+
+    def finish_index_ranges(self, index: str, build: str, documents: Mapping[int, int]) -> None:
+        """These ranges of a build are durable, with so many documents; nothing, if another build has begun."""
+        ...
+
+    def get_index_ranges(self, index: str, build: str) -> Mapping[int, int]:
+        """The ranges of a build that are done, with their documents."""
+        ...
+
+    def add_index_work(
+        self, index: str, kind: WorkKind, details: Sequence[Mapping[str, Any]], *, changed: int = 0
+    ) -> None:
+        """Remember something to be done, in the order given; before the change that it comes from is acknowledged.
+
+        `changed` documents are added to what the build of the index has counted.
+        """
+        ...
+
+    def get_index_work(self, index: str, kind: WorkKind) -> list[IndexWork]:
+        """What is to be done, oldest first."""
+        ...
+
+    def delete_index_work(self, index: str, numbers: Sequence[int]) -> None:
+        """It is done."""
+        ...
+
+
+@runtime_checkable
 class SharedStateStore(StateStore, Protocol):
     """For those who need state alone."""
 
@@ -283,7 +326,9 @@ class DestinationStore(SchemaStore, StateStore, Protocol):
 
 
 @runtime_checkable
-class PipelineStore(SchemaStore, StateStore, TableLifecycleStore, LeaseStore, CommandStore, MembershipStore, Protocol):
+class PipelineStore(
+    SchemaStore, StateStore, TableLifecycleStore, LeaseStore, CommandStore, MembershipStore, IndexStore, Protocol
+):
     """All that a pipeline needs."""
 
     @property

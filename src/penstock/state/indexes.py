@@ -1,0 +1,163 @@
+"""The part of a store that remembers how search indexes were built, and what is still to be done for them.
+
+A build fills a fresh generation of an index, range by range; what it has done survives the process. `WANTED` says that
+the index has to be built anew and nothing of it exists, `FILLING` that its generation is there, `SEEDED` that it
+serves. Another build of the same index forgets the ranges and removals of the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from penstock.state.core import StoreCore
+from penstock.state.records import IndexBuildRecord, IndexRangeRecord, IndexWorkRecord, Transaction
+
+
+class IndexStatus(StrEnum):
+    """How far the last build of an index is."""
+
+    WANTED = "wanted"
+    FILLING = "filling"
+    SEEDED = "seeded"
+
+
+class WorkKind(StrEnum):
+    """What is still to be done."""
+
+    REMOVAL = "removal"
+    """Documents went while their index was built: they are looked at again when its ranges are done."""
+    FAN_OUT = "fan_out"
+    """A change concerns so many documents that others do not wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexBuild:
+    """The last build of an index."""
+
+    index: str
+    build: str
+    """Names it among all builds of the index."""
+    fingerprint: str
+    status: IndexStatus
+    reason: str = ""
+    """Why it was built anew, for people."""
+    plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Plain values: the ranges, and the generation that they go to."""
+    changed: int = 0
+    """How many documents changes have written to the index since the build began."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWork:
+    """Something that is still to be done for an index."""
+
+    index: str
+    number: int
+    kind: WorkKind
+    details: Mapping[str, Any]
+
+
+class IndexBuilds(StoreCore):
+    """See `stores.IndexStore`."""
+
+    def get_index_builds(self) -> dict[str, IndexBuild]:
+        def work(transaction: Transaction) -> dict[str, IndexBuild]:
+            return {record.index_name: _to_build(record) for record in transaction.rows(IndexBuildRecord)}
+
+        return self.database.run(work, writing=False)
+
+    def store_index_build(self, build: IndexBuild) -> None:
+        def work(transaction: Transaction) -> None:
+            known = transaction.rows(IndexBuildRecord, index_name=build.index)
+            if not known or known[0].build != build.build:
+                transaction.delete(IndexRangeRecord, index_name=build.index)
+                transaction.delete(IndexWorkRecord, index_name=build.index, kind=WorkKind.REMOVAL.value)
+            transaction.put(
+                [
+                    IndexBuildRecord(
+                        index_name=build.index,
+                        build=build.build,
+                        fingerprint=build.fingerprint,
+                        status=build.status.value,
+                        reason=build.reason,
+                        plan=dict(build.plan),
+                        changed=build.changed,
+                        updated_at=transaction.now(),
+                    )
+                ]
+            )
+
+        self.write(work, lambda _: None)
+
+    def delete_index(self, index: str) -> None:
+        def work(transaction: Transaction) -> None:
+            for kind in (IndexBuildRecord, IndexRangeRecord, IndexWorkRecord):
+                transaction.delete(kind, index_name=index)
+
+        self.write(work, lambda _: None)
+
+    def finish_index_ranges(self, index: str, build: str, documents: Mapping[int, int]) -> None:
+        records = [IndexRangeRecord(index, build, part, count) for part, count in documents.items()]
+
+        def work(transaction: Transaction) -> None:
+            known = transaction.rows(IndexBuildRecord, index_name=index)
+            if known and known[0].build == build:
+                transaction.put(records)
+
+        self.write(work, lambda _: None)
+
+    def get_index_ranges(self, index: str, build: str) -> dict[int, int]:
+        def work(transaction: Transaction) -> dict[int, int]:
+            found = transaction.rows(IndexRangeRecord, index_name=index, build=build)
+            return {record.part: record.documents for record in found}
+
+        return self.database.run(work, writing=False)
+
+    def add_index_work(
+        self, index: str, kind: WorkKind, details: Sequence[Mapping[str, Any]], *, changed: int = 0
+    ) -> None:
+        # By the clock: to ask for the last number would read all that waits.
+        first = time.time_ns()
+        records = [IndexWorkRecord(index, first + place, kind.value, dict(each)) for place, each in enumerate(details)]
+
+        def work(transaction: Transaction) -> None:
+            transaction.put(records)
+            if changed:
+                _count_changed(transaction, index, changed)
+
+        self.write(work, lambda _: None)
+
+    def get_index_work(self, index: str, kind: WorkKind) -> list[IndexWork]:
+        def work(transaction: Transaction) -> list[IndexWork]:
+            found = transaction.rows(IndexWorkRecord, index_name=index, kind=kind.value)
+            return [IndexWork(record.index_name, record.number, kind, record.details) for record in found]
+
+        return self.database.run(work, writing=False)
+
+    def delete_index_work(self, index: str, numbers: Sequence[int]) -> None:
+        def work(transaction: Transaction) -> None:
+            for number in numbers:
+                transaction.delete(IndexWorkRecord, index_name=index, number=number)
+
+        self.write(work, lambda _: None)
+
+
+def _count_changed(transaction: Transaction, index: str, changed: int) -> None:
+    known = transaction.rows(IndexBuildRecord, index_name=index)
+    transaction.put([replace(record, changed=record.changed + changed) for record in known])
+
+
+def _to_build(record: IndexBuildRecord) -> IndexBuild:
+    return IndexBuild(
+        record.index_name,
+        record.build,
+        record.fingerprint,
+        IndexStatus(record.status),
+        record.reason,
+        record.plan,
+        record.changed,
+    )
