@@ -73,9 +73,10 @@ class IndexBuilds(StoreCore):
     def store_index_build(self, build: IndexBuild) -> None:
         def work(transaction: Transaction) -> None:
             known = transaction.rows(IndexBuildRecord, index_name=build.index)
-            if not known or known[0].build != build.build:
+            same = bool(known) and known[0].build == build.build
+            if not same:
                 transaction.delete(IndexRangeRecord, index_name=build.index)
-                transaction.delete(IndexWorkRecord, index_name=build.index, kind=WorkKind.REMOVAL.value)
+                transaction.delete(IndexWorkRecord, index_name=build.index, work=WorkKind.REMOVAL.value)
             transaction.put(
                 [
                     IndexBuildRecord(
@@ -85,7 +86,7 @@ class IndexBuilds(StoreCore):
                         status=build.status.value,
                         reason=build.reason,
                         plan=dict(build.plan),
-                        changed=build.changed,
+                        changed=known[0].changed if same else build.changed,
                         updated_at=transaction.now(),
                     )
                 ]
@@ -133,7 +134,7 @@ class IndexBuilds(StoreCore):
 
     def get_index_work(self, index: str, kind: WorkKind) -> list[IndexWork]:
         def work(transaction: Transaction) -> list[IndexWork]:
-            found = transaction.rows(IndexWorkRecord, index_name=index, kind=kind.value)
+            found = transaction.rows(IndexWorkRecord, index_name=index, work=kind.value)
             return [IndexWork(record.index_name, record.number, kind, record.details) for record in found]
 
         return self.database.run(work, writing=False)

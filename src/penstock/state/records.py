@@ -196,7 +196,7 @@ class IndexWorkRecord(Record):
     key: ClassVar[tuple[str, ...]] = ("index_name", "number")
     index_name: str
     number: int
-    kind: str
+    work: str
     details: dict[str, Any]
 
 

@@ -28,7 +28,7 @@ create table {schema}.index_work (
     pipeline_id text not null,
     index_name text not null,
     number bigint not null,
-    kind text not null check (kind in ('removal', 'fan_out')),
+    work text not null check (work in ('removal', 'fan_out')),
     details jsonb not null,
     primary key (pipeline_id, index_name, number)
 );

@@ -26,7 +26,7 @@ create table index_work (
     pipeline_id text not null,
     index_name text not null,
     number integer not null,
-    kind text not null check (kind in ('removal', 'fan_out')),
+    work text not null check (work in ('removal', 'fan_out')),
     details text not null,
     primary key (pipeline_id, index_name, number)
 );
