@@ -18,7 +18,7 @@ from penstock.changes.segment import UNREPRESENTABLE
 from penstock.changes.texts import split_texts
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.delta.actions import Add
-from penstock.destinations.delta.files import create_data_file
+from penstock.destinations.delta.files import COPY_PREFIX, create_data_file
 from penstock.destinations.delta.history import copied_rows
 from penstock.destinations.delta.index import build_index
 from penstock.destinations.delta.layout import Mode, TableLayout
@@ -115,7 +115,7 @@ def _write(schema: pa.Schema, chunks: Iterator[pa.Table], target: CopyTarget, fi
     layout = target.layout
     with_index = bool(layout.key) and layout.mode is not Mode.HISTORY
     keys: list[Any] = []
-    with create_data_file(target.storage, schema, prefix=f"copy-{target.attempt[:8]}-{first:06d}") as file:
+    with create_data_file(target.storage, schema, prefix=f"{COPY_PREFIX}{target.attempt[:8]}-{first:06d}") as file:
         for chunk in chunks:
             file.write(chunk)
             if with_index:

@@ -19,6 +19,8 @@ from penstock.destinations.delta.vectors import Vector, read_vector
 from penstock.destinations.encoding import worth_a_dictionary
 
 COMPRESSION = "snappy"
+COPY_PREFIX = "copy-"
+"""Of the names of files that a copy wrote."""
 _ROW_GROUP_ROWS = 1 << 20
 _WIDE_ROW_BYTES = 1 << 10
 _WIDE_GROUP_BYTES = 2 << 20

@@ -3,7 +3,11 @@
 A file beside the table, in `_penstock/index/`, that is mapped into memory: fingerprints in ascending order, the row
 number of each, and, unless keys are whole numbers, their bytes in the same order, because a fingerprint proves nothing.
 
-    magic │ rows │ bytes of keys │ checksum │ fingerprints (8 each) │ rows (4 each) │ ends of keys (8 each) │ keys
+    magic │ rows │ bytes of keys │ checksum │ boot │ fingerprints (8 each) │ rows (4 each) │ ends of keys (8) │ keys
+
+It is not synced, so a machine that goes down may leave anything of it. What was written since this machine started is
+whole, and is not read through before it is used, or opening an index would cost as much as the table is large; any
+other must have its checksum.
 
 It is made with its data file, or from that file's key columns when it is absent: a cache, which may be deleted at any
 time and never says which rows are alive. Its name tells which columns it is about, so another key is another index.
@@ -20,7 +24,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +36,10 @@ from penstock.changes.keys import fingerprints
 from penstock.destinations.delta.storage import Storage
 
 INDEX_FOLDER = "_penstock/index"
-_MAGIC = b"penstck1"
-_HEAD = struct.Struct("<8sqqQ")
+_MAGIC = b"penstck2"
+_HEAD = struct.Struct("<8sqqQ16s")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NO_BOOT = bytes(16)
 _OPEN_INDEXES = 2_048
 _SPARE_COPIES = 64
 
@@ -101,7 +107,7 @@ def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytes:
         parts.append(bytes(-len(parts[1]) % 8))
         parts += [np.frombuffer(ends, np.int64)[: len(ordered) + 1].tobytes(), content.to_pybytes() if content else b""]
     content = b"".join(parts)
-    return _HEAD.pack(_MAGIC, len(numbers), size, zlib.crc32(content)) + content
+    return _HEAD.pack(_MAGIC, len(numbers), size, zlib.crc32(content), _boot()) + content
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,6 @@ class IndexFolder:
     def _keep(self, content: bytes, mapped: Path) -> None:
         mapped.parent.mkdir(parents=True, exist_ok=True)
         temporary = mapped.with_name(f".{mapped.name}.{uuid.uuid4().hex}")
-        # Not synced: after a power cut the checksum tells what is left of it.
         temporary.write_bytes(content)
         os.replace(temporary, mapped)
 
@@ -179,14 +184,15 @@ def _open(path: str) -> KeyIndex:
     # What is read stays mapped when the file is closed, so that many indexes do not need as many open files.
     with pa.memory_map(path) as file:
         content = file.read_buffer()
-    magic, count, key_bytes, checksum = _HEAD.unpack_from(content)
+    magic, count, key_bytes, checksum, boot = _HEAD.unpack_from(content)
     rows_at = _HEAD.size + 8 * count
     keys_at = rows_at + 4 * count
     keys_at += -keys_at % 8
     with_keys = size > rows_at + 4 * count
     if magic != _MAGIC or size != (keys_at + 8 * (count + 1) + key_bytes if with_keys else rows_at + 4 * count):
         raise ValueError("not an index")
-    if zlib.crc32(content.slice(_HEAD.size)) != checksum:
+    is_whole = boot == _boot() != _NO_BOOT
+    if not is_whole and zlib.crc32(content.slice(_HEAD.size)) != checksum:
         raise ValueError("a damaged index")
     numbers = np.frombuffer(content, np.int64, count, _HEAD.size)
     rows = np.frombuffer(content, np.uint32, count, rows_at)
@@ -194,6 +200,15 @@ def _open(path: str) -> KeyIndex:
         return KeyIndex(count, numbers, rows, None)
     buffers = [None, content.slice(keys_at, 8 * (count + 1)), content.slice(keys_at + 8 * (count + 1), key_bytes)]
     return KeyIndex(count, numbers, rows, pa.Array.from_buffers(pa.large_binary(), count, buffers))
+
+
+@cache
+def _boot() -> bytes:
+    """Which start of which machine this is; `_NO_BOOT` where nobody can tell."""
+    try:
+        return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
+    except (OSError, ValueError):
+        return _NO_BOOT
 
 
 def _join(few: NDArray[np.int64], many: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -102,3 +102,16 @@ def test_an_index_without_keys_gives_candidates(tmp_path: Path) -> None:
     found, rows = index.find(KeyQuery.of(keys.slice(0, 1)))
     assert sorted(rows.tolist()) == [0, 2]
     assert np.array_equal(found, [0, 0])
+
+
+def test_only_an_index_from_before_the_machine_started_is_read_through(tmp_path: Path) -> None:
+    """Opening one must not cost as much as the table is large."""
+    content = bytearray(build_index(pa.array([1, 2, 3])))
+    content[24:32] = bytes(8)
+    folder = IndexFolder(LocalStorage(tmp_path), "d")
+    folder.write("now", bytes(content))
+    assert folder.open("now", lambda: pytest.fail("it is there")).row_count == 3
+    content[32:48] = b"an earlier start"
+    folder.write("before", bytes(content))
+    rebuilt = folder.open("before", lambda: build_index(pa.array([4])))
+    assert rebuilt.numbers.tolist() == [4]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.actions import Add, VectorDescriptor
 from penstock.destinations.delta.files import now_milliseconds, write_data_file
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
 from penstock.destinations.delta.maintenance.checkpoints import commits_since_checkpoint, write_checkpoint
@@ -231,6 +231,18 @@ def test_files_are_merged_with_those_of_their_size(table: LakeTable) -> None:
     assert plan(*[small] * 9, *[medium] * 3) == [[small] * 9]
     assert plan(*[small] * 3, *[medium] * 13) == [[medium] * 6, [medium] * 6]
     assert [len(group) for group in plan(*[small] * 600)] == [256, 256, 88]
+
+
+def test_a_table_is_not_rewritten_because_it_was_copied(table: LakeTable) -> None:
+    def plan(size: int, dead: int) -> int:
+        vector = VectorDescriptor("i", "", 0, dead) if dead else None
+        names = [f"copy-attempt-{number}.parquet" for number in range(20)]
+        files = {name: Add(name, size, 1, stats='{"numRecords": 100}', vector=vector) for name in names}
+        return len(plan_compaction(table.storage, replace(table.snapshot, files=files)))
+
+    assert plan(20 << 20, dead=0) == 0
+    assert plan(20 << 20, dead=30) == 20, "each by itself"
+    assert plan(1000, dead=0) == 1, "small ones, of many partitions"
 
 
 def test_checkpoints_keep_vectors_and_positions(table: LakeTable) -> None:

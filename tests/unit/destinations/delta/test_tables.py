@@ -38,7 +38,8 @@ def test_an_index_that_is_lost_or_broken_is_made_anew(lake: Path, source: Script
         # Another file under the same name: what is mapped already stays as it is.
         path.unlink()
         if damage != "deleted":
-            zeroed = content[:40] + bytes(len(content) - 40)
+            # The machine went down, and started again since.
+            zeroed = content[:32] + b"an earlier start" + bytes(len(content) - 48)
             path.write_bytes({"cut": content[:20], "empty": b"", "zeroed": zeroed}[damage])
     _forget_indexes()
     assert_durable(write(destination, update(source, 1, 2, note="second")))

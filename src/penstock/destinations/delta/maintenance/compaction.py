@@ -24,6 +24,7 @@ from penstock.destinations.base import Tasks
 from penstock.destinations.delta.actions import Action, Add, CommitInfo
 from penstock.destinations.delta.files import (
     COMPRESSION,
+    COPY_PREFIX,
     create_data_file,
     iterate_data_file,
     now_milliseconds,
@@ -57,6 +58,9 @@ class CompactionSettings:
     """How many are merged at most in one task."""
     dead_fraction: float = 0.3
     """From this part of dead rows on a file is rewritten by itself."""
+    copied_bytes: int = 8 << 20
+    """Files of a copy that are larger stay, until many of their rows are dead: how large they are follows from the
+    source's table, of which they take a good part each, and rewriting a table that was just copied is of no use."""
     compression: str = COMPRESSION
 
 
@@ -103,7 +107,7 @@ def plan_compaction(storage: Storage, snapshot: Snapshot, settings: CompactionSe
     chosen: list[tuple[Add, ...]] = []
     for add in snapshot.files.values():
         live_bytes = _live_bytes(add)
-        if live_bytes < settings.target_bytes // 2:
+        if live_bytes < _small_bytes(add, settings):
             tiers.setdefault(_tier(live_bytes), []).append(add)
         elif _dead_fraction(add) >= settings.dead_fraction:
             chosen.append((add,))
@@ -243,6 +247,12 @@ def _merge(tier: list[Add], settings: CompactionSettings) -> tuple[list[tuple[Ad
         size += live_bytes
     merged = [tuple(group) for group in groups if len(group) > 1]
     return merged, [add for group in groups if len(group) == 1 for add in group]
+
+
+def _small_bytes(add: Add, settings: CompactionSettings) -> int:
+    """Below it a file is to become part of a larger one."""
+    small = settings.target_bytes // 2
+    return min(small, settings.copied_bytes) if add.file.startswith(COPY_PREFIX) else small
 
 
 def _tier(live_bytes: int) -> int:
