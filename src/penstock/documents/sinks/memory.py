@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +12,7 @@ import pyarrow as pa
 
 from penstock.documents.base import FlushReport, Sink
 from penstock.documents.mapping import IndexMapping
+from penstock.documents.reading import SCAN_CHUNK, IndexFacts
 
 
 @dataclass(slots=True)
@@ -48,9 +51,7 @@ class MemorySink(Sink):
 
     def documents(self, index: str) -> dict[str, Any]:
         """What a search would see, by id."""
-        serving = self.indexes[index].serving
-        found = serving.documents if serving is not None else {}
-        return {id_: json.loads(body) for id_, (_, body) in found.items() if body is not None}
+        return {id_: json.loads(body) for id_, body in self._serving(index).items()}
 
     def ensure_index(self, mapping: IndexMapping) -> None:
         """See `Sink`. Another fingerprint is another generation."""
@@ -91,6 +92,38 @@ class MemorySink(Sink):
     def filling(self, index: str) -> Sink:
         """See `Sink`."""
         return _GenerationSink(index, self.indexes[index].generations[-1])
+
+    # What others read: see `ReadableSink`
+
+    def facts(self, index: str) -> IndexFacts:
+        """See `ReadableSink`."""
+        found = self.indexes.get(index, MemoryIndex())
+        return IndexFacts(
+            generation=found.serving.fingerprint if found.serving is not None else None,
+            filling=found.filling.fingerprint if found.filling is not None else None,
+            documents=len(self._serving(index)),
+        )
+
+    def fetch(self, index: str, ids: Sequence[str]) -> dict[str, Any]:
+        """See `ReadableSink`."""
+        found = self._serving(index)
+        return {id_: json.loads(found[id_]) for id_ in ids if id_ in found}
+
+    def scan(self, index: str, chunk: int = SCAN_CHUNK) -> Iterator[list[str]]:
+        """See `ReadableSink`."""
+        ids = list(self._serving(index))
+        for start in range(0, len(ids), chunk):
+            yield ids[start : start + chunk]
+
+    def sample(self, index: str, count: int) -> list[str]:
+        """See `ReadableSink`."""
+        ids = list(self._serving(index))
+        return random.sample(ids, min(count, len(ids)))
+
+    def _serving(self, index: str) -> dict[str, str]:
+        serving = self.indexes.get(index, MemoryIndex()).serving
+        found = serving.documents.items() if serving is not None else ()
+        return {id_: body for id_, (_, body) in found if body is not None}
 
 
 class _GenerationSink(Sink):

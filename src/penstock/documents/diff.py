@@ -1,0 +1,268 @@
+"""Whether the documents of an index equal what the database would make of its rows now: missing, extra, different.
+
+By sets: the keys of the root table in pieces, built by one statement each, fetched from the sink by one request, and
+compared as values. What the sink has beyond those keys is built as well, and should be nothing.
+
+Both sides may live. A sink is a little behind, so what does not match is looked at again, until it does or there was
+time enough. A document whose rows have changed in every look is not judged: it never stood still.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import psycopg
+
+from penstock.documents.base import DocumentBuilder
+from penstock.documents.keys import DocumentKeys
+from penstock.documents.reading import ReadableSink
+from penstock.documents.resolve import ResolvedKeys
+from penstock.errors import QueryFailed
+
+MOST_SUSPECTS = 100_000
+"""Beyond it the index is plainly another one, and the rest is not looked at."""
+_NO_SUCH_VALUE = "22"
+_SHOWN_FIELDS = 8
+_PAUSE_SECONDS = 0.5
+
+
+class Kind(StrEnum):
+    """How a document is wrong."""
+
+    MISSING = "missing"
+    """The database has it, and the sink does not."""
+    EXTRA = "extra"
+    """The sink has it, and the database does not."""
+    DIFFERENT = "different"
+    UNSETTLED = "unsettled"
+    """It was another one at each look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A document that is wrong."""
+
+    id: str
+    kind: Kind
+    fields: tuple[str, ...] = ()
+    """Where two bodies differ: paths, without values."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """What was found in one index."""
+
+    index: str
+    compared: int
+    """Documents that the database or the sink has."""
+    differences: tuple[Difference, ...] = ()
+    complete: bool = True
+    """False if it was a sample, or was given up because nearly everything differs."""
+
+    def count(self, kind: Kind) -> int:
+        """How many of a kind."""
+        return sum(each.kind is kind for each in self.differences)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing is known to be wrong, and all was judged."""
+        return not self.differences
+
+    @property
+    def differs(self) -> bool:
+        return any(each.kind is not Kind.UNSETTLED for each in self.differences)
+
+
+class DiffObserver(Protocol):
+    """Hears how far it is."""
+
+    def on_compared(self, index: str, compared: int) -> None:
+        """So many documents so far."""
+
+    def on_settling(self, index: str, suspects: int) -> None:
+        """So many do not match, and are looked at again."""
+
+
+class _Silent(DiffObserver):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a sink may take to follow."""
+
+    seconds: float = 15.0
+    pause: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(slots=True)
+class _Suspect:
+    key: tuple[str, ...]
+    kind: Kind
+    body: str | None
+    fields: tuple[str, ...] = ()
+    looks: int = 1
+    stood_still: bool = False
+    """Whether two looks in a row have found the same rows."""
+
+    @property
+    def judged(self) -> Kind:
+        return self.kind if self.stood_still or self.looks == 1 else Kind.UNSETTLED
+
+
+Built = Mapping[str, tuple[tuple[str, ...], str | None]]
+"""Key and body by id."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Ids by their hashes: eight bytes each, whatever their length."""
+
+    hashes: list[np.ndarray[Any, np.dtype[np.int64]]] = field(default_factory=list[Any])
+
+    def add(self, ids: Sequence[str]) -> None:
+        self.hashes.append(_hashes(ids))
+
+    def others(self, ids: Sequence[str]) -> list[str]:
+        """Those that were not added."""
+        if len(self.hashes) > 1:
+            self.hashes = [np.sort(np.concatenate(self.hashes))]
+        known = self.hashes[0] if self.hashes else np.empty(0, np.int64)
+        new = ~np.isin(_hashes(ids), known)
+        return [id_ for id_, is_new in zip(ids, new, strict=True) if is_new]
+
+
+class IndexDiff:
+    """Compares one index, once."""
+
+    def __init__(
+        self,
+        documents: DocumentBuilder,
+        keys: DocumentKeys,
+        reader: ReadableSink,
+        *,
+        patience: Patience | None = None,
+        observer: DiffObserver | None = None,
+    ) -> None:
+        self._documents = documents
+        self._keys = keys
+        self._reader = reader
+        self._index = keys.specification.name
+        self._patience = patience or Patience()
+        self._observer = observer or _Silent()
+        self._compared = 0
+        self._suspects: dict[str, _Suspect] = {}
+        self._strangers: dict[str, None] = {}
+
+    def full(self) -> DiffReport:
+        """Every document of both sides."""
+        seen = _Seen()
+        for keys in self._documents.every_key(self._index):
+            seen.add(self._look_at(keys))
+            if len(self._suspects) > MOST_SUSPECTS:
+                return self._settle(complete=False)
+        for ids in self._reader.scan(self._index):
+            self._look_at_stored(seen.others(ids))
+            if len(self._suspects) + len(self._strangers) > MOST_SUSPECTS:
+                return self._settle(complete=False)
+        return self._settle(complete=True)
+
+    def sample(self, connection: psycopg.Connection[Any], count: int) -> DiffReport:
+        """So many documents of each side, by chance."""
+        seen = _Seen()
+        seen.add(self._look_at(self._keys.some(connection, count)))
+        self._look_at_stored(seen.others(self._reader.sample(self._index, count)))
+        return self._settle(complete=False)
+
+    def _look_at(self, keys: ResolvedKeys) -> list[str]:
+        """Compare documents of the database with those of the sink; their ids."""
+        ids: list[str] = []
+        for built in self._build(keys):
+            stored = self._reader.fetch(self._index, list(built))
+            self._compared += sum(body is not None or id_ in stored for id_, (_, body) in built.items())
+            self._suspects.update(_suspects(built, stored))
+            ids += built
+        self._observer.on_compared(self._index, self._compared)
+        return ids
+
+    def _look_at_stored(self, ids: Sequence[str]) -> None:
+        """Compare documents of the sink that the database did not name."""
+        keys = {id_: self._keys.parse(id_) for id_ in ids}
+        fitting = [key for key in keys.values() if len(key) == len(self._keys.columns)]
+        known = set(self._look_at(self._keys.resolved(fitting)))
+        # An id that no key has: not even one of the right type, or in another spelling.
+        strangers = self._reader.fetch(self._index, [id_ for id_ in ids if id_ not in known])
+        self._strangers |= dict.fromkeys(strangers)
+        self._compared += len(strangers)
+
+    def _settle(self, *, complete: bool) -> DiffReport:
+        deadline = self._patience.clock() + self._patience.seconds
+        while self._suspects and self._patience.clock() < deadline:
+            self._observer.on_settling(self._index, len(self._suspects))
+            self._patience.pause(_PAUSE_SECONDS)
+            self._look_again()
+        found = [Difference(id_, each.judged, each.fields) for id_, each in self._suspects.items()]
+        found += [Difference(id_, Kind.EXTRA) for id_ in self._strangers]
+        return DiffReport(self._index, self._compared, tuple(found), complete)
+
+    def _look_again(self) -> None:
+        found: dict[str, _Suspect] = {}
+        for built in self._build(self._keys.resolved([each.key for each in self._suspects.values()])):
+            found.update(_suspects(built, self._reader.fetch(self._index, list(built))))
+        for id_, each in found.items():
+            before = self._suspects[id_]
+            each.looks = before.looks + 1
+            each.stood_still = before.stood_still or before.body == each.body
+        self._suspects = found
+
+    def _build(self, keys: ResolvedKeys) -> Iterator[Built]:
+        """Pieces are halved until those stand alone that are no values of their columns' types; these are left out."""
+        if not len(keys):
+            return
+        try:
+            table = self._documents.build(keys)
+        except QueryFailed as error:
+            if not str(error.facts.get("sqlstate", "")).startswith(_NO_SUCH_VALUE):
+                raise
+            half = len(keys) // 2
+            for part in (slice(None, half), slice(half, None)) if half else ():
+                yield from self._build(ResolvedKeys(keys.index, tuple(each[part] for each in keys.keys)))
+            return
+        ids, bodies = table.column("id").to_pylist(), table.column("body").to_pylist()
+        yield {id_: (key, body) for id_, key, body in zip(ids, zip(*keys.keys, strict=True), bodies, strict=True)}
+
+
+def _suspects(built: Built, stored: Mapping[str, Any]) -> Iterator[tuple[str, _Suspect]]:
+    # Cold: somebody asked for a comparison, and bodies that were parsed have no columns.
+    for id_, (key, body) in built.items():
+        if body is None:
+            if id_ in stored:
+                yield id_, _Suspect(key, Kind.EXTRA, body)
+        elif id_ not in stored:
+            yield id_, _Suspect(key, Kind.MISSING, body)
+        elif (wanted := json.loads(body)) != stored[id_]:
+            yield id_, _Suspect(key, Kind.DIFFERENT, body, tuple(_differing(wanted, stored[id_], ""))[:_SHOWN_FIELDS])
+
+
+def _differing(wanted: Any, found: Any, path: str) -> Iterator[str]:
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        for key in [*wanted, *(key for key in found if key not in wanted)]:
+            if key not in wanted or key not in found or wanted[key] != found[key]:
+                yield from _differing(wanted.get(key), found.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for place, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            if one != other:
+                yield from _differing(one, other, f"{path}[{place}]")
+    else:
+        yield path
+
+
+def _hashes(ids: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.fromiter((hash(each) for each in ids), np.int64, len(ids))
