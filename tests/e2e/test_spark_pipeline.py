@@ -396,7 +396,7 @@ def test_on_a_cluster_whose_workers_are_killed_nothing_is_lost(database: Any, cl
             spark=options,
             interval=0.2,
             # So slow that the largest table is still being copied when a worker goes.
-            copy_bytes_per_second=200_000,
+            copy_bytes_per_second=1_000_000,
         )
     )
     pipeline.start()
