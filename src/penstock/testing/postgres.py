@@ -18,13 +18,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +34,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from penstock.errors import ServerUnavailable, SlotInUse
+from penstock.testing.own_folder import free_port, give, make_folder, unprivileged_account
 from penstock.testing.postgres_binaries import ServerBinaries, clean_environment, find_binaries
 from penstock.testing.processes import children_of, wait_until_gone
 
@@ -53,7 +51,6 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "log_timezone": "UTC",
     "log_line_prefix": "%m [%p] %q%a@%d ",
 }
-UNPRIVILEGED_USER = "nobody"
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
@@ -64,9 +61,6 @@ _STOP_SIGNALS: Mapping[StopMode, signal.Signals] = {
     "fast": signal.SIGINT,
     "immediate": signal.SIGQUIT,
 }
-_SOCKET_PATH_LIMIT = 90
-"""A Unix socket's path has at most 107 bytes; the server adds its file name to the folder."""
-
 _WATCHER = """
 read -r _
 pid=$(head -n 1 "$1/data/postmaster.pid" 2>/dev/null)
@@ -172,11 +166,11 @@ class PostgresServer(DatabaseServer):
     ) -> None:
         self.binaries = binaries or find_binaries(major)
         self.password = secrets.token_urlsafe(12)
-        self.port = _free_port()
-        self._account = _unprivileged_account()
+        self.port = free_port()
+        self._account = unprivileged_account()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        self.folder = _make_folder(self._account)
+        self.folder = make_folder("penstock-pg-", self._account)
         self.data_dir = self.folder / "data"
         self.log_path = self.folder / "server.log"
         self._watcher = subprocess.Popen(
@@ -235,7 +229,7 @@ class PostgresServer(DatabaseServer):
             if self._try_start(timeout):
                 return self
             if first and "could not bind" in self.log_tail():
-                self.port = _free_port()
+                self.port = free_port()
             else:
                 break
         self._process = None
@@ -286,7 +280,7 @@ class PostgresServer(DatabaseServer):
         path = self.data_dir / name
         path.touch(mode=0o600)
         path.write_text(content)
-        self._give(path)
+        give(path, self._account)
         return path
 
     def log_tail(self, line_count: int = 30) -> str:
@@ -338,7 +332,7 @@ class PostgresServer(DatabaseServer):
         password_path = self.folder / "password"
         password_path.touch(mode=0o600)
         password_path.write_text(self.password)
-        self._give(password_path)
+        give(password_path, self._account)
         process = self._spawn(
             [
                 str(self._programs.program("initdb")),
@@ -407,10 +401,6 @@ class PostgresServer(DatabaseServer):
                 log.write(f"{error}\n".encode())
                 return None
 
-    def _give(self, path: Path) -> None:
-        if self._account is not None:
-            os.chown(path, self._account.pw_uid, self._account.pw_gid)
-
 
 def execute_on(
     connection: psycopg.Connection[Any],
@@ -448,36 +438,6 @@ def _drop_slots(connection: psycopg.Connection[Any], database: str) -> list[str]
             pass
         left.append(name)
     return left
-
-
-def _unprivileged_account() -> pwd.struct_passwd | None:
-    """The account for the server's processes; none unless we are root."""
-    return pwd.getpwnam(UNPRIVILEGED_USER) if os.geteuid() == 0 else None
-
-
-def _make_folder(account: pwd.struct_passwd | None) -> Path:
-    """A new temporary folder that the server's user owns and can reach, with a path short enough for sockets."""
-    for parent in (Path(tempfile.gettempdir()).resolve(), Path("/tmp"), Path("/var/tmp")):
-        too_long = len(str(parent)) + len("/penstock-pg-12345678/.s.PGSQL.12345") > _SOCKET_PATH_LIMIT
-        if too_long or (account is not None and not _open_to_all(parent)):
-            continue
-        folder = Path(tempfile.mkdtemp(prefix="penstock-pg-", dir=parent))
-        if account is not None:
-            os.chown(folder, account.pw_uid, account.pw_gid)
-        return folder
-    raise ServerUnavailable(
-        f"no temporary folder that user {UNPRIVILEGED_USER} can reach", hint="Set TMPDIR to a folder open to all."
-    )
-
-
-def _open_to_all(folder: Path) -> bool:
-    return folder.is_dir() and all(each.stat().st_mode & 0o001 for each in (folder, *folder.parents))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _quoted(value: str) -> str:

