@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 STAMP := $(VENV)/.installed
 JARS := $(VENV)/jars
+OPENSEARCH := $(VENV)/opensearch
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -19,7 +20,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
 .PHONY: setup
-setup: $(STAMP) jars ## create .venv with everything; as root also install missing system packages
+setup: $(STAMP) jars opensearch ## create .venv with everything; as root also install missing system packages
 
 .PHONY: system
 system:
@@ -37,6 +38,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 jars: $(STAMP)
 	@$(BIN)/python scripts/delta-jars.py $(JARS)
 
+.PHONY: opensearch
+opensearch: $(STAMP) system
+	@$(BIN)/python scripts/opensearch-server.py $(OPENSEARCH)
+
 .PHONY: demo
 demo: $(STAMP) ## a shop becomes Delta tables that follow it, and are compared with it; about a minute
 	$(BIN)/penstock demo $(ARGS)
@@ -49,7 +54,7 @@ unit: $(STAMP) ## the tests that need no service, in less than a minute
 	$(PYTEST) -q -n $(WORKERS) tests/unit $(ARGS)
 
 .PHONY: integration
-integration: $(STAMP) system jars ## the tests on real servers, and whole pipelines
+integration: $(STAMP) system jars opensearch ## the tests on real servers, and whole pipelines
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal $(wildcard tests/integration tests/e2e) $(ARGS)
 
 .PHONY: lint

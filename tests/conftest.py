@@ -3,13 +3,17 @@
 `database` is an empty database on PostgreSQL 18 (or on the server that PENSTOCK_TEST_DSN names); `any_database` runs
 its test once per version. `make_server` gives servers of one's own, for tests that restart, kill or reconfigure them.
 `spark` is a Spark session that all tests share; `delta_spark` is the same one where it can read Delta tables.
+`opensearch` is a search server that all tests of a run share (or the one that PENSTOCK_TEST_OPENSEARCH names), and
+`index_name` a name on it that is free; `make_opensearch` gives servers of one's own.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -18,12 +22,15 @@ from hypothesis import settings as hypothesis_settings
 
 from penstock.errors import ConfigError
 from penstock.testing.delta_jars import delta_spark_options, find_delta_jars
+from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer, why_not
+from penstock.testing.opensearch_shared import shared_opensearch
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 
 DEFAULT_MAJOR = 18
 MAJORS = (15, 16, 18)
 DSN_VARIABLE = "PENSTOCK_TEST_DSN"
+OPENSEARCH_VARIABLE = "PENSTOCK_TEST_OPENSEARCH"
 
 # A slow machine is no failure; hangs are caught by the time-out of each test.
 hypothesis_settings.register_profile("penstock", deadline=None, print_blob=True)
@@ -131,6 +138,53 @@ def delta_spark(request: pytest.FixtureRequest) -> Any:
     if not find_delta_jars():
         pytest.skip("needs Delta's jars for Spark: make jars")
     return request.getfixturevalue("spark")
+
+
+@pytest.fixture(scope="session")
+def opensearch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExistingOpenSearch]:
+    """The search server of a test run, of all its processes; do not stop or reconfigure it."""
+    if url := os.environ.get(OPENSEARCH_VARIABLE):
+        yield ExistingOpenSearch(url)
+        return
+    _skip_without_opensearch()
+    with shared_opensearch(_folder_of_the_run(tmp_path_factory)) as server:
+        yield server
+
+
+@pytest.fixture
+def index_name(opensearch: ExistingOpenSearch) -> Iterator[str]:
+    """A name for an index that only this test uses; what begins with it is removed afterwards."""
+    name = f"test-{secrets.token_hex(6)}"
+    yield name
+    found = opensearch.request("GET", f"/_cat/indices/{name}*?format=json&h=index&expand_wildcards=all")
+    for each in found:
+        opensearch.request("DELETE", f"/{each['index']}")
+
+
+@pytest.fixture
+def make_opensearch() -> Iterator[Callable[..., OpenSearchServer]]:
+    """Start search servers that only this test uses: `make_opensearch(settings={...})`."""
+    _skip_without_opensearch()
+    servers: list[OpenSearchServer] = []
+
+    def make(**options: Any) -> OpenSearchServer:
+        servers.append(OpenSearchServer(**options))
+        return servers[-1].start()
+
+    yield make
+    for each in servers:
+        each.close()
+
+
+def _skip_without_opensearch() -> None:
+    if missing := why_not():
+        pytest.skip(missing)
+
+
+def _folder_of_the_run(factory: pytest.TempPathFactory) -> Path:
+    """The same for all processes of a run: each has its own below it."""
+    folder = factory.getbasetemp()
+    return folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
