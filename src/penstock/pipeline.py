@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from penstock.copy.fetch import SourceFetch
 from penstock.destinations.base import Destination, DestinationContext, Tasks
 from penstock.errors import IllegalTransition, LeaseLost, PenstockError, Retry, SourceError
 from penstock.lsn import Lsn
+from penstock.outputs import Outputs
 from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
 from penstock.source.lineage import Lineage
@@ -66,8 +67,6 @@ REFRESH_SECONDS = 5.0
 """How often the publication is looked at."""
 COMMAND_SECONDS = 0.5
 STOP_SECONDS = 60.0
-WAIT_SECONDS = 0.5
-"""How soon one hears that an output has ended."""
 
 
 DEFAULT_OUTPUT = "tables"
@@ -460,67 +459,6 @@ class Pipeline:
             self._board.remove(table_id)
         else:
             self._store.delete_table_pipeline_state(table_id)
-
-
-class Outputs:
-    """The pipelines of one stream, which start and end together; each has its own store, destination and positions."""
-
-    def __init__(self, pipelines: Sequence[Pipeline]) -> None:
-        """The first one's settings are those of the stream."""
-        self._pipelines = {pipeline.output: pipeline for pipeline in pipelines}
-        if len(self._pipelines) < len(pipelines):
-            raise ValueError("the outputs of a stream have different names")
-        self._stream = Stream(pipelines[0].settings)
-
-    def __enter__(self) -> Outputs:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
-    def __iter__(self) -> Iterator[Pipeline]:
-        return iter(self._pipelines.values())
-
-    def __len__(self) -> int:
-        return len(self._pipelines)
-
-    def start(self) -> None:
-        """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
-        try:
-            for pipeline in self:
-                pipeline.lead()
-            self._stream.open({name: pipeline.store for name, pipeline in self._pipelines.items()})
-            for pipeline in self:
-                pipeline.follow(self._stream)
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until one of them ends; False when none has in time. Raises what ended it."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if any(pipeline.wait(0) for pipeline in self):
-                return True
-            left = WAIT_SECONDS if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return False
-            next(iter(self)).wait(min(left, WAIT_SECONDS))
-
-    def stop(self) -> None:
-        """Ask all of them to end, without waiting."""
-        for pipeline in self:
-            pipeline.stop()
-
-    def shutdown(self) -> None:
-        """Finish the batches at hand, store how far they went, and stop everything; may be called twice."""
-        self.stop()
-        for pipeline in self:
-            pipeline.settle()
-        self._stream.close()
-        for pipeline in self:
-            pipeline.retire()
 
 
 def _lineage_name(lineage: Lineage) -> str:

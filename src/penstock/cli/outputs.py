@@ -16,7 +16,8 @@ from penstock.cli.status_file import StatusFile
 from penstock.cli.tail import Ending
 from penstock.config import Config
 from penstock.errors import LeaseHeld, Retry
-from penstock.pipeline import Outputs, Pipeline
+from penstock.outputs import Output, Outputs
+from penstock.pipeline import Pipeline
 from penstock.source import Role, connect
 from penstock.state import Errored, Ready, Store, WorkerType
 from penstock.workers.process_tasks import ProcessTasks
@@ -75,12 +76,12 @@ def _greeting(config: Config, outputs: Outputs, into: Sequence[str]) -> str:
     )
 
 
-def prefixed(outputs: Outputs, pipeline: Pipeline, text: str) -> str:
+def prefixed(outputs: Outputs, pipeline: Output, text: str) -> str:
     """What is said about one of several outputs."""
     return f"{pipeline.output}: {text}" if len(outputs) > 1 else text
 
 
-def is_settled(pipeline: Pipeline) -> bool:
+def is_settled(pipeline: Output) -> bool:
     """Nothing is copied any more, nothing is tried again by itself, and no command waits that could change that."""
     return all(command.answered for command in pipeline.store.get_commands()) and all(
         isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)

@@ -17,7 +17,7 @@ from penstock.config import Config
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
-from penstock.pipeline import Outputs, Pipeline
+from penstock.outputs import Output, Outputs
 from penstock.source.wal import current_position
 from penstock.state import Errored
 
@@ -116,7 +116,7 @@ def _watch(config: Config, outputs: Outputs, ending: Ending, looked_at: LookedAt
     return False
 
 
-def _has_reached(pipeline: Pipeline, target: Lsn) -> bool:
+def _has_reached(pipeline: Output, target: Lsn) -> bool:
     status = pipeline.status
     if status is None:
         return False
