@@ -3,6 +3,7 @@
     PENSTOCK_FAILPOINTS="after_finished_copy=kill"                      SIGKILL when it is reached
     PENSTOCK_FAILPOINTS="after_progress=kill:2,before_snapshot=sleep:1" the second time; a second's pause, each time
     PENSTOCK_FAILPOINTS="before_rollback=error"                         raise `FailpointReached`, once
+    PENSTOCK_FAILPOINTS="visibility_gate=off"                           leave out a measure against a trap
 
 The environment is read once, when this module is imported. Where it has nothing, `reach` is a look into an empty dict.
 """
@@ -51,14 +52,40 @@ POINTS = {
     "after_rollback": "SyncDone or Init is stored, the workers do not know it",
     "after_resync": "Init is stored because somebody asked for a new copy",
     "after_removed": "the state of a table that left is deleted",
+    "after_documents": "the documents of changes are durable, what rows hang on is not remembered",
+    "after_links": "what rows hang on is remembered, progress is not stored",
+    "after_documents_progress": "progress is stored, nothing is acknowledged",
+    "after_documents_acknowledge": "the spool's reader has advanced",
+    "after_maps": "the maps of relations are seeded, no index is being built for them",
+    "after_build_wanted": "an index is to be built anew, its fresh generation is not there",
+    "after_reindex": "the fresh generation is there, the store does not know it",
+    "after_build_planned": "the ranges of a build are stored, none is done",
+    "after_range": "documents of ranges are durable, the store does not know it",
+    "before_removals": "all ranges are done, what went meanwhile is not looked at again",
+    "before_seeded": "the fresh generation is complete, the old one serves",
+    "after_seeded": "the fresh generation serves, the store does not know it",
+    "after_fan_out": "the documents of a change with many are durable, the store does not know it",
 }
 """Every point, with what is true when it is reached."""
+
+MEASURES = {
+    "visibility_gate": "41: documents are built when the transactions that change them can be seen",
+    "old_links": "42: what a row hung on before is looked up",
+    "canonical_keys": "43: equal keys have one text",
+    "document_versions": "44: what a build has read decides which of two bodies stays",
+    "recorded_removals": "45: documents that went while an index was built are looked at again",
+    "fresh_generation": "47: an index is built into an empty generation",
+    "bounded_fan_out": "48: the documents of a change are built in pieces",
+    "unfiltered_changes": "49: a change of a row that fails a filter concerns its documents",
+}
+"""What can be left out to see a test fail without it, each with its trap."""
 
 
 class _Kind(StrEnum):
     KILL = "kill"
     ERROR = "error"
     SLEEP = "sleep"
+    OFF = "off"
 
 
 @dataclass(slots=True)
@@ -90,6 +117,11 @@ def reach(name: str) -> None:
         action.happen(name)
 
 
+def is_off(name: str) -> bool:
+    """Whether a measure of `MEASURES` is left out; never, unless a test asked for it."""
+    return bool(_actions) and name in _actions
+
+
 def arm(text: str) -> None:
     """Replace what is to happen by what `text` says, in the notation of the environment; empty for nothing."""
     actions = dict(_parse(each.strip()) for each in text.split(",") if each.strip())
@@ -100,15 +132,18 @@ def arm(text: str) -> None:
 def _parse(text: str) -> tuple[str, _Action]:
     name, _, action = text.partition("=")
     kind, _, number = action.partition(":")
-    if name not in POINTS:
+    if name not in POINTS and name not in MEASURES:
         raise ConfigError(f"{VARIABLE} names a point that does not exist: {name!r}", hint="See penstock.failpoints.")
     try:
-        return name, _Action(_Kind(kind), float(number or 1))
+        parsed = _Action(_Kind(kind), float(number or 1))
+        if (parsed.kind is _Kind.OFF) != (name in MEASURES):
+            raise ValueError(kind)
     except ValueError:
         raise ConfigError(
             f"{VARIABLE} has an action that is not known: {action!r}",
-            hint="Use kill, kill:2, error, error:2 or sleep:0.5.",
+            hint="Use kill, kill:2, error, error:2 or sleep:0.5; off for a measure.",
         ) from None
+    return name, parsed
 
 
 arm(os.environ.get(VARIABLE, ""))

@@ -208,6 +208,14 @@ class Sink(Protocol):
         """
         return self
 
+    def count(self, index: str) -> int | None:
+        """How many documents the index has now; of a `filling` sink, the generation that it fills. None: not known.
+
+        Compared with what was written before a generation serves; what was written before counts, whether searches
+        see it yet or not.
+        """
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:

@@ -9,13 +9,14 @@ transactions that the snapshot has seen end. Two builds of a document with the s
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 import pyarrow as pa
 from psycopg import sql
+from psycopg.rows import tuple_row
 
 from penstock.documents.catalog import SourceCatalog, complete
 from penstock.documents.document_sql import DocumentSql, Row
@@ -28,11 +29,13 @@ from penstock.documents.expressions import (
     document_id,
     from_table,
     is_deleted,
+    raw_conditions,
     values_source,
 )
 from penstock.documents.specification import IndexSpecification
-from penstock.documents.statements import run_statement
+from penstock.documents.statements import as_literal, run_statement, without_values
 from penstock.errors import ConfigError, QueryFailed
+from penstock.source.faults import translated
 
 ROOT = "root"
 BUILT = pa.schema(
@@ -61,6 +64,11 @@ class BuildQuery:
     text: str
     """One parameter per key column: an array of texts."""
     transform: str = ""
+    range_head: str = ""
+    """With a heap and `range_tail` behind it: the documents of all rows of that heap."""
+    range_tail: str = ""
+    range_condition: str = ""
+    """What else is asked of rows, where only their own columns are in scope; empty for nothing."""
 
 
 def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> BuildQuery:
@@ -68,14 +76,15 @@ def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> 
     specification = complete(specification, catalog)
     root = catalog.table(specification.table)
     key = root.select(specification.doc_id)
+    there = conditions(specification.filters, ROOT, root)
+    if specification.soft_delete is not None:
+        there.append(sql.SQL("not {}").format(is_deleted(specification.soft_delete, ROOT, root)))
+    body = DocumentSql(catalog).object_of(specification.fields, Row(ROOT, root))
     requested = [column("r", f"v{number}") for number in range(len(key))]
     matched = [
         compare("=", column(ROOT, each.name), value, each.base, each.base)
         for each, value in zip(key, requested, strict=True)
     ]
-    matched += conditions(specification.filters, ROOT, root)
-    if specification.soft_delete is not None:
-        matched.append(sql.SQL("not {}").format(is_deleted(specification.soft_delete, ROOT, root)))
     text = sql.SQL(
         "select {id}, {version}, d.body::pg_catalog.text"
         " from {requested} left join lateral (select {body} as body from {root} where {matched}) d on true"
@@ -84,11 +93,44 @@ def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> 
         id=document_id([canonical(value, each) for value, each in zip(requested, key, strict=True)]),
         version=sql.SQL(_VERSION),
         requested=values_source("r", key, 1, ordered=True),
-        body=DocumentSql(catalog).object_of(specification.fields, Row(ROOT, root)),
+        body=body,
         root=from_table(root, ROOT, specification.filters),
-        matched=conjunction(matched),
+        matched=conjunction([*matched, *there]),
     )
-    return BuildQuery(specification.name, specification.doc_id, text.as_string(None), specification.transform)
+    named = [sql.SQL("{} is not null").format(column(ROOT, each.name)) for each in key]
+    head = sql.SQL("select {id}, {version}, {body}::pg_catalog.text from ").format(
+        id=document_id([canonical(column(ROOT, each.name), each) for each in key]), version=sql.SQL(_VERSION), body=body
+    )
+    tail = sql.SQL(" {} where {}").format(sql.Identifier(ROOT), conjunction([*named, *there]))
+    return BuildQuery(
+        specification.name,
+        specification.doc_id,
+        text.as_string(None),
+        specification.transform,
+        head.as_string(None),
+        tail.as_string(None),
+        " and ".join(each.as_string(None) for each in raw_conditions(specification.filters)),
+    )
+
+
+def build_range(
+    connection: psycopg.Connection[Any], query: BuildQuery, heap: str, condition: str, *, chunk: int
+) -> Iterator[pa.Table]:
+    """The documents of the rows of a heap that a condition names, as `BUILT`, in pieces; those that there are.
+
+    One statement, one snapshot, one version. `heap` is quoted. Documents without a row are not in it.
+    """
+    where = " and ".join(filter(None, [condition, query.range_condition])) or "true"
+    text = f"{query.range_head}(select * from only {heap} where {where}){query.range_tail}"  # noqa: S608 (quoted)
+    doing = f"build documents of {query.index!r}"
+    with translated(connection, doing):
+        try:
+            with psycopg.RawServerCursor(connection, "penstock_range", row_factory=tuple_row) as cursor:
+                cursor.execute(as_literal(text))
+                while rows := cursor.fetchmany(chunk):
+                    yield _as_built(query, rows)
+        except psycopg.Error as error:
+            raise without_values(error, connection, doing) from None
 
 
 def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys: Sequence[Sequence[str]]) -> pa.Table:
@@ -105,6 +147,10 @@ def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys
             f"{wanted} documents of {query.index!r} were asked for, and {len(rows)} came: its key is not unique",
             hint=f"Put a unique index on ({', '.join(query.key_columns)}), or name other columns in doc_id.",
         )
+    return _as_built(query, rows)
+
+
+def _as_built(query: BuildQuery, rows: Sequence[tuple[Any, ...]]) -> pa.Table:
     columns = [pa.array(values, each.type) for values, each in zip(zip(*rows, strict=True), BUILT, strict=True)]
     built = pa.Table.from_arrays(columns, schema=BUILT)
     return transform_documents(query.transform, built) if query.transform else built

@@ -116,7 +116,7 @@ def collect_changes(batch: EventBatch, wanted: Mapping[TableName, WantedColumns]
             if isinstance(step, Rows):
                 name = TableName(step.schema.namespace, step.schema.name)
                 for file in step.segments if name in wanted else ():
-                    segment = file.read(_needed_fields(file.path, step.schema, wanted[name]))
+                    segment = file.read(needed_fields(file.path, step.schema, wanted[name]))
                     xids.update(pc.unique(segment.column(XID)).to_pylist())
                     rows.append(row_changes(segment, step.schema, name, wanted[name]))
             elif isinstance(step, Truncate):
@@ -193,7 +193,7 @@ class _Bitmap:
         return absent
 
 
-def _needed_fields(path: str, schema: TableSchema, wanted: WantedColumns) -> list[str]:
+def needed_fields(path: str, schema: TableSchema, wanted: WantedColumns) -> list[str]:
     """What to read of a segment: the columns that say what happened, and those that are asked for."""
     fields = dict(zip((column.name for column in schema.columns), field_names(schema), strict=True))
     needed = {OP, COMMIT_LSN, ORDINAL, XID, UNCHANGED, OLD, UNREPRESENTABLE}

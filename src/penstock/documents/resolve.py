@@ -11,7 +11,7 @@ The result comes in pieces, since a single row can be part of a million document
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from penstock import failpoints
 from penstock.documents.canonical_links import canonical_links
 from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
@@ -47,17 +48,29 @@ class ResolvedKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """Which documents of an index do these values lead to? Plain values: it can be asked again in another process."""
+
+    index: str
+    ways: tuple[int, ...]
+    """Numbers of the index's entries."""
+    values: tuple[list[str], ...]
+    """One array of texts per column, of one entry after the other."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resolution:
     """What a batch of changes concerns."""
 
     documents: Iterator[ResolvedKeys]
-    """Read it to the end before the connection is used for something else."""
+    """The answers to all questions. Read it to the end before the connection is used for something else."""
     whole_indexes: frozenset[str]
     """A table of theirs was emptied: all their documents may be concerned."""
     links: tuple[tuple[TrackedRelation, pa.Table], ...] = ()
     """To be handed to `Resolver.remember` when the documents are durable, and not before."""
     cleared: tuple[TrackedRelation, ...] = ()
     """Relations of which nothing is left."""
+    questions: tuple[Question, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +137,51 @@ class Resolver:
         cleared = frozenset(self._catalog.top(each) for each in changes.truncated).intersection(self._links)
         indexes = [each for each in self._indexes if scope is None or each.specification.name in scope]
         emptied = [each for each in indexes if any(entry.table in cleared for entry in each.entries)]
+        questions = tuple(self._questions(indexes, known, roots_only=changes.is_snapshot))
         return Resolution(
-            documents=self._documents(connection, indexes, known, roots_only=changes.is_snapshot),
+            documents=(part for question in questions for part in self.answer(connection, question)),
             whole_indexes=frozenset(each.specification.name for each in emptied),
             links=tuple(updates),
             cleared=tuple(each for each in self.tracked if each.name in cleared),
+            questions=questions,
+        )
+
+    def answer(self, connection: psycopg.Connection[Any], question: Question) -> Iterator[ResolvedKeys]:
+        """The documents that a question is about, each once, in pieces; from the database as it is now.
+
+        It may be asked later than the changes that it comes from were resolved: what has broken a way since then is a
+        change of its own, and whoever builds its documents builds them with all that was before.
+        """
+        index = next(each for each in self._indexes if each.specification.name == question.index)
+        text = self._texts.get((question.index, question.ways))
+        if text is None:
+            text = self._texts[question.index, question.ways] = self._compile(index, question.ways)
+        doing = f"find the documents of {question.index!r} that changed"
+        with translated(connection, doing):
+            try:
+                with (
+                    connection.transaction(),
+                    psycopg.RawServerCursor(connection, "penstock_resolve", row_factory=tuple_row) as cursor,
+                ):
+                    cursor.execute(as_literal(text), question.values)
+                    while rows := cursor.fetchmany(self._chunk):
+                        yield ResolvedKeys(question.index, tuple(list(each) for each in zip(*rows, strict=True)))
+            except psycopg.Error as error:
+                raise without_values(error, connection, doing) from None
+
+    def indexes_over(self, tables: Collection[TableName]) -> frozenset[str]:
+        """The indexes with rows of one of these tables."""
+        return frozenset(
+            index.specification.name for index in self._indexes if any(entry.table in tables for entry in index.entries)
+        )
+
+    def indexes_using(self, relations: Collection[TrackedRelation]) -> frozenset[str]:
+        """The indexes that need one of these relations to find their documents."""
+        wanted = {(each.name, each.links) for each in relations}
+        return frozenset(
+            index.specification.name
+            for index in self._indexes
+            if any((entry.table, tuple(sorted(entry.columns))) in wanted for entry in index.entries)
         )
 
     def remember(self, resolution: Resolution) -> None:
@@ -148,46 +201,25 @@ class Resolver:
         for name, pieces in parts.items():
             yield name, RowChanges.joined(name, pieces)
 
-    def _documents(
+    def _questions(
         self,
-        connection: psycopg.Connection[Any],
         indexes: Sequence[_Index],
         known: Mapping[TableName, Sequence[RowChanges | _Links]],
         *,
         roots_only: bool,
-    ) -> Iterator[ResolvedKeys]:
+    ) -> Iterator[Question]:
         for index in indexes:
-            parameters: list[list[str]] = []
-            chosen: list[int] = []
+            values: list[list[str]] = []
+            ways: list[int] = []
             for number, entry in enumerate(index.entries):
                 if roots_only and entry.relations:
                     continue
                 tuples = _start_values(entry, known.get(entry.table, ()))
                 if tuples[0]:
-                    chosen.append(number)
-                    parameters += tuples
-            if chosen:
-                yield from self._stream(connection, index, tuple(chosen), parameters)
-
-    def _stream(
-        self, connection: psycopg.Connection[Any], index: _Index, chosen: tuple[int, ...], parameters: list[list[str]]
-    ) -> Iterator[ResolvedKeys]:
-        name = index.specification.name
-        text = self._texts.get((name, chosen))
-        if text is None:
-            text = self._texts[name, chosen] = self._compile(index, chosen)
-        doing = f"find the documents of {name!r} that changed"
-        with translated(connection, doing):
-            try:
-                with (
-                    connection.transaction(),
-                    psycopg.RawServerCursor(connection, "penstock_resolve", row_factory=tuple_row) as cursor,
-                ):
-                    cursor.execute(as_literal(text), parameters)
-                    while rows := cursor.fetchmany(self._chunk):
-                        yield ResolvedKeys(name, tuple(list(each) for each in zip(*rows, strict=True)))
-            except psycopg.Error as error:
-                raise without_values(error, connection, doing) from None
+                    ways.append(number)
+                    values += tuples
+            if ways:
+                yield Question(index.specification.name, tuple(ways), tuple(values))
 
     def _compile(self, index: _Index, chosen: tuple[int, ...]) -> str:
         parameter = 1
@@ -200,7 +232,7 @@ class Resolver:
         return sql.SQL("select distinct * from ({}) d").format(sql.SQL(" union all ").join(ways)).as_string(None)
 
     def _look_up(self, relation: TrackedRelation, keys: list[str]) -> _Links:
-        found = self._relations.lookup(relation, keys) if keys else []
+        found = self._relations.lookup(relation, keys) if keys and not failpoints.is_off("old_links") else []
         columns = list(zip(*found, strict=True)) if found else [() for _ in relation.links]
         everything = np.ones(len(found), np.bool_)
         return _Links(

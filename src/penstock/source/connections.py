@@ -63,6 +63,7 @@ class Role(StrEnum):
     CATALOG = "catalog"
     CHECK = "check"
     COPY = "copy"
+    DOCUMENTS = "documents"
     SLOT = "slot"
     SNAPSHOT = "snapshot"
     STATE = "state"

@@ -51,3 +51,8 @@ class FanOutSink(Sink):
     def filling(self, index: str) -> Sink:
         """See `Sink`."""
         return FanOutSink([sink.filling(index) for sink in self._sinks])
+
+    def count(self, index: str) -> int | None:
+        """See `Sink`. The smallest: what one of them lacks is missing."""
+        counts = [count for sink in self._sinks if (count := sink.count(index)) is not None]
+        return min(counts, default=None)

@@ -28,6 +28,11 @@ class Generation:
         if known is None or known[0] <= version:
             self.documents[id_] = (version, body)
 
+    @property
+    def count(self) -> int:
+        """Documents that are there."""
+        return sum(body is not None for _, body in self.documents.values())
+
 
 @dataclass(slots=True)
 class MemoryIndex:
@@ -125,6 +130,11 @@ class MemorySink(Sink):
         found = serving.documents.items() if serving is not None else ()
         return {id_: body for id_, (_, body) in found if body is not None}
 
+    def count(self, index: str) -> int | None:
+        """See `Sink`."""
+        serving = self.indexes[index].serving
+        return None if serving is None else serving.count
+
 
 class _GenerationSink(Sink):
     """Writes into one generation of one index."""
@@ -147,3 +157,7 @@ class _GenerationSink(Sink):
                     self._generation.take(row["id"], row["version"], row["body"])
         self._waiting.clear()
         return FlushReport()
+
+    def count(self, index: str) -> int | None:
+        """See `Sink`."""
+        return self._generation.count

@@ -1,0 +1,144 @@
+"""What runs in tasks: build documents, hand them to a copy of the sink, and say what became of them.
+
+Jobs pickle: a query, where the source is, and a sink. What comes back is small: counts, refusals, and the keys of
+documents that are gone, if somebody wants to know them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg.rows import tuple_row
+
+from penstock import failpoints
+from penstock.documents.base import WRITTEN, Rejection, Sink
+from penstock.documents.build import BuildQuery, build_documents, build_range
+from penstock.documents.output.connections import POOL
+from penstock.documents.resolve import ResolvedKeys
+from penstock.errors import TableRewritten
+from penstock.source.connections import SourceSettings
+from penstock.source.faults import translated
+
+# Both answer for now, whatever snapshot the transaction has.
+_CURRENT = """
+    select pg_catalog.format('%%I.%%I', t.object_names[1], t.object_names[2]),
+           pg_catalog.pg_relation_filenode(%(oid)s::oid)::int8
+    from pg_catalog.pg_identify_object_as_address(1259::oid, %(oid)s::oid, 0) t
+"""
+
+
+class SharedSink:
+    """A sink and the lock that keeps its users apart. In another process it is a copy, with a lock of its own."""
+
+    def __init__(self, sink: Sink, lock: threading.RLock | None = None) -> None:
+        self.sink = sink
+        self.lock = lock or threading.RLock()
+
+    def __getstate__(self) -> Sink:
+        return self.sink
+
+    def __setstate__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.lock = threading.RLock()
+
+    def write(self, index: str, built: pa.Table) -> tuple[Rejection, ...]:
+        """Documents as `penstock.documents.build.BUILT`; durable afterwards, but for those that are refused."""
+        if failpoints.is_off("document_versions"):
+            place = built.schema.get_field_index("version")
+            same = pa.repeat(pa.scalar(1, pa.int64()), built.num_rows)
+            built = built.set_column(place, built.schema.field("version"), same)
+        name = pa.repeat(pa.scalar(index, pa.string()), built.num_rows)
+        with self.lock:
+            self.sink.write(pa.Table.from_arrays([name, *built.columns], schema=WRITTEN))
+            return self.sink.flush(False).rejections
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a chunk of documents, or of a range."""
+
+    index: str
+    documents: int
+    """Bodies and removals."""
+    bodies: int
+    rejections: tuple[Rejection, ...] = ()
+    removed: tuple[list[str], ...] = ()
+    """The keys of documents that are not there, one array per key column; only if they are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildJob:
+    """Build the documents of some keys, from the rows as they are now, and write them."""
+
+    source: SourceSettings
+    queries: Mapping[str, BuildQuery]
+    sink: SharedSink
+    recorded: frozenset[str] = frozenset()
+    """Indexes whose removals are wanted."""
+
+    def __call__(self, keys: ResolvedKeys) -> Outcome:
+        with POOL.borrow(self.source) as connection:
+            built = build_documents(connection, self.queries[keys.index], keys.keys)
+        gone = pc.is_null(built.column("body"))
+        removed: tuple[list[str], ...] = ()
+        count = int(pc.sum(gone).as_py() or 0)
+        if count and keys.index in self.recorded:
+            removed = tuple(pa.array(each, pa.string()).filter(gone.combine_chunks()).to_pylist() for each in keys.keys)
+        rejections = self.sink.write(keys.index, built)
+        return Outcome(keys.index, len(keys), len(keys) - count, rejections, removed)
+
+
+@dataclass(frozen=True, slots=True)
+class HeapRange:
+    """A piece of a root table."""
+
+    part: int
+    oid: int
+    filenode: int
+    """Of the heap when the ranges were planned."""
+    condition: str
+
+
+@dataclass(frozen=True, slots=True)
+class RangeJob:
+    """Build the documents of a range of the root table, and write them into the generation that is being filled."""
+
+    source: SourceSettings
+    query: BuildQuery
+    sink: SharedSink
+    chunk: int
+
+    def __call__(self, part: HeapRange) -> Outcome:
+        with POOL.borrow(self.source) as connection, connection.transaction():
+            heap = lock_heap(connection, part)
+            return self._write(build_range(connection, self.query, heap, part.condition, chunk=self.chunk))
+
+    def _write(self, pieces: Iterable[pa.Table]) -> Outcome:
+        documents = bodies = 0
+        rejections: list[Rejection] = []
+        for built in pieces:
+            documents += built.num_rows
+            bodies += built.num_rows - built.column("body").null_count
+            rejections += self.sink.write(self.query.index, built)
+        return Outcome(self.query.index, documents, bodies, tuple(rejections))
+
+
+def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:
+    """Keep a heap from being rewritten until the transaction ends; its quoted name. `TableRewritten` if it was.
+
+    The statement that comes after it has a younger snapshot, so it sees every row of the heap as it is now.
+    """
+    with translated(connection, "read a table of an index"), connection.cursor(row_factory=tuple_row) as cursor:
+        heap, _ = cursor.execute(_CURRENT, {"oid": part.oid}).fetchone() or (None, None)
+        if heap is not None:
+            cursor.execute(f"lock table only {heap} in access share mode".encode())
+            # What was locked is what was meant, and its file is the one that the ranges are of.
+            if cursor.execute(_CURRENT, {"oid": part.oid}).fetchone() == (heap, part.filenode):
+                return heap
+    raise TableRewritten(f"{heap or 'a table of an index'} was rewritten, emptied, renamed or dropped while it was read")
