@@ -10,7 +10,7 @@ any other one gets a digest of the original behind what is left of it.
 | `public.orders` | `public/orders` | `public__orders` |
 | `public.order_items` | `public/order_items` | `public__order_items` |
 | `public.User` | `public/User` | `public__user___6b55d381f2` |
-| `app.size 1/2` | `app/size_1_2~4e3e52805c` | `app__size_1_2___fb4253d50f` |
+| `app.size 1/2` | `app/size_1_2--4e3e52805c` | `app__size_1_2___fb4253d50f` |
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class Naming:
         return f"{head[: self.max_bytes - len(self.mark) - _DIGEST_LENGTH]}{self.mark}{digest}"
 
 
-FOLDERS = Naming(allowed=r"[A-Za-z0-9][A-Za-z0-9_.-]*", separator="/", mark="~", max_bytes=120)
-"""A folder for the namespace and one for the table in it; none that Spark takes for hidden or for a partition."""
+FOLDERS = Naming(allowed=r"[A-Za-z0-9]([A-Za-z0-9_.]|-(?!-))*", separator="/", mark="--", max_bytes=120)
+"""A folder for the namespace and one for the table in it; none that Spark takes for hidden or for a partition, and with
+no letter that an object store's client writes in another way: delta-rs did not find vectors in a folder with a `~`."""
 
 IDENTIFIERS = Naming(
     allowed=r"[a-z][a-z0-9]*(_[a-z0-9]+)*", separator="__", mark="___", max_bytes=63, case_sensitive=False

@@ -14,7 +14,7 @@ from penstock.schema import TableSchema
 NAMINGS = pytest.mark.parametrize("naming", [FOLDERS, IDENTIFIERS], ids=["folders", "identifiers"])
 # Names that are near to each other, and some that are not; Postgres has no zero byte in a name, and no empty one.
 PARTS = st.one_of(
-    st.text(alphabet="aA_.~/ -0", min_size=1, max_size=6),
+    st.text(alphabet="aA_.-~/ 0", min_size=1, max_size=6),
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=63),
 )
 
@@ -25,7 +25,7 @@ PARTS = st.one_of(
         ("public", "orders", "public/orders", "public__orders"),
         ("public", "order_items", "public/order_items", "public__order_items"),
         ("public", "User", "public/User", "public__user___6b55d381f2"),
-        ("app", "size 1/2", "app/size_1_2~4e3e52805c", "app__size_1_2___fb4253d50f"),
+        ("app", "size 1/2", "app/size_1_2--4e3e52805c", "app__size_1_2___fb4253d50f"),
     ],
 )
 def test_names_look_as_documented(namespace: str, table: str, folder: str, identifier: str) -> None:
@@ -45,7 +45,7 @@ def test_two_tables_never_get_one_name(naming: Naming, first: tuple[str, str], s
 def test_names_are_allowed(name: tuple[str, str]) -> None:
     namespace, table = FOLDERS.name(*name).split("/")
     for part in (namespace, table):
-        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.~-]*", part)
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", part)
         assert len(part) <= 120
     assert re.fullmatch(r"[a-z0-9][a-z0-9_]*", IDENTIFIERS.name(*name))
     assert len(IDENTIFIERS.name(*name)) <= 63
