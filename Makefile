@@ -122,8 +122,12 @@ audit: $(STAMP) ## look for what must not be committed, overlong files and broke
 fuzz: $(STAMP) ## the decoder against 100,000 mutated messages
 	PENSTOCK_FUZZ_CASES=$${PENSTOCK_FUZZ_CASES:-100000} $(PYTEST) tests/unit/capture/test_fuzz.py --timeout 3600 $(ARGS)
 
+.PHONY: s3-server
+s3-server: $(STAMP) ## build a real S3 server for the long tests, once; needs Go
+	@$(BIN)/python scripts/s3-server.py $(BIN)
+
 .PHONY: soak
-soak: $(STAMP) system ## the long tests, in full or as much as fits: MINUTES=20; the report goes to docs/soak
+soak: $(STAMP) system s3-server ## the long tests, in full or as much as fits: MINUTES=20; the report goes to docs/soak
 	$(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .PHONY: build

@@ -134,8 +134,12 @@ STAGES = (
     Stage("lakes", "random lives of a Delta table, judged by Spark", 300, 0.10, 8, 60, lambda count, seed: Run(
         (*_soak("tests/integration/destinations/delta/test_readers.py"), f"--hypothesis-seed={seed}"),
         {"PENSTOCK_SOAK_LAKES": str(count)})),
+    Stage("s3", "run of all tests on a real S3 server", 1, 0.05, 120, 5, lambda count, seed: Run((
+        *_soak("tests/e2e/test_delta_on_s3.py"), "-k", "versitygw", f"--randomly-seed={seed}",
+        "tests/integration/destinations/delta/test_s3.py",
+        "tests/integration/destinations/delta/test_destination_on_s3.py"))),
     Stage("destinations", "run of their long tests", 1, 0.05, 60, 5, lambda count, seed: Run(
-        _soak("tests/unit/destinations", "tests/integration/destinations"))),
+        (*_soak("tests/unit/destinations", "tests/integration/destinations"), "-k", "not versitygw"))),
 )  # fmt: skip
 
 

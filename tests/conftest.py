@@ -5,6 +5,7 @@ its test once per version. `make_server` gives servers of one's own, for tests t
 `spark` is a Spark session that all tests share; `delta_spark` is the same one where it can read Delta tables.
 `opensearch` is a search server that all tests of a run share (or the one that PENSTOCK_TEST_OPENSEARCH names), and
 `index_name` a name on it that is free; `make_opensearch` gives servers of one's own.
+`s3` is an object store with a bucket `lake`: an emulator, and in `make soak` a real server.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer, wh
 from penstock.testing.opensearch_shared import shared_opensearch
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
+from penstock.testing.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
 DEFAULT_MAJOR = 18
 MAJORS = (15, 16, 18)
@@ -221,3 +223,18 @@ def _database_on(server: DatabaseServer) -> Iterator[Database]:
     name = server.create_database()
     yield Database(server, name)
     server.drop_database(name)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(S3Emulator, id="emulator"),
+        pytest.param(S3Gateway, id="versitygw", marks=pytest.mark.soak),
+    ],
+)
+def s3(request: pytest.FixtureRequest) -> Iterator[S3Server]:
+    if request.param is S3Gateway and find_gateway() is None:
+        pytest.skip("versitygw is not here: make s3-server")
+    with request.param() as server:
+        server.create_bucket("lake")
+        yield server

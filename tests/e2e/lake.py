@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from penstock.changes.events import Unrepresentable
 from penstock.changes.segment import UNREPRESENTABLE_TYPE
 from penstock.destinations.delta.layout import DELETED_AT, Mode
 from penstock.destinations.delta.reader import DeltaReader, LakeReader
-from penstock.destinations.delta.storage import LocalStorage
+from penstock.destinations.delta.storage import open_storage
 from penstock.schema import TableSchema
 from tests.unit.destinations.delta.reading import read_table, replay_history
 
@@ -19,9 +20,9 @@ from tests.unit.destinations.delta.reading import read_table, replay_history
 class LakeReadBack:
     """See `penstock.testing.readback.ReadBack`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lake = DeltaReader(path)
+    def __init__(self, path: Path | str, storage_options: Mapping[str, str] | None = None) -> None:
+        self._options = dict(storage_options or {})
+        self._lake = DeltaReader(path, storage_options)
 
     def tables(self) -> list[str]:
         return self._lake.tables()
@@ -32,20 +33,25 @@ class LakeReadBack:
     def read_table(self, table: str) -> pa.Table:
         layout = self._lake.layout(table)
         folder = self._lake.folder(table)
-        rows = pa.table(QueryBuilder().register("t", DeltaTable(folder)).execute("select * from t").read_all())
+        delta = DeltaTable(folder, storage_options=self._options or None)
+        rows = pa.table(QueryBuilder().register("t", delta).execute("select * from t").read_all())
         rows = rows.cast(pa.schema([layout.schema.field(name) for name in rows.column_names]))
         if layout.mode is Mode.SOFT_DELETE:
             rows = rows.filter(rows[DELETED_AT].is_null())
         names = [*layout.columns, *(["_unrepresentable"] if layout.has_texts else [])]
-        return LakeReader(LocalStorage(Path(folder)), layout).as_segment(rows.select(names))
+        return LakeReader(open_storage(folder, self._options), layout).as_segment(rows.select(names))
 
 
 class HistoryReadBack(LakeReadBack):
     """The rows that follow from the changes, and these (`penstock.testing.readback.ChangesReadBack`)."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+
     def read_table(self, table: str) -> pa.Table:
         layout = self._lake.layout(table)
-        rows = replay_history(self._path, layout.source) or []
+        rows = replay_history(self._folder, layout.source) or []
         names = dict(zip(layout.columns, (column.name for column in layout.source.columns), strict=True))
         cells = {
             lake: pa.array(
@@ -59,9 +65,9 @@ class HistoryReadBack(LakeReadBack):
             for row in rows
         ]
         found = pa.table(cells).append_column("_unrepresentable", pa.array(texts, UNREPRESENTABLE_TYPE))
-        return LakeReader(LocalStorage(self._path), layout).as_segment(found)
+        return LakeReader(open_storage(self._folder), layout).as_segment(found)
 
     def read_changes(self, table: str) -> pa.Table:
-        changes = read_table(self._path, self.schema(table))
+        changes = read_table(self._folder, self.schema(table))
         assert changes is not None
         return changes

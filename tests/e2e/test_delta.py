@@ -29,9 +29,7 @@ SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "2000"))
 SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 
 
-def pipeline_into(
-    database, folder, *, max_rows: int = 500, tables=("public.*",), publication="e2e", **options
-) -> Pipeline:
+def pipeline_into(database, folder, *, max_rows: int = 500, publication="e2e", lake=None, **options) -> Pipeline:
     settings = PipelineSettings(
         id="e2e",
         source=SourceSettings(database.dsn),
@@ -42,7 +40,8 @@ def pipeline_into(
         tables=("public.*",),
         batches=BatchSettings(interval=0.1, max_rows=max_rows),
     )
-    return Pipeline(settings, MemoryStore("e2e"), DeltaDestination(folder / "lake", **options), LocalTasks())
+    destination = DeltaDestination(lake or folder / "lake", **options)
+    return Pipeline(settings, MemoryStore("e2e"), destination, LocalTasks())
 
 
 def wait_applied(pipeline: Pipeline, database) -> None:

@@ -1,21 +1,43 @@
-"""An S3 emulator (moto) as a process of its own, for tests of object stores. An emulator: it shows that we speak the
-protocol and rely on conditional puts, not how a real store behaves under load or failure."""
+"""Object stores for tests, each a process of its own on 127.0.0.1 that ends with its `with` block.
+
+`S3Emulator` (moto) is always there: it shows that we speak the protocol and rely on conditional puts, not how a real
+store behaves under load. `S3Gateway` (versitygw, over a folder) is a real server, many requests at a time; it has to be
+built first (`make s3-server`).
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import Self
 
+from penstock.errors import ServerUnavailable
+
+PROGRAM_VARIABLE = "PENSTOCK_VERSITYGW"
+"""The server's program; by default `versitygw` beside the interpreter."""
 _HOST = "127.0.0.1"
 _START_SECONDS = 60.0
+_KEY, _SECRET, _REGION = "testing", "only-for-tests", "us-east-1"
 
 
-class S3Emulator:
+def find_gateway() -> Path | None:
+    """The program of `S3Gateway`, if somebody has built it."""
+    program = Path(os.environ.get(PROGRAM_VARIABLE) or Path(sys.prefix) / "bin" / "versitygw")
+    return program if program.is_file() else None
+
+
+class S3Server(ABC):
     """A server with its own buckets; use it in a `with` block."""
 
     def __init__(self) -> None:
@@ -34,25 +56,34 @@ class S3Emulator:
         return {
             "aws_endpoint": self.endpoint,
             "aws_allow_http": "true",
-            "aws_access_key_id": "emulated",
-            "aws_secret_access_key": "emulated",
-            "aws_region": "us-east-1",
+            "aws_access_key_id": _KEY,
+            "aws_secret_access_key": _SECRET,
+            "aws_region": _REGION,
         }
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same as variables of a process."""
+        names = {"aws_endpoint": "AWS_ENDPOINT_URL"}
+        return {names.get(name, name.upper()): value for name, value in self.options.items()}
+
+    @abstractmethod
     def create_bucket(self, name: str) -> str:
         """Make a bucket; gives its URL."""
-        request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
-        with urllib.request.urlopen(request, timeout=10):
-            return f"s3://{name}"
 
-    def __enter__(self) -> S3Emulator:
-        command = [sys.executable, "-m", "moto.server", "-H", _HOST, "-p", str(self.port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    @abstractmethod
+    def _command(self) -> Sequence[str]: ...
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "ROOT_ACCESS_KEY": _KEY, "ROOT_SECRET_KEY": _SECRET}
+        self._process = subprocess.Popen(
+            self._command(), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + _START_SECONDS
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._stop()
-                raise RuntimeError("the S3 emulator did not start: is moto installed?")
+                raise ServerUnavailable(f"{type(self).__name__} did not start", hint="Is it installed?")
             time.sleep(0.05)
         return self
 
@@ -65,6 +96,8 @@ class S3Emulator:
         try:
             with urllib.request.urlopen(self.endpoint, timeout=2):
                 return True
+        except urllib.error.HTTPError:
+            return True
         except (urllib.error.URLError, OSError):
             return False
 
@@ -72,3 +105,42 @@ class S3Emulator:
         if self._process is not None:
             self._process.kill()
             self._process.wait(10)
+
+
+class S3Emulator(S3Server):
+    """Buckets in the memory of a process of moto."""
+
+    def create_bucket(self, name: str) -> str:
+        request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
+        with urllib.request.urlopen(request, timeout=10):
+            return f"s3://{name}"
+
+    def _command(self) -> Sequence[str]:
+        return [sys.executable, "-m", "moto.server", "-H", _HOST, "-p", str(self.port)]
+
+
+class S3Gateway(S3Server):
+    """Buckets in a temporary folder, served by versitygw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-s3-"))
+        self._buckets = self._folder / "buckets"
+        self._buckets.mkdir()
+        (self._folder / "metadata").mkdir()
+
+    def create_bucket(self, name: str) -> str:
+        (self._buckets / name).mkdir()
+        return f"s3://{name}"
+
+    def _command(self) -> Sequence[str]:
+        program = find_gateway()
+        if program is None:
+            raise ServerUnavailable("versitygw is not here", hint="make s3-server")
+        # Not every file system has the extended attributes that it would keep metadata in.
+        backend = ["posix", "--sidecar", str(self._folder / "metadata"), str(self._buckets)]
+        return [str(program), "--port", f"{_HOST}:{self.port}", "--region", _REGION, "--quiet", *backend]
+
+    def _stop(self) -> None:
+        super()._stop()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,10 +1,9 @@
-"""The Delta destination on an object store (an emulator): the whole contract, and two drivers that race for a table."""
+"""The Delta destination on an object store: the whole contract. An emulator; in `make soak` a real server."""
 
 from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,15 @@ from penstock.destinations.delta.index import IndexFolder, build_index
 from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.delta.storage import open_storage
 from penstock.schema import TableSchema
-from penstock.testing.s3 import S3Emulator
+from penstock.testing.s3 import S3Server
 from tests.unit.destinations.delta.reading import rows_of
 from tests.unit.destinations.delta.test_destination import DeltaContract
 
 
-@pytest.fixture(scope="module")
-def emulator() -> Iterator[S3Emulator]:
-    with S3Emulator() as emulator:
-        emulator.create_bucket("lake")
-        yield emulator
-
-
 class StoreHarness:
-    def __init__(self, emulator: S3Emulator) -> None:
+    def __init__(self, s3: S3Server) -> None:
         self._url = f"s3://lake/{uuid.uuid4().hex}"
-        self._options = emulator.options
+        self._options = s3.options
 
     def open(self) -> Destination:
         return DeltaDestination(self._url, storage_options=self._options, maintenance=False)
@@ -46,16 +38,14 @@ class StoreHarness:
 
 class TestOnS3(DeltaContract):
     @pytest.fixture
-    def harness(self, emulator: S3Emulator) -> StoreHarness:
-        return StoreHarness(emulator)
+    def harness(self, s3: S3Server) -> StoreHarness:
+        return StoreHarness(s3)
 
 
-def test_copies_of_indexes_do_not_pile_up(
-    emulator: S3Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_indexes_do_not_pile_up(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine; in the store they go with their files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = IndexFolder(open_storage("s3://lake/indexed", emulator.options), "digest")
+    folder = IndexFolder(open_storage("s3://lake/indexed", s3.options), "digest")
     content = build_index(pa.array([1, 2, 3]))
     for number in range(100):
         folder.write(f"file-{number}", content)

@@ -1,4 +1,4 @@
-"""Tables in an object store: an emulator (moto), which has conditional puts but is no proof for real stores."""
+"""Tables in an object store: an emulator, which has conditional puts but is no proof; in `make soak` a real server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 
 import deltalake
 import pytest
@@ -21,20 +20,13 @@ from penstock.destinations.delta.snapshot import Verdict
 from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.errors import ConfigError
 from penstock.testing.destinations import LocalTasks
-from penstock.testing.s3 import S3Emulator
+from penstock.testing.s3 import S3Server
 from tests.unit.destinations.delta.lake import LakeTable, make_rows
 
 
-@pytest.fixture(scope="module")
-def emulator() -> Iterator[S3Emulator]:
-    with S3Emulator() as emulator:
-        emulator.create_bucket("lake")
-        yield emulator
-
-
 @pytest.fixture
-def storage(emulator: S3Emulator) -> Storage:
-    return open_storage("s3://lake", emulator.options).child(f"public/{uuid.uuid4().hex}")
+def storage(s3: S3Server) -> Storage:
+    return open_storage("s3://lake", s3.options).child(f"public/{uuid.uuid4().hex}")
 
 
 def test_files_are_written_read_listed_and_deleted(storage: Storage) -> None:
@@ -56,21 +48,16 @@ def test_files_are_written_read_listed_and_deleted(storage: Storage) -> None:
     assert [file.path for file in storage.list()] == ["c"]
 
 
-def test_options_come_from_the_environment_too(
-    emulator: S3Emulator, storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_come_from_the_environment_too(s3: S3Server, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.put("a", b"x")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", emulator.endpoint)
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "emulated")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "emulated")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
     assert open_storage(storage.url).get("a") == b"x"
 
 
-def test_a_bucket_that_is_not_there_is_a_clear_error(emulator: S3Emulator) -> None:
+def test_a_bucket_that_is_not_there_is_a_clear_error(s3: S3Server) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        open_storage("s3://nowhere/lake", emulator.options).put("a", b"x")
+        open_storage("s3://nowhere/lake", s3.options).put("a", b"x")
 
 
 def test_of_many_who_put_one_succeeds(storage: Storage) -> None:
