@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -59,16 +60,21 @@ def check(
         raise typer.Exit(1)
 
 
+def findings_table(findings: Iterable[Check]) -> Table:
+    """What was found, for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("severity", "check", "what", "remedy"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("severity", "check"))
+    for finding in findings:
+        table.add_row(_label(finding), Text(finding.id), Text(finding.what), Text(finding.remedy))
+    return table
+
+
 def _print(report: Report) -> None:
     console = Console()
     if not console.is_terminal and console.width < _PIPE_WIDTH:
         console = Console(width=_PIPE_WIDTH)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("severity", "check", "what", "remedy"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("severity", "check"))
-    for finding in report.checks:
-        table.add_row(_label(finding), Text(finding.id), Text(finding.what), Text(finding.remedy))
-    console.print(table)
+    console.print(findings_table(report.checks))
     console.print()
     console.print(_summary(report))
 

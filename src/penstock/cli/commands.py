@@ -36,7 +36,7 @@ Wait = Annotated[
     float,
     typer.Option("--wait", min=0, help="How long to wait for the answer of a running pipeline.", metavar="SECONDS"),
 ]
-_WAIT_SECONDS = 10.0
+WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def resync(
     tables: TableNames,
     config_path: ConfigPath = DEFAULT_PATH,
     output: OutputName = None,
-    wait: Wait = _WAIT_SECONDS,
+    wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
     """Copy tables again, from the beginning.
@@ -75,7 +75,7 @@ def rollback(
     tables: TableNames,
     config_path: ConfigPath = DEFAULT_PATH,
     output: OutputName = None,
-    wait: Wait = _WAIT_SECONDS,
+    wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
     """Let tables that stopped go on from where they were, after the cause is gone.
@@ -92,7 +92,7 @@ def rollback(
 def pause(
     config_path: ConfigPath = DEFAULT_PATH,
     output: OutputName = None,
-    wait: Wait = _WAIT_SECONDS,
+    wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
     """Stop writing changes to the destination, until resume or the next start.
@@ -106,7 +106,7 @@ def pause(
 def resume(
     config_path: ConfigPath = DEFAULT_PATH,
     output: OutputName = None,
-    wait: Wait = _WAIT_SECONDS,
+    wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
     """Go on after pause."""
@@ -131,7 +131,7 @@ def _send_to(config: Config, output: OutputChoice, store: Store | None, asked: _
     driver = running(store)
     command = store.add_command(asked.kind, chosen)
     if driver is not None:
-        command = _await(store, command, asked.wait)
+        command = await_answer(store, command, asked.wait)
     if asked.as_json:
         _print_json(config, output, command, is_running=driver is not None)
         return
@@ -142,7 +142,7 @@ def _send_to(config: Config, output: OutputChoice, store: Store | None, asked: _
             f"(command {command.number}), and taken at its next start"
         )
         return
-    _report(command, of_several + asked.done.format(", ".join(chosen)))
+    report_answer(command, of_several + asked.done.format(", ".join(chosen)))
 
 
 def _print_json(config: Config, output: OutputChoice, command: Command, *, is_running: bool) -> None:
@@ -162,7 +162,8 @@ def _print_json(config: Config, output: OutputChoice, command: Command, *, is_ru
         raise typer.Exit(1)
 
 
-def _await(store: Store, command: Command, seconds: float) -> Command:
+def await_answer(store: Store, command: Command, seconds: float) -> Command:
+    """The command as it is when it was answered, or when there was time enough."""
     deadline = time.monotonic() + seconds
     while not command.answered and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -170,7 +171,8 @@ def _await(store: Store, command: Command, seconds: float) -> Command:
     return command
 
 
-def _report(command: Command, done: str) -> None:
+def report_answer(command: Command, done: str) -> None:
+    """Tell a person; raises what was refused."""
     if command.status is CommandStatus.REFUSED:
         raise PenstockError(f"{command.kind.value} was refused: {command.reason}")
     if command.status is CommandStatus.DONE:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from psycopg.rows import tuple_row
 
-from penstock.config import Config, OutputChoice, load_config
+from penstock.config import Config, DocumentsChoice, OutputChoice, load_config
 from penstock.errors import ConfigError, ServerUnavailable, SourceError
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
@@ -43,7 +43,7 @@ def configured(path: Path) -> Iterator[Config]:
 
 
 @contextmanager
-def existing_store(config: Config, output: OutputChoice | None = None) -> Iterator[Store | None]:
+def existing_store(config: Config, output: OutputChoice | DocumentsChoice | None = None) -> Iterator[Store | None]:
     """The store of an output (of the first, if none is named), if there is one: looking must not create it."""
     if not _is_there(config):
         yield None

@@ -18,6 +18,7 @@ from rich.text import Text
 from penstock.cli.check import check
 from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
+from penstock.cli.index import index
 from penstock.cli.init import init
 from penstock.cli.report import report
 from penstock.cli.run import run
@@ -66,6 +67,7 @@ app.command("resume", rich_help_panel=_RUN)(resume)
 app.command("verify", rich_help_panel=_RUN)(verify)
 app.command("report", rich_help_panel=_RUN)(report)
 app.command("teardown", rich_help_panel=_RUN)(teardown)
+app.add_typer(index, rich_help_panel=_RUN)
 app.command("check", rich_help_panel=_LOOK)(check)
 app.command("tail", rich_help_panel=_LOOK)(tail)
 

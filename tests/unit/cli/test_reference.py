@@ -18,7 +18,9 @@ from penstock.cli.main import app
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/reference/cli.md").read_text()
 HEAD, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-DEMANDING = {"init", "run", "status", "tables", "resync", "rollback", "report", "check", "tail", "schema config"}
+DEMANDING = {"init", "run", "status", "tables", "resync", "rollback", "report", "check", "tail", "schema config"} | {
+    f"index {name}" for name in ("check", "preview", "mapping", "schema", "list", "rebuild", "diff")
+}
 """Commands whose use is not plain from their name: their help has examples."""
 
 

@@ -1,0 +1,195 @@
+"""`penstock index` as people run it, on the shop's database."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.testing.shop import create_shop, fill_shop
+
+ROOT = Path(__file__).parents[3]
+
+
+class Desk:
+    """A folder with the example specifications and a config for a shop."""
+
+    def __init__(self, database: Any, folder: Path) -> None:
+        self.database = database
+        self.folder = folder
+        shutil.copytree(ROOT / "examples/search", folder, dirs_exist_ok=True)
+        self.configure('type = "counting"')
+
+    def configure(self, sink: str) -> None:
+        (self.folder / "penstock.toml").write_text(
+            f"""
+            [pipeline]
+            id = "shop"
+            [source]
+            url = "${{SOURCE_URL}}"
+            [spark]
+            master = "none"
+            [[index]]
+            specification = "customers.schema.yml"
+            [[index]]
+            specification = "products.schema.yml"
+            failure_policy = "skip"
+            [sink]
+            {sink}
+            """
+        )
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "penstock", "index", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "SOURCE_URL": self.database.dsn, "COLUMNS": "180", **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def specify(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.schema.yml").write_text(text)
+
+
+@pytest.fixture
+def desk(database: Any, tmp_path: Path) -> Desk:
+    with database.connect() as connection:
+        connection.autocommit = True
+        create_shop(connection)
+        fill_shop(connection, orders=200)
+    return Desk(database, tmp_path)
+
+
+def test_what_fits_ends_with_0_and_says_what_could_be_better(desk: Desk) -> None:
+    result = desk.run("check")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "customers, products: ready" in result.stdout
+    assert "create index concurrently on shop.order_items (sku)" in result.stdout
+    assert "of a deleted or moved row of shop.orders the server does not send customer_id" in result.stdout
+    assert "alter table shop.order_items replica identity full" in result.stdout
+    desk.database.execute("create index on shop.order_items (sku)")
+    report = json.loads(desk.run("check", "products", "--json").stdout)
+    assert report["ready"] is True
+    [index] = report["indexes"]
+    assert index["index"] == "products"
+    assert [each["severity"] for each in index["checks"]] == ["info"]
+
+
+def test_what_does_not_fit_ends_with_1_and_names_the_remedy(desk: Desk) -> None:
+    text = (desk.folder / "products.schema.yml").read_text()
+    desk.specify("products", text.replace("- text: name", "- text: nam").replace("- integer: stock", "- uuid: stock"))
+    result = desk.run("check")
+    assert result.returncode == 1
+    assert "nam: shop.products has no column 'nam'; did you mean 'name'?" in result.stdout
+    assert "stock: shop.products.stock is int4; a uuid field cannot take it" in result.stdout
+    assert "not ready: products" in result.stdout
+    report = json.loads(desk.run("check", "--json").stdout)
+    assert {each["index"]: each["ready"] for each in report["indexes"]} == {"customers": True, "products": False}
+
+
+def test_a_specification_that_cannot_be_read_has_its_place(desk: Desk) -> None:
+    desk.specify("products", "version: 1\ntable: products\nfilds: []\n")
+    result = desk.run("check")
+    assert result.returncode == 1
+    assert 'products.schema.yml:3:1: filds: there is no such key; did you mean "fields"?' in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_preview_is_the_document_as_it_is_now(desk: Desk) -> None:
+    document = json.loads(desk.run("preview", "customers", "1").stdout)
+    assert document["orderCount"] == len(document["orders"]) > 0
+    assert document["orders"][0]["lines"][0]["product"]["name"]
+    desk.database.execute("update shop.customers set name = 'Somebody Else' where id = 1")
+    shown = json.loads(desk.run("preview", "customers", "1", "--json").stdout)
+    assert (shown["index"], shown["id"], shown["document"]["name"]) == ("customers", "1", "Somebody Else")
+
+
+def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
+    desk.specify("products", "version: 1\nschema: shop\ntable: order_items\nfields: [{integer: quantity}]\n")
+    order = desk.database.execute("select min(order_id) from shop.order_items where line = 2")[0][0]
+    one = desk.run("preview", "products", str(order), "2", "--json")
+    assert json.loads(one.stdout)["id"] == f"{order}:2"
+    assert desk.run("preview", "products", f"{order}:2", "--json").stdout == one.stdout
+    result = desk.run("preview", "products", "1", "2", "3")
+    assert result.returncode == 1
+    assert "named by 2 values: order_id, line; 3 were given" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("preview", "customers", "999999"), "index 'customers' has no document '999999' now"),
+        (("preview", "customers", "abc"), "a value does not fit the type"),
+        (("preview", "nothing", "1"), "no index called 'nothing'"),
+        (("mapping", "nothing"), "hint: It has: customers, products."),
+        (("check", "nothing"), "no index called 'nothing'"),
+        (("rebuild", "customers"), "pipeline shop has not run yet"),
+        (("diff",), "sink 'counting' cannot be read"),
+        (("check", "-c", "missing.toml"), "there is no config file 'missing.toml'"),
+    ],
+)
+def test_errors_are_sentences(desk: Desk, arguments: tuple[str, ...], says: str) -> None:
+    result = desk.run(*arguments)
+    assert result.returncode == (2 if arguments[0] == "diff" else 1)
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_server_that_does_not_answer_is_named(desk: Desk) -> None:
+    result = desk.run("check", SOURCE_URL="postgresql://reader:hunter2@127.0.0.1:1/shop")
+    assert result.returncode == 1
+    assert "127.0.0.1:1" in result.stderr
+    assert "hunter2" not in result.stderr
+    assert "keeps trying" not in result.stderr
+
+
+def test_mapping_and_schema_need_no_database(desk: Desk) -> None:
+    mapping = json.loads(desk.run("mapping", "customers", SOURCE_URL="host=nowhere").stdout)
+    assert mapping["mappings"]["properties"]["orders"]["type"] == "nested"
+    assert mapping["mappings"]["dynamic"] == "strict"
+    schema = json.loads(desk.run("schema").stdout)
+    assert "has_many" in schema["$defs"]
+
+
+def test_indexes_are_listed_before_they_were_built(desk: Desk) -> None:
+    result = desk.run("list")
+    assert result.returncode == 0, result.stderr
+    assert "not built" in result.stdout
+    facts = json.loads(desk.run("list", "--json").stdout)
+    assert (facts["pipeline"], facts["running"], facts["sink"]) == ("shop", False, "counting")
+    assert [(each["index"], each["table"], each["seeded"]) for each in facts["indexes"]] == [
+        ("customers", "shop.customers", False),
+        ("products", "shop.products", False),
+    ]
+    assert not (desk.folder / ".penstock").exists(), "looking creates nothing"
+
+
+def test_a_config_without_indexes_says_so(desk: Desk) -> None:
+    (desk.folder / "penstock.toml").write_text(
+        'pipeline.id = "shop"\nsource.url = "${SOURCE_URL}"\ndestination.type = "memory"\n'
+    )
+    result = desk.run("list")
+    assert result.returncode == 1
+    assert "penstock.toml has no [[index]]" in result.stderr
+
+
+def test_the_shell_completes_the_names_of_indexes(desk: Desk) -> None:
+    asked = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock index preview cu", "COMP_CWORD": "3"}
+    result = subprocess.run(
+        [sys.executable, "-m", "penstock"],
+        cwd=desk.folder,
+        env={**os.environ, "SOURCE_URL": desk.database.dsn, **asked},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.split() == ["customers"]
