@@ -45,8 +45,10 @@ contain a secret or the value of a cell.
     │   └── IllegalTransition       a phase, version or position that must not follow the one before
     ├── DestinationError            where changes land
     │   ├── DestinationUnavailable  out of reach: tried again
+    │   ├── DestinationRefused      does not accept who asks
     │   ├── TableRejected           the destination does not take what was sent
     │   ├── TableOwned              another pipeline writes this table
+    │   ├── IndexUnusable           a search index was deleted, replaced, or its name leads elsewhere
     │   └── NotComparable           what is there cannot be compared with the source
     ├── DocumentsRejected           a search index does not take some documents, under the policy `stop`
     ├── TasksFailed                 Spark could not run a job: tried again
@@ -338,6 +340,12 @@ class DestinationUnavailable(DestinationError):
     default_hint = "Check that the destination runs and can be reached from here; Penstock keeps trying."
 
 
+class DestinationRefused(DestinationError):
+    """The destination does not accept the user, the password or the certificate, or the user lacks a privilege."""
+
+    default_hint = "Check user, password and certificates, and what the user may do there."
+
+
 class TableRejected(DestinationError):
     """The destination does not take what was sent of a table; a person has to look."""
 
@@ -346,6 +354,12 @@ class TableOwned(DestinationError):
     """Another pipeline writes this table at the destination."""
 
     default_hint = "One table has one writer: use different paths, or remove the table at the destination."
+
+
+class IndexUnusable(DestinationError):
+    """A search index is not as Penstock left it: deleted, replaced, closed, or its name leads elsewhere."""
+
+    default_hint = "Start Penstock again, or run `penstock index rebuild`: what is missing is built anew."
 
 
 class NotComparable(DestinationError):
