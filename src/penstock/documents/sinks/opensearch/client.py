@@ -1,0 +1,151 @@
+"""Requests to a search server: what is passing is tried again, what is refused says why, and no secret is in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import urllib3
+from urllib3.exceptions import HTTPError, MaxRetryError, SSLError
+
+from penstock.documents.sinks.opensearch.settings import OpenSearchSettings
+from penstock.errors import DestinationError, DestinationRefused, DestinationUnavailable
+from penstock.observe.redact import redact, scrub
+from penstock.retry import Backoff
+
+OK = (200, 201)
+NOT_FOUND = 404
+TOO_LARGE = 413
+_PASSING = (408, 429, 500, 502, 503, 504)
+_FORBIDDEN = (401, 403)
+_BLOCKED = "cluster_block_exception"
+"""An index that is read-only because a disk is full, or a cluster without a leader: 403, but not about who asks."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server said."""
+
+    status: int
+    data: bytes
+
+    def json(self) -> Any:
+        """The answer as values; nothing if it is not JSON, as what proxies say."""
+        try:
+            return json.loads(self.data)
+        except ValueError:
+            return None
+
+    def error_type(self) -> str:
+        """The type of the error that it tells of, such as `index_not_found_exception`."""
+        said = self.json()
+        error = said.get("error") if isinstance(said, dict) else None
+        return str(error.get("type", "")) if isinstance(error, dict) else ""
+
+
+class Passing(Exception):
+    """A request failed for a reason that passes: a full queue, a server that starts, a connection that was cut."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long something is tried again; pauses start over after progress, the limit does not."""
+
+    seconds: float
+    backoff: Backoff = field(default_factory=lambda: Backoff(first=0.1, longest=10.0))
+    started: float = field(default_factory=time.monotonic)
+
+    def wait(self, reason: object) -> None:
+        """Pause before the next try; gives up when there was time enough."""
+        delay = self.backoff.next_delay()
+        left = self.started + self.seconds - time.monotonic()
+        if left <= 0:
+            raise DestinationUnavailable(f"the search server did not take documents for {self.seconds:g} s: {reason}")
+        logger.info("search server busy or away, trying again attempt=%d reason=%s", self.backoff.attempt, reason)
+        time.sleep(min(delay, left))
+
+
+class OpenSearchClient:
+    """One server, or several behind one address. Connections are made when they are needed, and kept."""
+
+    def __init__(self, settings: OpenSearchSettings) -> None:
+        self._settings = settings
+        self._url = settings.url.rstrip("/")
+        headers = {"accept": "application/json"}
+        if settings.user is not None:
+            headers |= urllib3.make_headers(basic_auth=f"{settings.user}:{settings.password or ''}")
+        self._pool = urllib3.PoolManager(
+            headers=headers,
+            retries=False,
+            timeout=urllib3.Timeout(connect=min(10.0, settings.timeout_seconds), read=settings.timeout_seconds),
+            cert_reqs="CERT_REQUIRED" if settings.verify_certificates else "CERT_NONE",
+            ca_certs=settings.ca_file,
+            cert_file=settings.client_certificate,
+            key_file=settings.client_key,
+        )
+        if not settings.verify_certificates:
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._pool.clear()
+
+    def try_once(self, method: str, path: str, body: Any = None, *, lines: bool = False) -> Answer:
+        """One request; raises `Passing` for what another one may get through."""
+        if body is not None and not lines:
+            body = json.dumps(body).encode()
+        headers = dict(self._pool.headers)
+        headers["content-type"] = "application/x-ndjson" if lines else "application/json"
+        try:
+            response = self._pool.request(method, self._url + path, body=body, headers=headers)
+        except (SSLError, MaxRetryError) as error:
+            raise DestinationRefused(f"no encrypted connection to the search server: {self._clean(error)}") from None
+        except (HTTPError, OSError) as error:
+            raise Passing(self._clean(error)) from None
+        answer = Answer(response.status, response.data)
+        if answer.status in _PASSING:
+            raise Passing(f"it answered {answer.status} {answer.error_type()}".rstrip())
+        if answer.status in _FORBIDDEN:
+            kind = answer.error_type()
+            if kind == _BLOCKED:
+                raise Passing(f"it answered {answer.status} {kind}")
+            raise DestinationRefused(f"the search server answered {answer.status} to {method} {_place(path)}")
+        return answer
+
+    def ask(self, method: str, path: str, body: Any = None) -> Answer:
+        """A request that may be repeated; tried again while there is patience."""
+        patience = Patience(self._settings.retry_seconds)
+        while True:
+            try:
+                return self.try_once(method, path, body)
+            except Passing as error:
+                patience.wait(error)
+
+    def expect(self, method: str, path: str, body: Any = None, *, allowed: tuple[int, ...] = ()) -> Any:
+        """The same, for requests that must succeed; an answer that is only allowed is None."""
+        answer = self.ask(method, path, body)
+        if answer.status in OK:
+            return answer.json()
+        if answer.status in allowed:
+            return None
+        said = answer.json()
+        error = said.get("error") if isinstance(said, dict) else None
+        # About indexes, aliases and mappings; what is said of documents is never told.
+        reason = error.get("reason", "") if isinstance(error, dict) else ""
+        raise DestinationError(
+            f"the search server answered {answer.status} {answer.error_type()} to {method} {_place(path)}:"
+            f" {self._clean(reason)}",
+            hint="Is it OpenSearch, or a server that speaks its language, and the address of its API?",
+        )
+
+    def _clean(self, said: object) -> str:
+        return scrub(redact(str(said)), [self._settings.password or ""])
+
+
+def _place(path: str) -> str:
+    return path.partition("?")[0]

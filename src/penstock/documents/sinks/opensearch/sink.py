@@ -1,0 +1,321 @@
+"""Documents in OpenSearch: an alias over generations, each filled beside the one that serves.
+
+Durable means: the server has answered the bulk, and its translog is synced (`index.translog.durability: request`).
+Every document carries an external version, so whatever is sent twice or late changes nothing.
+
+On the driver the sink knows the generations since `ensure_index`. A copy in a task knows what it was pickled with:
+settings and names. It writes, flushes, and hands back what was refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.documents.base import FlushReport, Rejection, Sink
+from penstock.documents.mapping import IndexMapping
+from penstock.documents.reading import SCAN_CHUNK, IndexFacts
+from penstock.documents.sinks.opensearch.bulk import BulkSender, Target
+from penstock.documents.sinks.opensearch.client import NOT_FOUND, OpenSearchClient
+from penstock.documents.sinks.opensearch.generations import (
+    Generation,
+    IndexState,
+    describe,
+    new_generation,
+    path_of,
+    read_state,
+)
+from penstock.documents.sinks.opensearch.lines import documents_size
+from penstock.documents.sinks.opensearch.reading import IndexReader
+from penstock.documents.sinks.opensearch.settings import FILLING_GC_DELETES, SERVING_GC_DELETES, OpenSearchSettings
+from penstock.errors import IndexUnusable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Where the documents of an index go."""
+
+    serving: Target | None = None
+    filling: Target | None = None
+
+    @property
+    def newest(self) -> Target | None:
+        return self.filling or self.serving
+
+    def __iter__(self) -> Iterator[Target]:
+        return iter([each for each in (self.serving, self.filling) if each is not None])
+
+
+class OpenSearchSink(Sink):
+    """A search server; options are those of `OpenSearchSettings`."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.settings = OpenSearchSettings(url, **options)
+        self._targets: dict[str, Targets] = {}
+        self._known: dict[str, IndexState] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._client_: OpenSearchClient | None = None
+        self._waiting: list[pa.Table] = []
+        self._waiting_bytes = 0
+        self._rejections: list[Rejection] = []
+
+    @classmethod
+    def of(cls, settings: OpenSearchSettings, targets: Mapping[str, Targets]) -> Self:
+        """A sink that writes to these generations and knows nothing else: what a task has."""
+        sink = cls.__new__(cls)
+        sink.__setstate__((settings, dict(targets)))
+        return sink
+
+    def __getstate__(self) -> tuple[OpenSearchSettings, dict[str, Targets]]:
+        return self.settings, self._targets
+
+    def __setstate__(self, state: tuple[OpenSearchSettings, dict[str, Targets]]) -> None:
+        self.settings, self._targets = state
+        self._known = {}
+        self._begin()
+
+    def close(self) -> None:
+        """Close its connections; the next call opens others."""
+        if self._client_ is not None:
+            self._client_.close()
+            self._client_ = None
+
+    @property
+    def _client(self) -> OpenSearchClient:
+        if self._client_ is None:
+            self._client_ = OpenSearchClient(self.settings)
+        return self._client_
+
+    # Documents
+
+    def write(self, batch: pa.Table) -> None:
+        """See `Sink`. Sends as soon as there is enough for a request."""
+        self._waiting.append(batch)
+        self._waiting_bytes += int(documents_size(batch).sum())
+        count = sum(each.num_rows for each in self._waiting)
+        if count >= self.settings.bulk_documents or self._waiting_bytes >= self.settings.bulk_bytes:
+            self._send()
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        """See `Sink`. On the driver it also looks whether the indexes are still those that it knows."""
+        self._send()
+        if self._known:
+            self._look_after(self._survey(list(self._known)))
+            if caught_up:
+                self._refresh([each.serving for each in self._targets.values()])
+        report = FlushReport(tuple(self._rejections))
+        self._rejections = []
+        return report
+
+    def filling(self, index: str) -> Sink:
+        """See `Sink`."""
+        newest = self._targets[index].newest
+        return OpenSearchSink.of(self.settings, {index: Targets(serving=newest)})
+
+    def _send(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        batch = pa.concat_tables(waiting)
+        sender = BulkSender(self._client, self.settings)
+        indexes = pc.unique(batch.column("index")).to_pylist()
+        for index in indexes:
+            if index not in self._targets:
+                raise IndexUnusable(f"documents came for index {index!r}, which was not ensured", index=index)
+            mine = batch if len(indexes) == 1 else batch.filter(pc.equal(batch.column("index"), index))
+            for target in self._targets[index]:
+                refused = sender.send(target, mine)
+                if target is self._targets[index].newest:
+                    self._rejections += refused
+                elif refused:
+                    # An older shape cannot take all that the new one has; it serves only until the new one is complete.
+                    logger.warning("documents do not fit the old generation index=%s count=%d", index, len(refused))
+
+    def _refresh(self, targets: Sequence[Target | None]) -> None:
+        names = [quote(each.alias, safe="") for each in targets if each is not None]
+        if names:
+            self._client.expect("POST", f"/{','.join(names)}/_refresh")
+
+    # Generations
+
+    def ensure_index(self, mapping: IndexMapping) -> None:
+        """See `Sink`. Goes on with what was begun, and finishes a swap that a crash interrupted."""
+        state = self._survey([mapping.index])[mapping.index]
+        if state.unserved is not None:
+            state = self._serve(state, state.unserved)
+        filling = state.filling(mapping.fingerprint)
+        for each in state.generations:
+            begun = not each.seeded and each.retired_at is None and each is not state.serving
+            if begun and each is not filling:
+                self._delete(each)
+        if filling is None and (state.serving is None or not _is_current(state.serving, mapping)):
+            filling = self._create(state, mapping)
+        self._know(mapping, filling)
+
+    def reindex(self, mapping: IndexMapping) -> None:
+        """See `Sink`. What was begun before is thrown away."""
+        state = self._survey([mapping.index])[mapping.index]
+        for each in state.generations:
+            if not each.seeded and each.retired_at is None and each is not state.serving:
+                self._delete(each)
+        self._know(mapping, self._create(state, mapping))
+
+    def is_seeded(self, index: str) -> bool:
+        """See `Sink`."""
+        targets = self._targets.get(index)
+        return targets is not None and targets.serving is not None and targets.filling is None
+
+    def mark_seeded(self, index: str) -> None:
+        """See `Sink`. First the generation becomes complete, then searches see it, all at once."""
+        self._send()
+        targets = self._targets[index]
+        if targets.filling is None:
+            return
+        state = self._survey([index])[index]
+        filling = state.find(targets.filling.generation)
+        if filling is None or filling.uuid != self._uuid_of(targets.filling):
+            raise _gone(index, targets.filling.generation)
+        path = f"/{quote(filling.name, safe='')}"
+        self._client.expect("POST", f"{path}/_refresh")
+        serving = {"refresh_interval": self.settings.refresh_interval, "gc_deletes": f"{SERVING_GC_DELETES}s"}
+        self._client.expect("PUT", f"{path}/_settings", {"index": serving})
+        self._remember(filling, index, seeded=filling.uuid)
+        self._serve(state, filling)
+        self._targets[index] = Targets(serving=targets.filling)
+        self._known[index] = self._survey([index])[index]
+
+    def _survey(self, indexes: Sequence[str]) -> dict[str, IndexState]:
+        answer = self._client.expect("GET", path_of(*indexes), allowed=(NOT_FOUND,)) or {}
+        return {each: read_state(each, answer) for each in indexes}
+
+    def _know(self, mapping: IndexMapping, filling: Generation | None) -> None:
+        state = self._survey([mapping.index])[mapping.index]
+        fields = frozenset(_paths(mapping.mappings))
+        serving = state.serving
+        self._targets[mapping.index] = Targets(
+            serving=serving and Target(mapping.index, serving.name, serving.alias, fields),
+            filling=filling and Target(mapping.index, filling.name, filling.alias, fields),
+        )
+        self._known[mapping.index] = state
+        self._look_after({mapping.index: state})
+
+    def _create(self, state: IndexState, mapping: IndexMapping) -> Generation:
+        settings = self.settings
+        name = new_generation(state, mapping, time.time())
+        body = mapping.body(shards=settings.shards, replicas=settings.replicas, refresh_interval="-1")
+        body["settings"]["index"] |= {
+            "gc_deletes": f"{FILLING_GC_DELETES}s",
+            "translog": {"durability": "request"},
+        }
+        body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping.fingerprint)}
+        generation = Generation(name, 0, mapping.fingerprint, "", seeded=False)
+        body["aliases"] = {generation.alias: {}}
+        # A repeated request finds what the first one made, if only its answer was lost.
+        self._client.expect("PUT", f"/{quote(name, safe='')}", body, allowed=(400,))
+        found = self._survey([mapping.index])[mapping.index].find(name)
+        if found is None:
+            self._client.expect("PUT", f"/{quote(name, safe='')}", body)
+            found = self._survey([mapping.index])[mapping.index].find(name)
+        if found is None:
+            raise _gone(mapping.index, name)
+        logger.info("generation created index=%s generation=%s", mapping.index, name)
+        return found
+
+    def _serve(self, state: IndexState, generation: Generation) -> IndexState:
+        """Move the alias in one step, and let the generation before go after a while."""
+        actions: list[dict[str, Any]] = [{"add": {"index": generation.name, "alias": state.index}}]
+        before = state.serving
+        if before is not None:
+            actions.insert(0, {"remove": {"index": before.name, "alias": state.index}})
+        self._client.expect("POST", "/_aliases", {"actions": actions})
+        logger.info("alias moved index=%s generation=%s", state.index, generation.name)
+        return replace(state, serving=generation)
+
+    def _look_after(self, states: Mapping[str, IndexState]) -> None:
+        """Refuse what is not as it was left, and remove generations whose time is over."""
+        now = time.time()
+        for index, state in states.items():
+            for target in self._targets[index]:
+                found = state.find(target.generation)
+                if found is None or found.uuid != self._uuid_of(target):
+                    raise _gone(index, target.generation)
+            expected = self._targets[index].serving
+            if expected is not None and (state.serving is None or state.serving.name != expected.generation):
+                there = "nothing" if state.serving is None else repr(state.serving.name)
+                raise IndexUnusable(
+                    f"alias {index!r} points to {there} instead of {expected.generation!r}",
+                    hint=f"Start Penstock again, which puts the alias right, or run: penstock index rebuild {index}",
+                    index=index,
+                )
+            for each in state.former:
+                if each.retired_at is None:
+                    self._remember(each, index, seeded=each.uuid if each.seeded else None, retired_at=now)
+                elif each.retired_at + self.settings.grace_seconds <= now:
+                    self._delete(each)
+
+    def _uuid_of(self, target: Target) -> str:
+        known = self._known[target.index].find(target.generation)
+        return known.uuid if known is not None else ""
+
+    def _remember(
+        self, generation: Generation, index: str, *, seeded: str | None, retired_at: float | None = None
+    ) -> None:
+        meta = describe(index, generation.fingerprint, seeded=seeded, retired_at=retired_at)
+        self._client.expect("PUT", f"/{quote(generation.name, safe='')}/_mapping", {"_meta": meta})
+
+    def _delete(self, generation: Generation) -> None:
+        self._client.expect("DELETE", f"/{quote(generation.name, safe='')}", allowed=(NOT_FOUND,))
+        logger.info("generation removed generation=%s", generation.name)
+
+    # What is there, for those who look (`penstock.documents.reading`)
+
+    def facts(self, index: str) -> IndexFacts:
+        """See `ReadableSink`."""
+        state = self._survey([index])[index]
+        unserved = [each for each in state.generations if each is not state.serving and each.retired_at is None]
+        last = state.serving.number if state.serving is not None else -1
+        begun = [each.name for each in unserved if each.number > last]
+        count = self._reader.count(index) if state.serving is not None else 0
+        return IndexFacts(state.serving.name if state.serving else None, begun[-1] if begun else None, count)
+
+    def fetch(self, index: str, ids: Sequence[str]) -> Mapping[str, Any]:
+        """See `ReadableSink`."""
+        return self._reader.fetch(index, ids)
+
+    def scan(self, index: str, chunk: int = SCAN_CHUNK) -> Iterator[list[str]]:
+        """See `ReadableSink`."""
+        return self._reader.scan(index, chunk)
+
+    def sample(self, index: str, count: int) -> list[str]:
+        """See `ReadableSink`."""
+        return self._reader.sample(index, count)
+
+    @property
+    def _reader(self) -> IndexReader:
+        return IndexReader(self._client)
+
+
+def _is_current(serving: Generation, mapping: IndexMapping) -> bool:
+    """Whether what serves is complete and of the shape that is asked for."""
+    return serving.seeded and serving.fingerprint == mapping.fingerprint
+
+
+def _paths(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, each in mapping.get("properties", {}).items():
+        yield f"{prefix}{name}"
+        yield from _paths(each, f"{prefix}{name}.")
+
+
+def _gone(index: str, generation: str) -> IndexUnusable:
+    return IndexUnusable(f"{generation!r}, a generation of index {index!r}, was deleted or replaced", index=index)
