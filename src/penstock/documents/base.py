@@ -150,6 +150,8 @@ class Rejection:
     index: str
     id: str
     reason: str
+    body_hash: str = ""
+    """Tells bodies apart without showing them."""
 
 
 @dataclass(frozen=True, slots=True)
