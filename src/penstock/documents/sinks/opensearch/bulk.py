@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -17,6 +18,7 @@ from penstock.documents.sinks.opensearch.settings import OpenSearchSettings
 from penstock.errors import DestinationError, IndexUnusable
 
 _WANTED = "errors,items.*.status,items.*.error.type,items.*.error.reason,items.*.error.caused_by"
+_HASH_LENGTH = 16
 _BAD_ID = f"the id is empty or longer than {LONGEST_ID} bytes"
 _TOO_LARGE = "the document is larger than the server takes in one request"
 
@@ -70,7 +72,7 @@ class BulkSender:
             verdict = judge(answer.data, answer.json(), target.fields)
             _check(target, verdict)
             for place, reason in verdict.refused:
-                yield Rejection(target.index, piece.column("id")[place].as_py(), reason)
+                yield from _rejected(target, piece.slice(place, 1), reason)
             if len(verdict.again) < piece.num_rows:
                 patience.backoff.reset()
             piece = piece.take(pa.array(verdict.again, pa.int64()))
@@ -87,7 +89,12 @@ class BulkSender:
 
 
 def _rejected(target: Target, batch: pa.Table, reason: str) -> list[Rejection]:
-    return [Rejection(target.index, each, reason) for each in batch.column("id").to_pylist()]
+    rows = zip(batch.column("id").to_pylist(), batch.column("body").to_pylist(), strict=True)
+    return [Rejection(target.index, id_, reason, _hash(body)) for id_, body in rows]
+
+
+def _hash(body: str | None) -> str:
+    return "" if body is None else hashlib.sha256(body.encode()).hexdigest()[:_HASH_LENGTH]
 
 
 def _check(target: Target, verdict: Verdict) -> None:

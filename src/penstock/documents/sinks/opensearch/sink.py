@@ -37,6 +37,9 @@ from penstock.documents.sinks.opensearch.reading import IndexReader
 from penstock.documents.sinks.opensearch.settings import FILLING_GC_DELETES, SERVING_GC_DELETES, OpenSearchSettings
 from penstock.errors import IndexUnusable
 
+_LOOK_SECONDS = 1.0
+"""Between two looks at the generations while documents come without a pause."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,6 +72,7 @@ class OpenSearchSink(Sink):
         self._waiting: list[pa.Table] = []
         self._waiting_bytes = 0
         self._rejections: list[Rejection] = []
+        self._looked_at = float("-inf")
 
     @classmethod
     def of(cls, settings: OpenSearchSettings, targets: Mapping[str, Targets]) -> Self:
@@ -111,7 +115,8 @@ class OpenSearchSink(Sink):
         """See `Sink`. On the driver it also looks whether the indexes are still those that it knows."""
         self._send()
         if self._known:
-            self._look_after(self._survey(list(self._known)))
+            if caught_up or time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+                self._look_after(self._survey(list(self._known)))
             if caught_up:
                 self._refresh([each.serving for each in self._targets.values()])
         report = FlushReport(tuple(self._rejections))
@@ -131,7 +136,7 @@ class OpenSearchSink(Sink):
         sender = BulkSender(self._client, self.settings)
         indexes = pc.unique(batch.column("index")).to_pylist()
         for index in indexes:
-            if index not in self._targets:
+            if self._targets.get(index, Targets()).newest is None:
                 raise IndexUnusable(f"documents came for index {index!r}, which was not ensured", index=index)
             mine = batch if len(indexes) == 1 else batch.filter(pc.equal(batch.column("index"), index))
             for target in self._targets[index]:
@@ -245,6 +250,7 @@ class OpenSearchSink(Sink):
     def _look_after(self, states: Mapping[str, IndexState]) -> None:
         """Refuse what is not as it was left, and remove generations whose time is over."""
         now = time.time()
+        self._looked_at = time.monotonic()
         for index, state in states.items():
             for target in self._targets[index]:
                 found = state.find(target.generation)
@@ -279,6 +285,14 @@ class OpenSearchSink(Sink):
         logger.info("generation removed generation=%s", generation.name)
 
     # What is there, for those who look (`penstock.documents.reading`)
+
+    def count(self, index: str) -> int | None:
+        """See `Sink`."""
+        targets = self._targets.get(index)
+        if targets is None or targets.serving is None:
+            return None
+        self._refresh([targets.serving])
+        return self._reader.count(targets.serving.alias)
 
     def facts(self, index: str) -> IndexFacts:
         """See `ReadableSink`."""
