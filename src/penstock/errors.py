@@ -51,6 +51,7 @@ contain a secret or the value of a cell.
     │   ├── IndexUnusable           a search index was deleted, replaced, or its name leads elsewhere
     │   └── NotComparable           what is there cannot be compared with the source
     ├── DocumentsRejected           a search index does not take some documents, under the policy `stop`
+    ├── IndexIncomplete             an index that was filled has too few documents, or too many; it is built anew
     ├── TasksFailed                 Spark could not run a job: tried again
     ├── SparkGone                   its JVM has ended
     ├── CaptureStopped              the capture process ended by itself
@@ -370,8 +371,15 @@ class DocumentsRejected(PenstockError):
     """An index refused documents for good, and its policy is to stop; nothing of the batch was acknowledged."""
 
     default_hint = (
-        'Look at the index and the reason that is named; on_error = "skip" sets such documents aside instead.'
+        'Look at the index and the reason that is named; failure_policy = "skip" sets such documents aside instead.'
     )
+
+
+class IndexIncomplete(PenstockError):
+    """A generation of a search index does not have the documents that were written to it; another one is filled."""
+
+    retry = Retry.TIMED
+    default_hint = "If it comes again: look whether somebody else writes to the index, or deletes from it."
 
 
 class TasksFailed(PenstockError):

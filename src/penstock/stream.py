@@ -27,7 +27,7 @@ from penstock.source.publications import Membership, ensure_publication, load_me
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
 from penstock.spool import Holds, Readers, SpoolSettings
 from penstock.spool.folder import SpoolFolder
-from penstock.state import Errored, PipelineStore, Ready, SyncDone, WorkerType
+from penstock.state import Errored, IndexStatus, PipelineStore, Ready, SyncDone, WorkerType
 from penstock.state.positions import earliest, start_position
 from penstock.values import TypeSettings
 
@@ -237,8 +237,8 @@ class Stream:
 
 
 def _has_tables(store: PipelineStore) -> bool:
-    """Whether there are tables that need every change from where they are."""
+    """Whether there are tables, or search indexes, that need every change from where they are."""
     return any(
         isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)
         for phase in store.get_table_replication_states().values()
-    )
+    ) or any(build.status is not IndexStatus.WANTED for build in store.get_index_builds().values())

@@ -71,7 +71,7 @@ def prepare_copy(
     settings = settings or CopySettings()
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
         schema, row_filter = _describe(connection, publication, table_id)
-        leaves = _load_leaves(connection, schema)
+        leaves = load_leaves(connection, schema)
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
     ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
     rows = CopyRows(
@@ -111,7 +111,8 @@ def _describe(connection: psycopg.Connection[Any], publication: str, table_id: i
     return schema_from_catalog(table, found, attnums), published.row_filter
 
 
-def _load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
+def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
+    """The heaps of a table, as the connection's snapshot has them, with the places of these columns in each."""
     doing = f"look for the heaps of {schema}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_LEAVES, [schema.table_id]).fetchall()

@@ -11,7 +11,7 @@ The result comes in pieces, since a single row can be part of a million document
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,9 @@ class Resolver:
             questions=questions,
         )
 
-    def answer(self, connection: psycopg.Connection[Any], question: Question) -> Iterator[ResolvedKeys]:
+    def answer(
+        self, connection: psycopg.Connection[Any], question: Question
+    ) -> Generator[ResolvedKeys, None, None]:
         """The documents that a question is about, each once, in pieces; from the database as it is now.
 
         It may be asked later than the changes that it comes from were resolved: what has broken a way since then is a

@@ -141,4 +141,5 @@ def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:
             # What was locked is what was meant, and its file is the one that the ranges are of.
             if cursor.execute(_CURRENT, {"oid": part.oid}).fetchone() == (heap, part.filenode):
                 return heap
-    raise TableRewritten(f"{heap or 'a table of an index'} was rewritten, emptied, renamed or dropped while it was read")
+    name = heap or "a table of an index"
+    raise TableRewritten(f"{name} was rewritten, emptied, renamed or dropped while documents were built from it")

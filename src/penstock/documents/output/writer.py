@@ -15,6 +15,7 @@ from itertools import islice
 from penstock import failpoints
 from penstock.destinations.base import Tasks
 from penstock.documents.base import Observer, Rejection
+from penstock.documents.output.generations import Generations
 from penstock.documents.output.settings import DocumentsSettings, Quarantine
 from penstock.documents.output.tasks import BuildJob, Outcome
 from penstock.documents.policy import FailurePolicy
@@ -48,27 +49,28 @@ class DocumentWriter:
         settings: DocumentsSettings,
         tasks: Tasks,
         job: Callable[[], BuildJob],
-        on_removed: Callable[[Sequence[Outcome]], None],
+        generations: Generations,
+        on_written: Callable[[Sequence[Outcome]], None],
     ) -> None:
-        """`job` is asked anew for each wave: which generations there are changes. `on_removed` hears of each wave."""
+        """`job` is asked anew for each wave: which generations there are changes. `on_written` hears of each wave."""
         self._settings = settings
         self._tasks = tasks
         self._here = ProcessTasks()
         self._job = job
-        self._on_removed = on_removed
+        self._generations = generations
+        self._on_written = on_written
 
     def write(self, keys: Iterable[ResolvedKeys]) -> Written:
         """Build and write all of them."""
         written = Written()
         for wave in self._waves(keys):
-            job = self._job()
             few = sum(map(len, wave)) <= self._settings.local_documents
             tasks = self._here if few else self._tasks
             # Nobody begins or ends a generation while documents are on their way to those that there are.
-            with job.sink.lock:
-                outcomes = tasks.run(wave, job, description=_description(wave))
+            with self._generations.writing():
+                outcomes = tasks.run(wave, self._job(), description=_description(wave))
+                self._on_written(outcomes)
             written.add(outcomes)
-            self._on_removed(outcomes)
         return written
 
     def _waves(self, keys: Iterable[ResolvedKeys]) -> Iterator[list[ResolvedKeys]]:

@@ -104,6 +104,10 @@ class RelationMap(Protocol):
         """The table was emptied."""
         ...
 
+    def close(self) -> None:
+        """Give up connections and files; may be called twice."""
+        ...
+
 
 def map_name(owner: str, relation: TrackedRelation) -> str:
     """What a map is called: other columns have another one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -41,9 +41,23 @@ _REMOVED = "delete from penstock_documents.relation_maps where owner = %s and ma
 class PostgresRelationMap:
     """The maps of one pipeline in a Postgres database. The connection is in autocommit, and this object's alone."""
 
-    def __init__(self, connection: psycopg.Connection[Any], owner: str) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        owner: str,
+        *,
+        reconnect: Callable[[], psycopg.Connection[Any]] | None = None,
+    ) -> None:
+        """`reconnect` gives another connection when this one was cut off."""
+        self._opened = connection
         self._owner = owner
+        self._reconnect = reconnect
+
+    @property
+    def _connection(self) -> psycopg.Connection[Any]:
+        if self._opened.closed and self._reconnect is not None:
+            self._opened = self._reconnect()
+        return self._opened
 
     def prepare(self, relations: Sequence[TrackedRelation]) -> list[TrackedRelation]:
         """See `RelationMap`."""
@@ -117,6 +131,11 @@ class PostgresRelationMap:
         """See `RelationMap`."""
         with translated(self._connection, f"forget the relations of {relation.name}"):
             self._connection.execute(sql.SQL("truncate {}").format(self._table(relation)))
+
+    def close(self) -> None:
+        """See `RelationMap`."""
+        self._reconnect = None
+        self._opened.close()
 
     def _create(self, relation: TrackedRelation) -> None:
         columns = [sql.SQL("{} text").format(sql.Identifier(each)) for each in link_names(relation)]

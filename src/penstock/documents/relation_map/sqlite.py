@@ -49,7 +49,7 @@ class SqliteRelationMap:
             self._connection.execute("pragma synchronous = full")
 
     def close(self) -> None:
-        """Close the file."""
+        """See `RelationMap`."""
         self._connection.close()
 
     def prepare(self, relations: Sequence[TrackedRelation]) -> list[TrackedRelation]:

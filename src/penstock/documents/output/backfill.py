@@ -1,0 +1,242 @@
+"""Indexes from nothing: the root table in ranges, each a task that builds the documents of its rows.
+
+A build goes into a fresh generation, beside the one that serves, and changes go to both meanwhile. Every range has a
+snapshot, and a version, of its own. That is enough: a row that moved from a range that is not read yet into one that is
+done has changed, and that change is followed like any other. What such a change removed is written down; when all
+ranges are done those documents are looked at again, because an index may have forgotten a removal by the time that a
+range writes what it had read before. The generation serves when changes are followed up to where the last range was.
+
+What is done is stored, so a process that ends goes on where it was. If the table was rewritten, its ranges mean nothing
+any more and the build begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from penstock import failpoints
+from penstock.copy.plan import TID_RANGES_SINCE, plan_ranges
+from penstock.copy.prepare import load_leaves
+from penstock.destinations.base import Tasks
+from penstock.documents.base import Observer, Sink
+from penstock.documents.output.builds import Builds
+from penstock.documents.output.connections import POOL
+from penstock.documents.output.generations import Generations
+from penstock.documents.output.indexes import Indexes
+from penstock.documents.output.settings import DocumentsSettings
+from penstock.documents.output.tasks import HeapRange, RangeJob, SharedSink
+from penstock.documents.output.writer import DocumentWriter, Judge
+from penstock.documents.resolve import ResolvedKeys
+from penstock.documents.statements import run_statement
+from penstock.errors import IndexIncomplete, TableRewritten
+from penstock.lsn import Lsn, reaches
+from penstock.schema import TableSchema
+from penstock.source.connections import SourceSettings
+from penstock.source.wal import current_position
+from penstock.spool import Stopping
+from penstock.state import IndexBuild, IndexStatus, PipelineStore, WorkKind
+
+logger = logging.getLogger(__name__)
+
+RANGES_AT_ONCE = 4
+"""Between two notes of what is done."""
+_POLL_SECONDS = 0.05
+
+_OID = "select pg_catalog.to_regclass(pg_catalog.format('%I.%I', $1::text, $2::text))::pg_catalog.oid::int8"
+
+
+class _Superseded(Exception):
+    """Somebody has asked for another build of this index."""
+
+
+class Backfill:
+    """Builds whatever is wanted, one index after the other. One thread calls `round`."""
+
+    def __init__(
+        self,
+        *,
+        source: SourceSettings,
+        settings: DocumentsSettings,
+        store: PipelineStore,
+        sink: SharedSink,
+        tasks: Tasks,
+        generations: Generations,
+        builds: Builds,
+        writer: DocumentWriter,
+        judge: Judge,
+        indexes: Callable[[], Indexes],
+        followed: Callable[[], Lsn],
+        observer: Observer,
+        stop: threading.Event,
+    ) -> None:
+        """`followed` says up to where changes are in the sink."""
+        self._source = source
+        self._settings = settings
+        self._store = store
+        self._sink = sink
+        self._tasks = tasks
+        self._generations = generations
+        self._builds = builds
+        self._writer = writer
+        self._judge = judge
+        self._indexes = indexes
+        self._followed = followed
+        self._observer = observer
+        self._stop = stop
+
+    def round(self, timeout: float) -> None:
+        """Wait for a build that is wanted, and do what there is."""
+        if not self._builds.wait(timeout):
+            return
+        self._observer.on_backfill_started([each.index for each in self._builds.unfinished])
+        for build in self._builds.unfinished:
+            try:
+                self._build(build)
+            except _Superseded:
+                logger.info("another build of the index is wanted, this one ends index=%s", build.index)
+            except Stopping:
+                return
+            except TableRewritten as error:
+                self._builds.want(build.index, build.fingerprint, error.message)
+            except IndexIncomplete as error:
+                self._builds.want(build.index, build.fingerprint, error.message)
+                raise
+        if not self._builds.unfinished:
+            self._observer.on_backfill_completed()
+
+    def _build(self, build: IndexBuild) -> None:
+        if build.status is IndexStatus.WANTED:
+            build = self._begin(build)
+        parts = _parts(build)
+        done = self._store.get_index_ranges(build.index, build.build)
+        missing = [part for part in parts if part.part not in done]
+        logger.info("index is filled index=%s ranges=%d done=%d", build.index, len(parts), len(done))
+        for first in range(0, len(missing), RANGES_AT_ONCE):
+            self._fill(build, missing[first : first + RANGES_AT_ONCE])
+        if self._plan(build.index) != _heaps(parts):
+            raise TableRewritten("its root table was rewritten, or has other partitions")
+        self._wait_followed(build, current_position(self._source))
+        failpoints.reach("before_removals")
+        self._look_again(build)
+        self._finish(build)
+
+    def _begin(self, build: IndexBuild) -> IndexBuild:
+        """A fresh generation, and a plan of what goes into it."""
+        if self._builds.held:
+            raise _Superseded
+        indexes = self._indexes()
+        with self._generations.changing(), self._sink.lock:
+            if not failpoints.is_off("fresh_generation"):
+                self._sink.sink.reindex(indexes.mappings[build.index])
+            failpoints.reach("after_reindex")
+            # Before anybody writes to it: from now on removals are written down.
+            planned = self._builds.fill(build, {"ranges": self._ranges(build.index)})
+        if planned is None:
+            raise _Superseded
+        failpoints.reach("after_build_planned")
+        return planned
+
+    def _ranges(self, index: str) -> list[list[Any]]:
+        """The ranges of the root table, as plain values."""
+        with POOL.borrow(self._source) as connection:
+            can_seek = connection.info.server_version >= TID_RANGES_SINCE
+        leaves = self._leaves(index)
+        planned = plan_ranges(0, leaves, range_bytes=self._settings.range_bytes, can_seek=can_seek)
+        return [[each.leaf.oid, each.leaf.filenode, each.condition] for each in planned]
+
+    def _plan(self, index: str) -> set[tuple[int, int]]:
+        """The heaps of the root table as they are now."""
+        return {(leaf.oid, leaf.filenode) for leaf in self._leaves(index)}
+
+    def _leaves(self, index: str) -> list[Any]:
+        table = self._indexes().specifications[index].table
+        with POOL.borrow(self._source) as connection:
+            [(oid,)] = run_statement(connection, _OID, [*table], f"look for {table}")
+            if oid is None:
+                raise TableRewritten(f"there is no table {table} any more")
+            return load_leaves(connection, TableSchema(oid, table.namespace, table.name, ()))
+
+    def _fill(self, build: IndexBuild, parts: Sequence[HeapRange]) -> None:
+        if self._stop.is_set():
+            raise Stopping
+        if not self._builds.is_current(build):
+            raise _Superseded
+        sink = SharedSink(self._filling(build.index), self._sink.lock)
+        query = self._indexes().queries[build.index]
+        job = RangeJob(self._source, query, sink, self._settings.chunk_documents)
+        with self._tasks.copying():
+            outcomes = self._tasks.run(list(parts), job, description=f"fill index {build.index}")
+        self._judge.decide([rejection for each in outcomes for rejection in each.rejections], None)
+        failpoints.reach("after_range")
+        done = {
+            part.part: outcome.bodies - len(outcome.rejections) for part, outcome in zip(parts, outcomes, strict=True)
+        }
+        self._store.finish_index_ranges(build.index, build.build, done)
+
+    def _filling(self, index: str) -> Sink:
+        with self._sink.lock:
+            return self._sink.sink.filling(index)
+
+    def _wait_followed(self, build: IndexBuild, position: Lsn) -> None:
+        """Changes that the last range has seen are in the other ranges only if they were followed."""
+        while not reaches(self._followed(), position):
+            if self._stop.is_set():
+                raise Stopping
+            if not self._builds.is_current(build):
+                raise _Superseded
+            time.sleep(_POLL_SECONDS)
+
+    def _look_again(self, build: IndexBuild) -> None:
+        """Build what went meanwhile once more: from the rows as they are now, and with a higher version."""
+        for work in self._store.get_index_work(build.index, WorkKind.REMOVAL):
+            columns = [list(each) for each in work.details["keys"]]
+            written = self._writer.write(self._chunks(build.index, columns))
+            self._judge.decide(written.rejections, None)
+            self._store.delete_index_work(build.index, [work.number])
+
+    def _chunks(self, index: str, columns: list[list[str]]) -> Iterator[ResolvedKeys]:
+        size = self._settings.chunk_documents
+        for first in range(0, len(columns[0]), size):
+            if self._stop.is_set():
+                raise Stopping
+            yield ResolvedKeys(index, tuple(column[first : first + size] for column in columns))
+
+    def _finish(self, build: IndexBuild) -> None:
+        self._compare(build)
+        with self._generations.changing(), self._sink.lock:
+            if not self._builds.is_current(build):
+                raise _Superseded
+            failpoints.reach("before_seeded")
+            self._sink.sink.flush(True)
+            self._sink.sink.mark_seeded(build.index)
+            failpoints.reach("after_seeded")
+            self._builds.seeded(build)
+        logger.info("index serves index=%s", build.index)
+        self._observer.on_index_seeded(build.index)
+
+    def _compare(self, build: IndexBuild) -> None:
+        """What ranges wrote, give or take what changes wrote meanwhile, is what the generation has."""
+        found = self._filling(build.index).count(build.index)
+        if found is None:
+            return
+        written = sum(self._store.get_index_ranges(build.index, build.build).values())
+        stored = self._store.get_index_builds()[build.index]
+        logger.info(
+            "documents counted index=%s built=%d changed=%d found=%d", build.index, written, stored.changed, found
+        )
+        if abs(found - written) > stored.changed:
+            wanted = f"{written} documents, give or take {stored.changed}"
+            raise IndexIncomplete(f"index {build.index!r} should have {wanted}, and has {found}", index=build.index)
+
+
+def _parts(build: IndexBuild) -> list[HeapRange]:
+    ranges: list[list[Any]] = build.plan["ranges"]
+    return [HeapRange(part, oid, filenode, condition) for part, (oid, filenode, condition) in enumerate(ranges)]
+
+
+def _heaps(parts: Sequence[HeapRange]) -> set[tuple[int, int]]:
+    return {(part.oid, part.filenode) for part in parts}

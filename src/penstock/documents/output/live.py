@@ -1,0 +1,234 @@
+"""Changes of the spool become documents: the thread that an output is.
+
+    entries ─▶ changes ─▶ visible? ─▶ resolve ─▶ build and write ─▶ flush ─▶ links ─▶ progress ─▶ acknowledge
+
+A batch is a run of whole transactions. What has to happen later (an index is built anew, a change concerns very many
+documents) is stored before what rows hang on is remembered, and that before progress: a crash in between makes changes
+come again, never go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from penstock import failpoints
+from penstock.changes.batch import EventBatch, build_batch
+from penstock.changes.steps import Segment, Truncation
+from penstock.documents.base import BatchStatistics, Observer
+from penstock.documents.images import Changes
+from penstock.documents.output.builds import Builds
+from penstock.documents.output.fan_out import FanOuts
+from penstock.documents.output.indexes import Indexes
+from penstock.documents.output.pieces import pieces_of
+from penstock.documents.output.settings import DocumentsSettings
+from penstock.documents.output.tasks import SharedSink
+from penstock.documents.output.writer import DocumentWriter, Judge
+from penstock.documents.resolve import Question, ResolvedKeys
+from penstock.documents.visibility import wait_until_visible
+from penstock.lsn import Lsn, reaches
+from penstock.spool import Entry, SpoolReader
+from penstock.state import PipelineStore, WorkerType
+from penstock.workers import ApplyStatus
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.2
+"""How long a round waits for something to come."""
+_GATHER_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a connection to the source is good for."""
+
+    connection: psycopg.Connection[Any]
+    indexes: Indexes
+
+
+class LiveChanges:
+    """Follows the spool from a position on. One thread calls `round`; the rest may be asked by any."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        spool: Path,
+        position: Lsn,
+        settings: DocumentsSettings,
+        store: PipelineStore,
+        sink: SharedSink,
+        writer: DocumentWriter,
+        judge: Judge,
+        builds: Builds,
+        fan_outs: FanOuts,
+        observer: Observer,
+        stop: threading.Event,
+        altered: Callable[[], None],
+    ) -> None:
+        """`name` is the reader's in the spool. `altered` hears that a table's columns are not what they were."""
+        self._name = name
+        self._spool = spool
+        self._reader = SpoolReader(spool)
+        self._settings = settings
+        self._store = store
+        self._sink = sink
+        self._writer = writer
+        self._judge = judge
+        self._builds = builds
+        self._fan_outs = fan_outs
+        self._observer = observer
+        self._stop = stop
+        self._altered = altered
+        self._position = position
+        self._acknowledged = position
+        self._versions: set[tuple[int, str]] = set()
+        self._changes = 0
+        self._batches = 0
+        self._last_commit_time = 0
+
+    @property
+    def status(self) -> ApplyStatus:
+        """How far it is."""
+        return ApplyStatus(self._position, self._acknowledged, self._changes, self._batches, self._last_commit_time)
+
+    def round(self, session: Session) -> bool:
+        """One batch, if there is something in the spool; whether there may be more."""
+        taken = self._take(session.indexes)
+        if not taken:
+            return False
+        if self._is_altered(taken, session.indexes):
+            self._altered()
+            return True
+        end = taken[-1].end
+        batch = self._batch(taken, end)
+        documents: Counter[str] = Counter()
+        seconds = 0.0
+        caught_up = self._has_caught_up(end)
+        for changes in pieces_of(batch, session.indexes.wanted, self._settings.piece_changes):
+            seconds += self._apply(session, changes, end, documents, caught_up=caught_up)
+        self._finish(batch, end)
+        if batch.row_count or documents:
+            self._batches += 1
+            self._changes += batch.row_count
+            self._observer.on_batch_committed(BatchStatistics(batch.row_count, documents, seconds))
+        return not caught_up
+
+    def _take(self, indexes: Indexes) -> list[Entry]:
+        """Entries with about `max_changes` changes that matter, or what has come `max_delay` after the first."""
+        policy = self._settings.batch
+        names = {str(name) for name in indexes.wanted}
+        if not self._reader.wait(self._position, IDLE_SECONDS):
+            return []
+        deadline = time.monotonic() + policy.max_delay
+        while True:
+            taken, count = _gather(self._reader.entries(self._position), names, policy.max_changes)
+            left = deadline - time.monotonic()
+            if not count or count >= policy.max_changes or left <= 0 or self._stop.is_set():
+                return taken
+            self._stop.wait(min(left, _GATHER_SECONDS))
+
+    def _batch(self, entries: Sequence[Entry], end: Lsn) -> EventBatch:
+        tables = {step.table_id for entry in entries for step in entry.steps if isinstance(step, Segment | Truncation)}
+        return build_batch(
+            entries,
+            begin=self._position,
+            end=end,
+            positions=dict.fromkeys(tables, self._position),
+            schemas={},
+            schema_of=self._reader.load_schema,
+            root=self._spool,
+        )
+
+    def _is_altered(self, entries: Sequence[Entry], indexes: Indexes) -> bool:
+        """Whether rows come in a schema that was not seen before, and that is not what was compiled for."""
+        wanted = {str(name): name for name in indexes.wanted}
+        altered = False
+        for entry in entries:
+            for step in entry.steps:
+                if not isinstance(step, Segment) or step.table not in wanted:
+                    continue
+                if (step.table_id, step.version) in self._versions:
+                    continue
+                self._versions.add((step.table_id, step.version))
+                schema = self._reader.load_schema(step.table_id, step.version)
+                known = indexes.catalog.table(indexes.catalog.top(wanted[step.table])).columns
+                altered |= any(
+                    each.name not in known or known[each.name].type.oid != each.type.oid for each in schema.columns
+                )
+        return altered
+
+    def _apply(
+        self, session: Session, changes: Changes, end: Lsn, documents: Counter[str], *, caught_up: bool
+    ) -> float:
+        """All that changes concern is durable afterwards, or stored as still to be done; the seconds of the flush."""
+        resolver = session.indexes.resolver
+        if not failpoints.is_off("visibility_gate"):
+            wait_until_visible(session.connection, sorted(changes.xids))
+        resolution = resolver.resolve(session.connection, changes)
+        many: list[Question] = []
+        written = self._writer.write(self._keys(session, resolution.questions, many))
+        started = time.monotonic()
+        with self._sink.lock:
+            report = self._sink.sink.flush(caught_up)
+        seconds = time.monotonic() - started
+        self._judge.decide([*written.rejections, *report.rejections], end)
+        documents += written.documents
+        self._fan_outs.add(many, session.indexes)
+        for index in sorted(resolution.whole_indexes):
+            self._builds.want(index, session.indexes.mappings[index].fingerprint, "a table of it was emptied")
+        failpoints.reach("after_documents")
+        resolver.remember(resolution)
+        failpoints.reach("after_links")
+        return seconds
+
+    def _keys(self, session: Session, questions: Sequence[Question], many: list[Question]) -> Iterator[ResolvedKeys]:
+        """The documents of all questions; questions with very many are put into `many` instead."""
+        limit = self._settings.fan_out_documents
+        for question in questions:
+            count = 0
+            with closing(session.indexes.resolver.answer(session.connection, question)) as parts:
+                for part in parts:
+                    count += len(part)
+                    if count > limit:
+                        many.append(question)
+                        break
+                    yield part
+
+    def _finish(self, batch: EventBatch, end: Lsn) -> None:
+        self._store.upsert_replication_progress(WorkerType.apply(), end)
+        failpoints.reach("after_documents_progress")
+        self._reader.readers.advance(self._name, end)
+        failpoints.reach("after_documents_acknowledge")
+        self._last_commit_time = max(self._last_commit_time, batch.last_commit_time)
+        self._position = self._acknowledged = end
+        self._reader.forget(end)
+
+    def _has_caught_up(self, end: Lsn) -> bool:
+        captured = self._reader.captured
+        return captured is None or reaches(end, captured)
+
+
+def _gather(entries: Sequence[Entry], names: set[str], limit: int) -> tuple[list[Entry], int]:
+    """The first entries with so many changes of these tables, and how many those are."""
+    taken: list[Entry] = []
+    count = 0
+    for entry in entries:
+        taken.append(entry)
+        for step in entry.steps:
+            if isinstance(step, Segment) and step.table in names:
+                count += step.rows
+            elif isinstance(step, Truncation) and step.table in names:
+                count += 1
+        if count >= limit:
+            break
+    return taken, count

@@ -1,0 +1,470 @@
+"""All search indexes of a config as one output of its stream.
+
+    documents = DocumentsOutput(stream_settings, store, specifications, sink, tasks, relations=…)
+    with Outputs([pipeline, documents]) as outputs:
+        outputs.wait()
+
+Three threads: one follows changes, one builds indexes from their tables, one builds the documents of changes that
+concern very many. Without Spark they do the work themselves (`penstock.workers.process_tasks`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from penstock import failpoints
+from penstock.destinations.base import Tasks
+from penstock.documents.base import NoopObserver, Observer, Sink
+from penstock.documents.output.backfill import Backfill
+from penstock.documents.output.builds import Builds
+from penstock.documents.output.connections import POOL
+from penstock.documents.output.fan_out import FanOuts
+from penstock.documents.output.generations import Generations
+from penstock.documents.output.indexes import Indexes, compile_indexes, require_published
+from penstock.documents.output.live import LiveChanges, Session
+from penstock.documents.output.settings import DocumentsSettings, Quarantine
+from penstock.documents.output.tasks import BuildJob, SharedSink
+from penstock.documents.output.writer import DocumentWriter, Judge
+from penstock.documents.relation_map import RelationMap
+from penstock.documents.specification import IndexSpecification
+from penstock.errors import LeaseLost, PenstockError, Retry
+from penstock.lsn import Lsn
+from penstock.retry import Backoff
+from penstock.source.connections import NO_TIMEOUTS, Role, connect
+from penstock.source.publications import Membership, changes_between
+from penstock.source.snapshots import take_snapshot
+from penstock.state import (
+    Command,
+    CommandKind,
+    CommandStatus,
+    IndexBuild,
+    IndexStatus,
+    PipelineStore,
+    TableReplicationPhase,
+    WorkerType,
+)
+from penstock.stream import Published, Stream, StreamSettings
+from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OUTPUT = "documents"
+REFRESH_SECONDS = 5.0
+"""How often the publication is looked at."""
+COMMAND_SECONDS = 0.5
+STOP_SECONDS = 60.0
+_IDLE_SECONDS = 0.5
+
+
+class DocumentsOutput:
+    """Runs in threads of this process (`penstock.outputs.Output`)."""
+
+    def __init__(
+        self,
+        settings: StreamSettings,
+        store: PipelineStore,
+        specifications: Sequence[IndexSpecification],
+        sink: Sink,
+        tasks: Tasks,
+        *,
+        relations: Callable[[], RelationMap],
+        documents: DocumentsSettings | None = None,
+        output: str = DEFAULT_OUTPUT,
+        quarantine: Quarantine | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """`relations` opens the map of relations (`open_relation_map`); `tasks` build documents and write them."""
+        self._settings = settings
+        self._documents = documents or DocumentsSettings()
+        self._store = store
+        self._specifications = tuple(specifications)
+        self._tasks = tasks
+        self._open_relations = relations
+        self._output = output
+        self._observer = observer or NoopObserver()
+        self._sink = SharedSink(sink)
+        self._generations = Generations()
+        self._builds = Builds(store)
+        self._judge = Judge(self._documents, quarantine, self._observer)
+        self._stop = threading.Event()
+        self._lost = threading.Event()
+        self._paused = threading.Event()
+        self._error: BaseException | None = None
+        self._started = False
+        self._stream: Stream | None = None
+        self._relations: RelationMap | None = None
+        self._session: Session | None = None
+        self._indexes: Indexes | None = None
+        self._membership: Membership | None = None
+        self._refresh_at = 0.0
+        self._commanded = 0.0
+        self._threads: list[threading.Thread] = []
+        self._live: LiveChanges | None = None
+
+    # What others see of it
+
+    @property
+    def settings(self) -> StreamSettings:
+        return self._settings
+
+    @property
+    def store(self) -> PipelineStore:
+        return self._store
+
+    @property
+    def output(self) -> str:
+        """Its name among the outputs of the stream."""
+        return self._output
+
+    @property
+    def status(self) -> ApplyStatus | None:
+        """How far changes are followed; None before the start."""
+        return self._live.status if self._live is not None else None
+
+    @property
+    def indexes(self) -> dict[str, IndexBuild]:
+        """The last build of each index."""
+        return self._builds.all()
+
+    @property
+    def phases(self) -> dict[str, TableReplicationPhase]:
+        """None: indexes are built, tables are not copied."""
+        return {}
+
+    @property
+    def copies(self) -> dict[str, CopyStatus]:
+        """None."""
+        return {}
+
+    @property
+    def waits(self) -> dict[str, SnapshotWait]:
+        """None."""
+        return {}
+
+    @property
+    def paused(self) -> bool:
+        """Whether changes were told to wait."""
+        return self._paused.is_set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether every index serves, and nothing is left to do but to follow changes."""
+        return self._live is not None and bool(self.indexes) and not self._builds.unfinished
+
+    # For `Outputs`, which starts and ends it
+
+    def lead(self) -> None:
+        """Take the lease."""
+        if self._started:
+            raise RuntimeError("an output is started once")
+        self._started = True
+        self._store.acquire_lease(on_lost=self._lose_lease)
+
+    def follow(self, stream: Stream) -> None:
+        """Prepare indexes, and start to follow; maps of relations are filled by the time that it returns."""
+        self._stream = stream
+        position = stream.start_of(self._output).position
+        self._relations = self._open_relations()
+        published = stream.look()
+        self._open_session(published)
+        self._prepare(position, published)
+        fan_outs = FanOuts(
+            source=self._settings.source,
+            store=self._store,
+            tasks=self._tasks,
+            writer=self._writer(),
+            judge=self._judge,
+            indexes=self._compiled,
+            stop=self._stop,
+        )
+        self._live = live = LiveChanges(
+            name=self._output,
+            spool=self._settings.spool.path,
+            position=position,
+            settings=self._documents,
+            store=self._store,
+            sink=self._sink,
+            writer=self._writer(),
+            judge=self._judge,
+            builds=self._builds,
+            fan_outs=fan_outs,
+            observer=self._observer,
+            stop=self._stop,
+            altered=self._close_session,
+        )
+        backfill = Backfill(
+            source=self._settings.source,
+            settings=self._documents,
+            store=self._store,
+            sink=self._sink,
+            tasks=self._tasks,
+            generations=self._generations,
+            builds=self._builds,
+            writer=self._writer(),
+            judge=self._judge,
+            indexes=self._compiled,
+            followed=lambda: live.status.acknowledged,
+            observer=self._observer,
+            stop=self._stop,
+        )
+        self._observer.on_live_started()
+        self._start("changes", lambda: self._round(live))
+        self._start("backfill", lambda: backfill.round(_IDLE_SECONDS))
+        self._start("fan-out", lambda: fan_outs.round(_IDLE_SECONDS))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; False when it has not come in time. Raises what ended it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def stop(self) -> None:
+        """Ask it to end, without waiting."""
+        self._stop.set()
+
+    def settle(self) -> None:
+        """Finish the batch at hand; the stream still runs."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(STOP_SECONDS)
+        self._close_session()
+        if self._relations is not None:
+            self._relations.close()
+            self._relations = None
+        POOL.clear()
+
+    def retire(self) -> None:
+        """Give the lease back, last of all."""
+        self._store.release_lease()
+
+    # Threads
+
+    def _start(self, name: str, work: Callable[[], object]) -> None:
+        thread = threading.Thread(target=self._run, args=(name, work), name=f"{self._output}-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, name: str, work: Callable[[], object]) -> None:
+        """Rounds until `stop`; the changes get one more, so that what has arrived is not read again."""
+        backoff = Backoff(first=0.5, longest=30.0)
+        while not self._lost.is_set():
+            stopping = self._stop.is_set()
+            if stopping and name != "changes":
+                return
+            try:
+                work()
+                backoff.reset()
+            except PenstockError as error:
+                if error.retry is not Retry.TIMED:
+                    self._fail(error)
+                    return
+                delay = backoff.next_delay()
+                logger.warning("documents: %s are tried again in=%.1fs error=%s", name, delay, error)
+                if name == "changes":
+                    self._close_session()
+                self._stop.wait(delay)
+            except BaseException as error:
+                self._fail(error)
+                return
+            if stopping:
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("documents stop error=%s", error if isinstance(error, PenstockError) else type(error))
+        self._observer.on_error(str(error))
+        self._error = self._error or error
+        self._stop.set()
+
+    def _lose_lease(self, error: LeaseLost) -> None:
+        self._error = error
+        self._lost.set()
+        self._stop.set()
+
+    def _round(self, live: LiveChanges) -> None:
+        self._between_batches()
+        if self._paused.is_set():
+            self._stop.wait(_IDLE_SECONDS)
+        else:
+            live.round(self._session or self._open_session())
+
+    # What is compiled
+
+    def _open_session(self, published: Published | None = None) -> Session:
+        """A connection, and the indexes as its database has them."""
+        self._close_session()
+        assert self._stream is not None
+        published = published or self._stream.look()
+        connection = connect(self._settings.source, Role.DOCUMENTS, parameters=NO_TIMEOUTS)
+        try:
+            indexes = compile_indexes(
+                connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
+            )
+            require_published(indexes, published.tables.values(), self._settings.publication)
+        except BaseException:
+            connection.close()
+            raise
+        self._indexes = indexes
+        self._session = Session(connection, indexes)
+        return self._session
+
+    def _close_session(self) -> None:
+        if self._session is not None:
+            self._session.connection.close()
+            self._session = None
+
+    def _compiled(self) -> Indexes:
+        assert self._indexes is not None
+        return self._indexes
+
+    def _writer(self) -> DocumentWriter:
+        return DocumentWriter(self._documents, self._tasks, self._job, self._generations, self._builds.record)
+
+    def _job(self) -> BuildJob:
+        return BuildJob(self._settings.source, self._compiled().queries, self._sink, self._builds.recorded)
+
+    # The start
+
+    def _prepare(self, position: Lsn, published: Published) -> None:
+        """Every index exists, and is built anew if it cannot be brought up to date by following changes."""
+        indexes = self._compiled()
+        self._builds.load()
+        self._builds.held = True
+        for name in self._builds.all().keys() - indexes.specifications.keys():
+            self._builds.forget(name)
+        for mapping in indexes.mappings.values():
+            self._sink.sink.ensure_index(mapping)
+        self._observer.on_indexes_ensured(len(indexes.specifications))
+        is_first = self._store.get_replication_progress(WorkerType.apply()) is None
+        self._want_unseeded(indexes, is_first=is_first)
+        self._note_membership(published)
+        self._seed_maps(indexes, is_first=is_first)
+        self._builds.held = False
+        self._store.upsert_replication_progress(WorkerType.apply(), position)
+
+    def _want_unseeded(self, indexes: Indexes, *, is_first: bool) -> None:
+        for name, mapping in indexes.mappings.items():
+            build, seeded = self._builds.of(name), self._sink.sink.is_seeded(name)
+            if self._documents.skip_backfill:
+                self._builds.skip(name, mapping.fingerprint)
+            elif is_first or build is None:
+                self._builds.want(name, mapping.fingerprint, "changes are followed from here on")
+            elif build.fingerprint != mapping.fingerprint:
+                self._builds.want(name, mapping.fingerprint, "its specification has changed")
+            elif build.status is IndexStatus.SEEDED and not seeded:
+                self._builds.want(name, mapping.fingerprint, "the sink does not have it any more")
+            elif build.status is IndexStatus.FILLING and seeded:
+                self._builds.seeded(build)
+
+    def _seed_maps(self, indexes: Indexes, *, is_first: bool) -> None:
+        """Learn what rows hang on, for relations that are new; the indexes that use them are built after it."""
+        assert self._relations is not None
+        if is_first:
+            self._relations.prepare([])  # what was learnt before means nothing: changes since then are not known
+        new = self._relations.prepare(indexes.resolver.tracked)
+        if not new:
+            return
+        # Before the maps are there: a crash in between must not make an index look complete.
+        for name in sorted(indexes.resolver.indexes_using(new)):
+            build = self._builds.of(name)
+            if not self._documents.skip_backfill and (build is None or build.status is not IndexStatus.WANTED):
+                fingerprint = indexes.mappings[name].fingerprint
+                self._builds.want(name, fingerprint, "what its rows hang on was not known")
+        with take_snapshot(self._settings.source, check=self._check_stop) as snapshot:
+            for relation in new:
+                with snapshot.connect(Role.DOCUMENTS, parameters=NO_TIMEOUTS) as connection:
+                    self._relations.seed(connection, relation, snapshot.position)
+                logger.info("relations are known table=%s columns=%s", relation.name, ", ".join(relation.links))
+        failpoints.reach("after_maps")
+
+    def _check_stop(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # Between batches
+
+    def _between_batches(self) -> None:
+        assert self._stream is not None
+        self._stream.check()
+        now = time.monotonic()
+        if now - self._commanded >= COMMAND_SECONDS:
+            self._commanded = now
+            for command in self._store.take_commands():
+                self._obey(command)
+        if now >= self._refresh_at:
+            self._refresh_at = now + REFRESH_SECONDS
+            self._note_membership(self._stream.look())
+
+    def _note_membership(self, published: Published) -> None:
+        """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""
+        publication = self._settings.publication
+        indexes = self._compiled()
+        seen = self._membership or self._store.get_publication_membership(publication)
+        if published.membership == seen:
+            self._membership = seen
+            return
+        require_published(indexes, published.tables.values(), publication)
+        if seen is not None:
+            change = changes_between(seen, published.membership)
+            names = {published.tables[each] for each in change.readded | change.added if each in published.tables}
+            self._start_over(names.intersection(seen.names.values()))
+        # Last: what was not acted upon is noticed again, also by the next process.
+        self._store.store_publication_membership(publication, published.membership)
+        self._membership = published.membership
+
+    def _start_over(self, tables: Collection[str]) -> None:
+        """What is known of these tables is not true any more."""
+        indexes = self._compiled()
+        if not indexes.over(tables):
+            return
+        assert self._relations is not None
+        tops = {indexes.catalog.top(name) for name in indexes.wanted if str(name) in tables}
+        self._builds.held = True
+        try:
+            self._relations.prepare([each for each in indexes.resolver.tracked if each.name not in tops])
+            self._rebuild(indexes.over(tables), "a table of it was away for a while")
+            self._seed_maps(indexes, is_first=False)
+        finally:
+            self._builds.held = False
+
+    def _rebuild(self, names: Collection[str], reason: str) -> None:
+        for name in sorted(names):
+            self._builds.want(name, self._compiled().mappings[name].fingerprint, reason)
+
+    def _obey(self, command: Command) -> None:
+        try:
+            self._carry_out(command)
+        except PenstockError as error:
+            self._store.answer_command(command.number, CommandStatus.REFUSED, f"{error} {error.hint}".strip())
+        else:
+            self._store.answer_command(command.number, CommandStatus.DONE)
+
+    def _carry_out(self, command: Command) -> None:
+        match command.kind:
+            case CommandKind.PAUSE:
+                self._paused.set()
+            case CommandKind.RESUME:
+                self._paused.clear()
+            case CommandKind.REFRESH:
+                self._refresh_at = 0.0
+            case CommandKind.REBUILD_INDEX:
+                self._rebuild(self._named(command.options.get("indexes", ())), "somebody asked for it")
+            case _:
+                raise PenstockError(
+                    f"documents do not know the command {command.kind.value!r}",
+                    hint="It is for tables: name their output with --output.",
+                )
+
+    def _named(self, names: Collection[str]) -> Collection[str]:
+        known = self._compiled().specifications.keys()
+        unknown = sorted(set(names) - known)
+        if unknown:
+            raise PenstockError(f"there is no index {', '.join(unknown)}", hint=f"There is {', '.join(sorted(known))}.")
+        return names or known

@@ -1,0 +1,32 @@
+"""Maps of relations by the URL of the state that they stand beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from penstock.documents.relation_map.contract import RelationMap
+from penstock.documents.relation_map.postgres import PostgresRelationMap
+from penstock.documents.relation_map.sqlite import SqliteRelationMap
+from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
+
+_SQLITE = "sqlite:///"
+_MEMORY = "memory:"
+SUFFIX = ".relations"
+
+
+def open_relation_map(state_url: str, owner: str) -> RelationMap:
+    """In the same Postgres database; in a file beside the SQLite file; or in memory. `owner` is the output's id."""
+    if state_url == _MEMORY:
+        return SqliteRelationMap(Path(":memory:"), owner)
+    if state_url.startswith(_SQLITE):
+        path = Path(state_url.removeprefix(_SQLITE))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return SqliteRelationMap(path.with_name(path.name + SUFFIX), owner)
+
+    def reconnect() -> psycopg.Connection[Any]:
+        return connect(SourceSettings(state_url), Role.STATE, parameters=NO_TIMEOUTS)
+
+    return PostgresRelationMap(reconnect(), owner, reconnect=reconnect)
