@@ -176,22 +176,28 @@ class DeltaDestination:
         self._tables.clear()
 
     def _mark(self) -> None:
-        """Refuse a lake that cannot be written, or that a newer version has written."""
+        """Refuse a lake that cannot be written, or not safely, or that a newer version has written."""
         try:
-            marker = self._storage.get(_MARKER)
-            if marker is None:
-                self._storage.put(_MARKER, json.dumps({"format": FORMAT}).encode())
-                return
+            stored = self._storage.get(_MARKER)
+            found = FORMAT if stored is None else json.loads(stored)["format"]
+            if found > FORMAT:
+                raise unusable(
+                    f"{self._storage.url} was written by a newer version (format {found})", hint="Run that version."
+                )
+            content = json.dumps({"format": found}).encode()
+            if stored is None:
+                self._storage.put_if_absent(_MARKER, content)
+            # It is there now; a store that creates it again would let two writers commit the same version.
+            if self._storage.put_if_absent(_MARKER, content):
+                raise unusable(
+                    f"{self._storage.url}: the store creates objects that are there already",
+                    hint="Use a store that honours conditional puts (If-None-Match: *), as S3 does.",
+                )
         except OSError as error:
             raise unusable(
                 f"{self._storage.url} cannot be written: {error.strerror}",
-                hint="The folder must be writable for the user that runs Penstock.",
+                hint="The folder must be writable for the user that runs Penstock, on a file system with hard links.",
             ) from error
-        found = json.loads(marker)["format"]
-        if found > FORMAT:
-            raise unusable(
-                f"{self._storage.url} was written by a newer version (format {found})", hint="Run that version."
-            )
 
     def _round(
         self, batch: EventBatch, tables: Mapping[int, TableChanges], errors: dict[int, PenstockError]

@@ -319,7 +319,7 @@ class ObjectStorage:
             ) from error
         except _NOT_FOUND as error:
             raise unusable(f"{self.url}: there is no such bucket", hint="Create it, or check its name.") from error
-        except store_errors.NotSupportedError as error:
+        except (store_errors.NotSupportedError, NotImplementedError) as error:
             raise unusable(
                 f"{self.url}: the store cannot create an object only if it is absent",
                 hint="Use a store with conditional puts, as S3 has them.",

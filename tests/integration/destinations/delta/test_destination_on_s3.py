@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
@@ -15,7 +17,9 @@ from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.index import IndexFolder, build_index
 from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.delta.storage import open_storage
+from penstock.errors import ConfigError
 from penstock.schema import TableSchema
+from penstock.testing.destinations import make_context
 from penstock.testing.s3 import S3Server
 from tests.unit.destinations.delta.reading import rows_of
 from tests.unit.destinations.delta.test_destination import DeltaContract
@@ -55,3 +59,42 @@ def test_copies_of_indexes_do_not_pile_up(s3: S3Server, tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.rglob("*.digest")) == ["file-1.digest", "file-2.digest"]
     index = folder.open("file-50", lambda: pytest.fail("the store has it"))
     assert index.row_count == 3
+
+
+class CarelessStore(BaseHTTPRequestHandler):
+    """Keeps objects, and takes no notice of conditions."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+
+    def do_PUT(self) -> None:
+        self.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, {"ETag": '"1"'})
+
+    def do_GET(self) -> None:
+        found = self.objects.get(self.path)
+        self._answer(404 if found is None else 200, {"ETag": '"1"', "Last-Modified": self.date_time_string()}, found)
+
+    def log_message(self, *arguments: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Nobody wants to read it."""
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body or b""))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+
+@pytest.mark.trap(34)
+def test_a_store_without_conditional_puts_is_refused() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), CarelessStore) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            options = {"aws_endpoint": f"http://127.0.0.1:{server.server_port}", "aws_allow_http": "true"}
+            keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "aws_region": "us-east-1"}
+            for _ in range(2):
+                destination = DeltaDestination("s3://lake/careless", storage_options=options | keys, maintenance=False)
+                with pytest.raises(ConfigError, match="there already"):
+                    destination.startup(make_context())
+        finally:
+            server.shutdown()

@@ -60,6 +60,11 @@ def test_a_bucket_that_is_not_there_is_a_clear_error(s3: S3Server) -> None:
         open_storage("s3://nowhere/lake", s3.options).put("a", b"x")
 
 
+def test_conditional_puts_that_are_switched_off_are_a_clear_error(s3: S3Server) -> None:
+    with pytest.raises(ConfigError, match="only if it is absent"):
+        open_storage("s3://lake", {**s3.options, "aws_conditional_put": "disabled"}).put_if_absent("a", b"x")
+
+
 def test_of_many_who_put_one_succeeds(storage: Storage) -> None:
     start = threading.Barrier(6)
     winners: list[int] = []
