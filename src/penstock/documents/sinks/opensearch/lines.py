@@ -14,7 +14,7 @@ LONGEST_ID = 512
 """In bytes. A longer one makes the server refuse the whole request."""
 
 _TEXT = pa.large_string()
-_ACTION_BYTES = 80
+_ACTION_BYTES = 84
 """What is sent for a document besides its id and its body."""
 _RARE = "[\\x00-\\x1f]"
 
