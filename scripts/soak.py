@@ -134,6 +134,8 @@ STAGES = (
     Stage("lakes", "random lives of a Delta table, judged by Spark", 300, 0.10, 8, 60, lambda count, seed: Run(
         (*_soak("tests/integration/destinations/delta/test_readers.py"), f"--hypothesis-seed={seed}"),
         {"PENSTOCK_SOAK_LAKES": str(count)})),
+    Stage("verify", "thousand rows compared while they are written", 2000, 0.10, 0.05, 240, lambda count, seed: Run(
+        _soak("tests/e2e/test_verify_large.py"), {"PENSTOCK_SOAK_VERIFY_ROWS": str(1000 * count)})),
     Stage("s3", "run of all tests on a real S3 server", 1, 0.05, 120, 5, lambda count, seed: Run((
         *_soak("tests/e2e/test_delta_on_s3.py"), "-k", "versitygw", f"--randomly-seed={seed}",
         "tests/integration/destinations/delta/test_s3.py",

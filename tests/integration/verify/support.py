@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.copy import CopyRows
+from penstock.destinations.delta.layout import Mode
 from penstock.destinations.delta.log import DeltaLog
+from penstock.destinations.delta.planner import plan_table
 from penstock.destinations.delta.snapshot import Application
 from penstock.destinations.delta.storage import open_storage
+from penstock.destinations.delta.table import Batch, LakeTable
+from penstock.destinations.delta.tasks import apply_changes
+from penstock.destinations.delta.write import Written
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.parquet import ParquetReader
 from penstock.destinations.registry import create_destination
@@ -107,3 +113,25 @@ _RECORDED = {"parquet": _recorded_in_parquet, "delta": _recorded_in_delta}
 
 def exit_code(report: TableReport) -> int:
     return Report(Lsn(0), (report,)).exit_code
+
+
+def plant_beside(folder: Path, lake: Path, pipeline: str, schema: TableSchema, fault: Fault) -> None:
+    """The same in a Delta table whose pipeline runs: at the position that it has, so that the pipeline goes on."""
+    storage = open_storage(lake).child(FOLDERS.table(schema))
+    lineage, _ = _recorded_in_delta(lake, schema)
+    table = LakeTable(DeltaLog(storage), str(schema), schema.table_id, make_context(pipeline, lineage=lineage), True)
+    for attempt in itertools.count():
+        position = table.require_position(table.require())
+        script = ScriptedSource(folder / f"faults-{attempt}", start=position)
+        with script.transaction() as transaction:
+            fault(transaction)
+        batch = script.batch()
+        [changes] = batch.tables
+        plan = plan_table(batch, changes, table, mode=Mode.MIRROR, deletion_vectors=True, source=None)
+        assert plan is not None
+        written = apply_changes(plan.work)
+        assert isinstance(written, Written)
+        if table.position(plan.version) == position and table.commit(
+            Batch(plan.version, plan.state, position, written)
+        ):
+            return
