@@ -18,7 +18,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.outputs import Outputs
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolSettings
-from penstock.state import IndexStatus, MemoryStore, PipelineStore, WorkKind
+from penstock.state import IndexStatus, MemoryStore, PipelineStore
 from penstock.stream import StreamSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import current_position, wait_for
@@ -111,11 +111,7 @@ class Site:
 
         def look() -> bool:
             output.wait(0)
-            return (
-                output.settled
-                and reaches(output.status.acknowledged, end)
-                and not any(self.store.get_index_work(name, WorkKind.FAN_OUT) for name in output.indexes)
-            )
+            return reaches(output.status.acknowledged, end) and output.settled
 
         wait_for(look, f"documents to reach {end}")
         assert {each.status for each in output.indexes.values()} == {IndexStatus.SEEDED}

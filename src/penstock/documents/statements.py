@@ -8,10 +8,12 @@ from typing import Any, LiteralString, cast
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.errors import QueryFailed
-from penstock.source.faults import Place, translated
+from penstock.errors import QueryFailed, TableLocked
+from penstock.source.faults import Place, from_exception, translated
 
 _DATA_EXCEPTION = "22"
+LOCKED = ("40P01", "55P03")
+"""A deadlock, and a lock that did not come in time."""
 
 
 def run_statement(
@@ -28,8 +30,11 @@ def run_statement(
 
 
 def without_values(error: psycopg.Error, connection: psycopg.Connection[Any], doing: str) -> Exception:
-    """The same error, or one that says less: what the server says about a value quotes it."""
+    """The same error, or one that says less: what the server says about a value quotes it. Locks can be tried again."""
     state = error.sqlstate or ""
+    if state in LOCKED:
+        said = from_exception(error, Place.of(connection), doing)
+        return TableLocked(said.message, **said.facts)
     if not state.startswith(_DATA_EXCEPTION):
         return error
     where = Place.of(connection).where

@@ -20,12 +20,21 @@ from typing import Any
 
 from penstock.copy import CopySettings
 from penstock.destinations.registry import create_destination
+from penstock.documents.base import Sink
+from penstock.documents.output import DocumentsOutput, DocumentsSettings
+from penstock.documents.policy import BatchPolicy
+from penstock.documents.relation_map import open_relation_map
+from penstock.documents.sinks.registry import create_sink
+from penstock.documents.specification import parse_specification
 from penstock.errors import DestinationUnavailable
+from penstock.outputs import Outputs
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
+from penstock.stream import StreamSettings
 from penstock.testing.destinations.script import LocalTasks
+from penstock.testing.document_sink import FileSink
 from penstock.testing.faults import FaultyDestination
 from penstock.workers import BatchSettings, ErrorHold
 
@@ -59,11 +68,22 @@ class DriveSettings:
     """A table that the destination refuses."""
     times: int | None = None
     """How often; None is always."""
+    indexes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Search indexes, by name; the texts of their specifications. If there are some, there are no tables."""
+    sink: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`type` and options of an OpenSearch sink; empty for a `FileSink` in the folder."""
+    documents: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of the documents (`DocumentsSettings`), but for policies."""
 
     @property
     def lake(self) -> Path:
         """Where the destination writes."""
         return Path(str(self.options.get("path", Path(self.folder) / "lake")))
+
+    @property
+    def sink_file(self) -> Path:
+        """Where documents go, if no sink is named."""
+        return Path(self.folder) / "documents.db"
 
     @property
     def state_url(self) -> str:
@@ -87,9 +107,10 @@ def main(path: Path) -> None:
     stop = threading.Event()
     with _started_tasks(settings) as (tasks, session):
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        with make_pipeline(settings, tasks, session) as pipeline:
-            while not stop.wait(_TELL_SECONDS) and not pipeline.wait(0):
-                _tell(pipeline, session)
+        output = make_documents(settings, tasks) if settings.indexes else make_pipeline(settings, tasks, session)
+        with Outputs([output]) as outputs:
+            while not stop.wait(_TELL_SECONDS) and not outputs.wait(0):
+                _tell(output, session)
 
 
 def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> Pipeline:
@@ -119,6 +140,35 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> Pipeline
     )
 
 
+def make_documents(settings: DriveSettings, tasks: Any) -> DocumentsOutput:
+    """The search indexes that the settings describe, not started yet."""
+    folder = Path(settings.folder)
+    owner = f"{settings.id}:documents"
+    options = dict(settings.documents)
+    batch = BatchPolicy(options.pop("max_changes", 200), options.pop("max_delay", 0.02))
+    return DocumentsOutput(
+        StreamSettings(
+            id=settings.id,
+            source=SourceSettings(settings.dsn),
+            publication=settings.id,
+            slot=settings.slot,
+            spool=SpoolSettings(folder / "spool", min_free_bytes=0),
+            tables=settings.tables,
+        ),
+        open_store(settings.state_url, owner),
+        [parse_specification(text, name) for name, text in settings.indexes.items()],
+        _make_sink(settings),
+        tasks,
+        relations=lambda: open_relation_map(settings.state_url, owner),
+        documents=DocumentsSettings(batch=batch, **options),
+    )
+
+
+def _make_sink(settings: DriveSettings) -> Sink:
+    options = dict(settings.sink)
+    return create_sink(options.pop("type"), options) if options else FileSink(settings.sink_file)
+
+
 @contextmanager
 def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
     if settings.master is None:
@@ -135,12 +185,17 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
         stop_session(session)
 
 
-def _tell(pipeline: Pipeline, session: Any) -> None:
+def _tell(pipeline: Pipeline | DocumentsOutput, session: Any) -> None:
     status = pipeline.status
+    phases = {name: phase.name for name, phase in pipeline.phases.items()}
+    if isinstance(pipeline, DocumentsOutput):
+        phases = {name: build.status.value for name, build in pipeline.indexes.items()}
+        if pipeline.unfinished_work:
+            phases = dict.fromkeys(phases, "busy")
     line = {
         "applied": None if status is None else str(status.applied),
         "batches": 0 if status is None else status.batches,
-        "phases": {name: phase.name for name, phase in pipeline.phases.items()},
+        "phases": phases,
     }
     if session is not None:
         line["executors"] = session.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1

@@ -151,10 +151,10 @@ RELATIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def create(connection: psycopg.Connection[Any]) -> None:
-    """The tables, and triggers that write down what happens to them."""
+def create(connection: psycopg.Connection[Any], *, recorded: bool = True) -> None:
+    """The tables, and triggers that write down what happens to them, if that is wanted."""
     connection.execute(SCHEMA)
-    for name in COLUMNS:
+    for name in COLUMNS if recorded else ():
         for trigger, what, level in (
             ("note", "insert or update or delete", "row"),
             ("note_truncate", "truncate", "statement"),
@@ -169,6 +169,11 @@ def create(connection: psycopg.Connection[Any]) -> None:
 
 def random_specification(random: Random, name: str) -> IndexSpecification:
     """An index over any of the tables, up to three relations deep."""
+    return parse_specification(random_text(random), name)
+
+
+def random_text(random: Random) -> str:
+    """The text of a specification."""
     table = random.choice(["people", "people", "orders", "lines", "teams", "tags", "products"])
     written: dict[str, Any] = {"version": 1, "schema": "w", "table": table, "fields": _fields(random, table, 0)}
     if random.random() < 0.7:
@@ -179,7 +184,7 @@ def random_specification(random: Random, name: str) -> IndexSpecification:
         written["filters"] = [_filter(random, table)]
     if table == "people" and random.random() < 0.4:
         written["soft_delete"] = {"column": random.choice(["hidden", "gone_at"])}
-    return parse_specification(yaml.safe_dump(written, sort_keys=False), name)
+    return yaml.safe_dump(written, sort_keys=False)
 
 
 def _fields(random: Random, table: str, depth: int) -> list[dict[str, Any]]:
@@ -260,18 +265,20 @@ def fill(random: Random, connection: psycopg.Connection[Any]) -> None:
                 _try(connection, _insertion(table), list(values.values()))
 
 
-def random_transaction(random: Random, connection: psycopg.Connection[Any], statements: int) -> None:
+def random_transaction(
+    random: Random, connection: psycopg.Connection[Any], statements: int, *, truncates: float = 0.02
+) -> None:
     """Some statements on any tables, in one transaction; those that a constraint forbids are left out."""
     with connection.transaction():
         for _ in range(statements):
-            _try(connection, *_statement(random))
+            _try(connection, *_statement(random, truncates))
 
 
-def _statement(random: Random) -> tuple[Any, list[Any]]:
+def _statement(random: Random, truncates: float) -> tuple[Any, list[Any]]:
     table = random.choice(list(COLUMNS))
     columns = COLUMNS[table]
     what = random.random()
-    if what < 0.02:
+    if what < truncates:
         return f"truncate w.{table} cascade", []
     if what < 0.35:
         return _insertion(table), [_value(random, each) for each in columns]

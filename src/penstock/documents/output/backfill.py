@@ -30,6 +30,7 @@ from penstock.documents.output.indexes import Indexes
 from penstock.documents.output.settings import DocumentsSettings
 from penstock.documents.output.tasks import HeapRange, RangeJob, SharedSink
 from penstock.documents.output.writer import DocumentWriter, Judge
+from penstock.documents.reading import ReadableSink
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
 from penstock.errors import IndexIncomplete, TableRewritten
@@ -134,7 +135,8 @@ class Backfill:
                 self._sink.sink.reindex(indexes.mappings[build.index])
             failpoints.reach("after_reindex")
             # Before anybody writes to it: from now on removals are written down.
-            planned = self._builds.fill(build, {"ranges": self._ranges(build.index)})
+            plan = {"generation": filling_of(self._sink.sink, build.index), "ranges": self._ranges(build.index)}
+            planned = self._builds.fill(build, plan)
         if planned is None:
             raise _Superseded
         failpoints.reach("after_build_planned")
@@ -231,6 +233,11 @@ class Backfill:
         if abs(found - written) > stored.changed:
             wanted = f"{written} documents, give or take {stored.changed}"
             raise IndexIncomplete(f"index {build.index!r} should have {wanted}, and has {found}", index=build.index)
+
+
+def filling_of(sink: Sink, index: str) -> str | None:
+    """What names the generation that is being filled; None if the sink does not say."""
+    return sink.facts(index).filling if isinstance(sink, ReadableSink) else None
 
 
 def _parts(build: IndexBuild) -> list[HeapRange]:

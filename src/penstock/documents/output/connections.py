@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,10 @@ from psycopg import pq
 
 from penstock.errors import ServerUnavailable
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
+
+SESSION: Mapping[str, str] = {**NO_TIMEOUTS, "lock_timeout": "200"}
+"""Patient with rows, not with locks: in a deadlock with somebody who empties or alters several tables we give way, long
+before the server looks for a victim, and try again."""
 
 _KEPT = 4
 """Connections that wait for the next task; in a Python worker of Spark one is enough."""
@@ -32,7 +36,7 @@ class ConnectionPool:
         with self._lock:
             idle = self._idle.setdefault(key, [])
             connection = idle.pop() if idle else None
-        connection = connection or connect(source, Role.DOCUMENTS, parameters=NO_TIMEOUTS)
+        connection = connection or connect(source, Role.DOCUMENTS, parameters=SESSION)
         try:
             yield connection
         except BaseException as error:

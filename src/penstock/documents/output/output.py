@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Sequence
 from penstock import failpoints
 from penstock.destinations.base import Tasks
 from penstock.documents.base import NoopObserver, Observer, Sink
-from penstock.documents.output.backfill import Backfill
+from penstock.documents.output.backfill import Backfill, filling_of
 from penstock.documents.output.builds import Builds
-from penstock.documents.output.connections import POOL
+from penstock.documents.output.connections import POOL, SESSION
 from penstock.documents.output.fan_out import FanOuts
 from penstock.documents.output.generations import Generations
 from penstock.documents.output.indexes import Indexes, compile_indexes, require_published
@@ -30,6 +30,7 @@ from penstock.documents.output.tasks import BuildJob, SharedSink
 from penstock.documents.output.writer import DocumentWriter, Judge
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
+from penstock.documents.statements import LOCKED
 from penstock.errors import LeaseLost, PenstockError, Retry
 from penstock.lsn import Lsn
 from penstock.retry import Backoff
@@ -45,6 +46,7 @@ from penstock.state import (
     PipelineStore,
     TableReplicationPhase,
     WorkerType,
+    WorkKind,
 )
 from penstock.stream import Published, Stream, StreamSettings
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
@@ -152,7 +154,12 @@ class DocumentsOutput:
     @property
     def settled(self) -> bool:
         """Whether every index serves, and nothing is left to do but to follow changes."""
-        return self._live is not None and bool(self.indexes) and not self._builds.unfinished
+        return self._live is not None and not self._builds.unfinished and not self.unfinished_work
+
+    @property
+    def unfinished_work(self) -> bool:
+        """Whether documents of a change that concerns very many are still to be built."""
+        return any(self._store.get_index_work(name, WorkKind.FAN_OUT) for name in self.indexes)
 
     # For `Outputs`, which starts and ends it
 
@@ -263,7 +270,7 @@ class DocumentsOutput:
                 work()
                 backoff.reset()
             except PenstockError as error:
-                if error.retry is not Retry.TIMED:
+                if not _can_be_tried_again(error):
                     self._fail(error)
                     return
                 delay = backoff.next_delay()
@@ -302,7 +309,7 @@ class DocumentsOutput:
         self._close_session()
         assert self._stream is not None
         published = published or self._stream.look()
-        connection = connect(self._settings.source, Role.DOCUMENTS, parameters=NO_TIMEOUTS)
+        connection = connect(self._settings.source, Role.DOCUMENTS, parameters=SESSION)
         try:
             indexes = compile_indexes(
                 connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
@@ -362,6 +369,8 @@ class DocumentsOutput:
                 self._builds.want(name, mapping.fingerprint, "the sink does not have it any more")
             elif build.status is IndexStatus.FILLING and seeded:
                 self._builds.seeded(build)
+            elif build.status is IndexStatus.FILLING and build.plan["generation"] != filling_of(self._sink.sink, name):
+                self._builds.want(name, mapping.fingerprint, "what was filled is not there any more")
 
     def _seed_maps(self, indexes: Indexes, *, is_first: bool) -> None:
         """Learn what rows hang on, for relations that are new; the indexes that use them are built after it."""
@@ -468,3 +477,8 @@ class DocumentsOutput:
         if unknown:
             raise PenstockError(f"there is no index {', '.join(unknown)}", hint=f"There is {', '.join(sorted(known))}.")
         return names or known
+
+
+def _can_be_tried_again(error: PenstockError) -> bool:
+    """By its class; or because a statement has met somebody's lock."""
+    return error.retry is Retry.TIMED or error.facts.get("sqlstate") in LOCKED

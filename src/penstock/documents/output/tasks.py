@@ -14,22 +14,21 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
-from psycopg.rows import tuple_row
 
 from penstock import failpoints
 from penstock.documents.base import WRITTEN, Rejection, Sink
 from penstock.documents.build import BuildQuery, build_documents, build_range
 from penstock.documents.output.connections import POOL
 from penstock.documents.resolve import ResolvedKeys
+from penstock.documents.statements import run_statement
 from penstock.errors import TableRewritten
 from penstock.source.connections import SourceSettings
-from penstock.source.faults import translated
 
 # Both answer for now, whatever snapshot the transaction has.
 _CURRENT = """
-    select pg_catalog.format('%%I.%%I', t.object_names[1], t.object_names[2]),
-           pg_catalog.pg_relation_filenode(%(oid)s::oid)::int8
-    from pg_catalog.pg_identify_object_as_address(1259::oid, %(oid)s::oid, 0) t
+    select pg_catalog.format('%I.%I', t.object_names[1], t.object_names[2]),
+           pg_catalog.pg_relation_filenode($1::oid)::int8
+    from pg_catalog.pg_identify_object_as_address(1259::oid, $1::oid, 0) t
 """
 
 
@@ -134,12 +133,16 @@ def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:
 
     The statement that comes after it has a younger snapshot, so it sees every row of the heap as it is now.
     """
-    with translated(connection, "read a table of an index"), connection.cursor(row_factory=tuple_row) as cursor:
-        heap, _ = cursor.execute(_CURRENT, {"oid": part.oid}).fetchone() or (None, None)
-        if heap is not None:
-            cursor.execute(f"lock table only {heap} in access share mode".encode())
-            # What was locked is what was meant, and its file is the one that the ranges are of.
-            if cursor.execute(_CURRENT, {"oid": part.oid}).fetchone() == (heap, part.filenode):
-                return heap
+
+    def look() -> tuple[Any, ...]:
+        return next(iter(run_statement(connection, _CURRENT, [part.oid], doing)), (None, None))
+
+    doing = "read a table of an index"
+    heap, _ = look()
+    if heap is not None:
+        run_statement(connection, f"lock table only {heap} in access share mode", [], doing)
+        # What was locked is what was meant, and its file is the one that the ranges are of.
+        if look() == (heap, part.filenode):
+            return heap
     name = heap or "a table of an index"
     raise TableRewritten(f"{name} was rewritten, emptied, renamed or dropped while documents were built from it")
