@@ -146,9 +146,7 @@ class Resolver:
             questions=questions,
         )
 
-    def answer(
-        self, connection: psycopg.Connection[Any], question: Question
-    ) -> Generator[ResolvedKeys, None, None]:
+    def answer(self, connection: psycopg.Connection[Any], question: Question) -> Generator[ResolvedKeys, None, None]:
         """The documents that a question is about, each once, in pieces; from the database as it is now.
 
         It may be asked later than the changes that it comes from were resolved: what has broken a way since then is a
