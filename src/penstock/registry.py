@@ -88,7 +88,8 @@ class Registry:
     def _check_options(
         self, type_: str, kind: type[Any], options: Mapping[str, Any], other_keys: Iterable[str]
     ) -> None:
-        parameters = inspect.signature(kind).parameters
+        # A class that only passes options on says to whom.
+        parameters = inspect.signature(getattr(kind, "OPTIONS", kind)).parameters
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             return
         for name in options:

@@ -10,11 +10,16 @@ from typing import Any
 
 from penstock.cli.configured import running
 from penstock.cli.display import Display
+from penstock.cli.formats import count_of
 from penstock.cli.lag import LagWatch
 from penstock.cli.progress import OutputLook, Progress
 from penstock.cli.status_file import StatusFile
 from penstock.cli.tail import Ending
-from penstock.config import Config
+from penstock.config import Config, DocumentsChoice
+from penstock.documents import Sink
+from penstock.documents.output import DocumentsOutput, DocumentsSettings
+from penstock.documents.quarantine import open_quarantine
+from penstock.documents.relation_map import open_relation_map
 from penstock.errors import LeaseHeld, Retry
 from penstock.outputs import Output, Outputs
 from penstock.pipeline import Pipeline
@@ -39,20 +44,23 @@ class Running:
 def started_outputs(config: Config, ending: Ending, display: Display) -> Iterator[Running]:
     """The outputs of a config, with changes flowing; when the block ends, the batches at hand are finished."""
     destinations = {output.name: config.create_destination(output) for output in config.outputs}
+    sink = None if config.documents is None else config.documents.create_sink()
     with ExitStack() as stack:
-        stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.outputs}
+        stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.every_output}
         # Before Spark starts: a person should not wait for a refusal.
         for store in stores.values():
             _refuse_second(config, store)
         with ending.interruptible():
             connect(config.pipeline.source, Role.CATALOG).close()
         with started_tasks(config, ending, display) as (tasks, session):
-            outputs = Outputs(
-                [
-                    Pipeline(output.settings, stores[output.name], destinations[output.name], tasks, session)
-                    for output in config.outputs
-                ]
-            )
+            made: list[Output] = [
+                Pipeline(output.settings, stores[output.name], destinations[output.name], tasks, session)
+                for output in config.outputs
+            ]
+            if config.documents is not None and sink is not None:
+                store = stores[config.documents.name]
+                made.append(_documents_output(config, config.documents, sink, store, tasks, stack))
+            outputs = Outputs(made)
             try:
                 with ending.interruptible():
                     outputs.start()
@@ -67,13 +75,43 @@ def started_outputs(config: Config, ending: Ending, display: Display) -> Iterato
             display.say(prefixed(outputs, pipeline, f"stopped at {position or 'the beginning'}"))
 
 
-def _greeting(config: Config, outputs: Outputs, into: Sequence[str]) -> str:
+def _documents_output(
+    config: Config, choice: DocumentsChoice, sink: Sink, store: Store, tasks: Any, stack: ExitStack
+) -> DocumentsOutput:
+    owner = choice.settings.output_id
+    quarantine = open_quarantine(config.state_url, owner)
+    stack.callback(quarantine.close)
+    return DocumentsOutput(
+        choice.settings,
+        store,
+        choice.specifications,
+        sink,
+        tasks,
+        relations=lambda: open_relation_map(config.state_url, owner),
+        documents=DocumentsSettings(
+            batch=choice.batch, failure_policies=choice.failure_policies, skip_backfill=choice.skip_backfill
+        ),
+        output=choice.name,
+        quarantine=quarantine,
+    )
+
+
+def _greeting(config: Config, outputs: Outputs, destinations: Sequence[str]) -> str:
     settings = config.pipeline
-    tables = max(len(pipeline.phases) for pipeline in outputs)
+    what: list[str] = []
+    if destinations:
+        tables = max(len(pipeline.phases) for pipeline in outputs)
+        what.append(f"{count_of(tables, 'table')}, into {' and '.join(destinations)}")
+    if config.documents is not None:
+        what.append(f"{_count_indexes(config.documents)}, in {config.documents.sink_type}")
     return (
         f"following publication {settings.publication} on {settings.source.location} by slot {settings.slot}, "
-        f"{tables} table{'s' * (tables != 1)}, into {' and '.join(into)}; Ctrl-C ends it"
+        f"{'; '.join(what)}; Ctrl-C ends it"
     )
+
+
+def _count_indexes(documents: DocumentsChoice) -> str:
+    return "1 index" if len(documents.indexes) == 1 else f"{len(documents.indexes)} indexes"
 
 
 def prefixed(outputs: Outputs, pipeline: Output, text: str) -> str:
@@ -83,6 +121,8 @@ def prefixed(outputs: Outputs, pipeline: Output, text: str) -> str:
 
 def is_settled(pipeline: Output) -> bool:
     """Nothing is copied any more, nothing is tried again by itself, and no command waits that could change that."""
+    if isinstance(pipeline, DocumentsOutput) and not pipeline.settled:
+        return False
     return all(command.answered for command in pipeline.store.get_commands()) and all(
         isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)
         for phase in pipeline.phases.values()

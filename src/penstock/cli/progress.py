@@ -9,14 +9,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.cli.formats import count_of, format_bytes, format_seconds
 from penstock.cli.lag import Behind
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
 from penstock.source.slots import name_blockers
-from penstock.state import DataSync, Errored, Init, Ready, TableReplicationPhase
+from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Ready, TableReplicationPhase
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
 RATE_SECONDS = 5.0
@@ -40,6 +40,14 @@ class Watched(Protocol):
     def paused(self) -> bool: ...
 
 
+@runtime_checkable
+class WatchedIndexes(Protocol):
+    """What is looked at besides, of a `DocumentsOutput`."""
+
+    @property
+    def indexes(self) -> Mapping[str, IndexBuild]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Notice:
     """Something has happened; `text` says it to people, the rest to machines."""
@@ -48,6 +56,7 @@ class Notice:
     text: str
     output: str
     table: str
+    """Or the index."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -66,6 +75,7 @@ class OutputLook:
     applied: Lsn
     behind: Behind | None
     """None before anything is known of the server."""
+    indexes: Mapping[str, IndexBuild] = field(default_factory=dict[str, IndexBuild])
 
     @property
     def line(self) -> str:
@@ -74,7 +84,8 @@ class OutputLook:
         if self.behind is not None:
             lag = f"{format_bytes(self.behind.bytes)}, {format_seconds(self.behind.seconds)}"
         state = "paused" if self.paused else "streaming"
-        return f"{state}: {count_phases(self.phases)}; {self.changes_per_second:,.0f} changes/s; lag {lag}"
+        what = count_indexes(self.indexes) if self.indexes else count_phases(self.phases)
+        return f"{state}: {what}; {self.changes_per_second:,.0f} changes/s; lag {lag}"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -85,6 +96,7 @@ class OutputLook:
             "tables": len(self.phases),
             "ready": sum(isinstance(phase, Ready) for phase in self.phases.values()),
             "errored": sum(isinstance(phase, Errored) for phase in self.phases.values()),
+            **({"indexes": len(self.indexes), "seeded": _seeded(self.indexes)} if self.indexes else {}),
             "changes": self.changes,
             "changes_per_second": round(self.changes_per_second, 1),
             "position": str(self.applied),
@@ -112,14 +124,22 @@ class Progress:
         self._phases: dict[str, TableReplicationPhase] = {}
         self._told: dict[str, CopyStatus] = {}
         self._waiting: dict[str, frozenset[str]] = {}
+        self._builds: dict[str, IndexBuild] = {}
         self._samples: deque[tuple[float, int]] = deque()
 
     def look(self) -> tuple[list[Notice], OutputLook | None]:
         """What is new, and how it is now; None before the start."""
         phases = dict(self._pipeline.phases)
         copies = dict(self._pipeline.copies)
-        notices = [*self._new_waits(), *self._new_copies(copies), *self._new_phases(phases)]
+        indexes = dict(self._pipeline.indexes) if isinstance(self._pipeline, WatchedIndexes) else {}
+        notices = [
+            *self._new_waits(),
+            *self._new_copies(copies),
+            *self._new_phases(phases),
+            *self._new_builds(indexes),
+        ]
         self._phases = phases
+        self._builds = indexes
         status = self._pipeline.status
         if status is None:
             return notices, None
@@ -137,6 +157,7 @@ class Progress:
             changes_per_second=self._rate(status.changes),
             applied=status.applied,
             behind=self._behind(status),
+            indexes=indexes,
         )
         return notices, look
 
@@ -190,6 +211,17 @@ class Progress:
             notices.append(self._notice("left", text, table, {}))
         return notices
 
+    def _new_builds(self, indexes: Mapping[str, IndexBuild]) -> list[Notice]:
+        notices: list[Notice] = []
+        for name, build in indexes.items():
+            before = self._builds.get(name)
+            facts = {"build": build.build, "reason": build.reason}
+            if build.status is not IndexStatus.SEEDED and (before is None or before.build != build.build):
+                notices.append(self._notice("filling", f"filling index {name}: {build.reason}", name, facts))
+            elif build.status is IndexStatus.SEEDED and before is not None and _state(before) != _state(build):
+                notices.append(self._notice("seeded", f"index {name} is complete, and serves", name, facts))
+        return notices
+
     def _notice(self, event: str, text: str, table: str, facts: Mapping[str, Any]) -> Notice:
         return Notice(event, f"{self._prefix}{text}", self._pipeline.output, table, facts)
 
@@ -238,6 +270,21 @@ def count_phases(phases: Mapping[str, TableReplicationPhase]) -> str:
     ready = kinds.pop("ready", 0)
     others = "".join(f", {count} {kind}" for kind, count in sorted(kinds.items()))
     return f"{ready} of {count_of(len(phases), 'table')} ready{others}"
+
+
+def count_indexes(indexes: Mapping[str, IndexBuild]) -> str:
+    """`1 of 2 indexes complete, 1 filling`."""
+    filling = sum(build.status is IndexStatus.FILLING for build in indexes.values())
+    noun = "index" if len(indexes) == 1 else "indexes"
+    return f"{_seeded(indexes)} of {len(indexes)} {noun} complete{f', {filling} filling' if filling else ''}"
+
+
+def _state(build: IndexBuild) -> tuple[str, IndexStatus]:
+    return build.build, build.status
+
+
+def _seeded(indexes: Mapping[str, IndexBuild]) -> int:
+    return sum(build.status is IndexStatus.SEEDED for build in indexes.values())
 
 
 def _kind(phase: TableReplicationPhase) -> str:

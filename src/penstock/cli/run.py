@@ -48,7 +48,7 @@ def run(
         typer.Option("--json", help="With --plan: print JSON. (The lines of a run: penstock --log-format json run.)"),
     ] = False,
 ) -> None:
-    """Copy the tables of a source to a destination, then follow every change.
+    """Copy the tables of a source to a destination, fill its search indexes, then follow every change.
 
     Goes on where it was when it is started again. SIGINT and SIGTERM end it in good order, with status 0: the batch at
     hand is finished, and a copy that is not whole begins anew next time. A second run of the same pipeline is refused.

@@ -17,6 +17,8 @@ from penstock.errors import ConfigError, SpecificationInvalid
 from penstock.pipeline import PipelineSettings
 from penstock.source.patterns import TableName, select_tables
 
+_PATHS = ("path", "_file", "client_certificate", "client_key")
+"""How options of sinks end that name files."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,99}")
 
 
@@ -81,7 +83,7 @@ def documents_choice(file: ConfigFile, settings: PipelineSettings, folder: Path)
     _refuse_left_out(indexes, settings)
     options = dict(file.sink.model_extra or {})
     for name, value in options.items():
-        if name.endswith(("path", "_file")) and isinstance(value, str):
+        if name.endswith(_PATHS) and isinstance(value, str):
             options[name] = str(folder / value)
     return DocumentsChoice(
         settings=replace(settings, output=DOCUMENTS_OUTPUT),

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from penstock.config.units import Duration, Size
-from penstock.documents.policy import BatchPolicy, FailurePolicy
+from penstock.documents.output import DocumentsSettings
+from penstock.documents.policy import FailurePolicy
 from penstock.pipeline import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 
@@ -141,8 +142,8 @@ class SinkSection(Section):
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
-    max_changes: Annotated[int, Field(ge=1)] = BatchPolicy().max_changes
-    max_delay: Duration = timedelta(seconds=BatchPolicy().max_delay)
+    max_changes: Annotated[int, Field(ge=1)] = DocumentsSettings().batch.max_changes
+    max_delay: Duration = timedelta(seconds=DocumentsSettings().batch.max_delay)
     skip_backfill: bool = False
 
 

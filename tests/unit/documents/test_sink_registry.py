@@ -55,3 +55,11 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+def test_options_of_opensearch_are_checked() -> None:
+    with pytest.raises(ConfigError, match="sink 'opensearch' has no option 'usr'; did you mean 'user'"):
+        create_sink("opensearch", {"url": "http://localhost:9200", "usr": "x"})
+    with pytest.raises(ConfigError, match="sink 'opensearch' needs the option url"):
+        create_sink("opensearch", {})
+    assert load_sink("opensearch") is type(create_sink("opensearch", {"url": "http://localhost:9200"}))

@@ -61,6 +61,8 @@ class Targets:
 class OpenSearchSink(Sink):
     """A search server; options are those of `OpenSearchSettings`."""
 
+    OPTIONS = OpenSearchSettings
+
     def __init__(self, url: str, **options: Any) -> None:
         self.settings = OpenSearchSettings(url, **options)
         self._targets: dict[str, Targets] = {}
