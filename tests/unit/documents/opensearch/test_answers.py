@@ -59,6 +59,7 @@ def test_only_what_passes_goes_again(status: int, type_: str) -> None:
 def test_a_removal_from_an_index_that_is_gone_is_not_a_removal_of_nothing() -> None:
     gone = outcome(404, "index_not_found_exception", "no such index [x]")
     assert judged(gone, action="delete").gone == "index_not_found_exception"
+    assert judged(outcome(400, "invalid_index_name_exception"), action="delete").gone
     assert judged(outcome(400, "index_closed_exception")).gone == "index_closed_exception"
 
 

@@ -20,7 +20,7 @@ def found(
     meta = describe("people", fingerprint, seeded=f"id{number}" if seeded else None, retired_at=retired_at)
     return {
         name: {
-            "aliases": {key: {} for key in [f"{name}_write", *aliases]},
+            "aliases": {key: {} for key in [f"{name}_WRITE", *aliases]},
             "mappings": {"_meta": meta},
             "settings": {"index": {"uuid": f"id{number}"}},
         }

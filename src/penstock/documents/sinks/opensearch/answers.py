@@ -18,7 +18,8 @@ _NO_ERRORS = b'"errors":false'
 _HEAD = 64
 _PASSING = frozenset({408, 429})
 _PASSING_TYPES = frozenset({"cluster_block_exception", "circuit_breaking_exception"})
-_GONE_TYPES = frozenset({"index_not_found_exception", "index_closed_exception", "alias_not_found_exception"})
+# A name that leads nowhere is taken for that of an index to be made, which it cannot be.
+_GONE_TYPES = frozenset({"index_not_found_exception", "index_closed_exception", "invalid_index_name_exception"})
 _SENTENCES: Mapping[str, str] = {
     "strict_dynamic_mapping_exception": "the mapping does not have this field",
     "mapper_parsing_exception": "the value does not fit the mapping",

@@ -54,7 +54,7 @@ class BulkSender:
 
     def _send_piece(self, target: Target, piece: pa.Table) -> Iterator[Rejection]:
         patience = Patience(self._settings.retry_seconds)
-        path = f"/{quote(target.alias, safe='')}/_bulk?require_alias=true&filter_path={_WANTED}"
+        path = f"/{quote(target.alias, safe='')}/_bulk?filter_path={_WANTED}"
         while piece.num_rows:
             try:
                 answer = self._client.try_once("POST", path, bulk_lines(piece), lines=True)

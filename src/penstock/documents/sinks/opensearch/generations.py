@@ -6,8 +6,9 @@
 
 A name of the specification is an alias, and the index behind it is a generation. What Penstock knows about a generation
 is in the index itself (`_meta`), so it survives whatever happens to Penstock. Who writes does so by a second alias that
-only the generation has: if somebody deletes the index the alias is gone too, and the server refuses documents instead
-of making an index of its own with guessed mappings.
+only the generation has: if somebody deletes the index the alias is gone too. Its name has capital letters, which an
+index must not have, so the server cannot make an index of its own in its place, with guessed mappings. (`require_alias`
+would not do: it does not hold for removals, and one with an external version makes an index, too.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.documents.mapping import IndexMapping
 from penstock.errors import IndexUnusable
 
 OWNER = "penstock"
-WRITE_SUFFIX = "_write"
+WRITE_SUFFIX = "_WRITE"
 
 _STAMP = "%Y%m%d%H%M%S"
 
