@@ -19,13 +19,14 @@ from penstock.cli.configured import (
     TableNames,
     chosen_outputs,
     configured,
+    every_chosen_output,
     existing_store,
     require_shared_state,
     running,
     table_names,
 )
 from penstock.cli.options import AsJson
-from penstock.config import Config, OutputChoice
+from penstock.config import Config, DocumentsChoice, OutputChoice
 from penstock.errors import ConfigError, PenstockError
 from penstock.source.patterns import TableName, select_tables
 from penstock.state import Command, CommandKind, CommandStatus, Store
@@ -49,6 +50,10 @@ class _Asked:
     as_json: bool
     done: str
     """For people, when it is done; `{}` stands for the tables."""
+
+    def choose(self, config: Config, output: str | None) -> Sequence[OutputChoice | DocumentsChoice]:
+        """Whom it is for: what is about tables is not for documents."""
+        return chosen_outputs(config, output) if self.tables else every_chosen_output(config, output)
 
 
 def resync(
@@ -116,12 +121,12 @@ def resume(
 def _send(path: Path, output: str | None, asked: _Asked) -> None:
     with configured(path) as config:
         require_shared_state(config)
-        for each in chosen_outputs(config, output):
+        for each in asked.choose(config, output):
             with existing_store(config, each) as store:
                 _send_to(config, each, store, asked)
 
 
-def _send_to(config: Config, output: OutputChoice, store: Store | None, asked: _Asked) -> None:
+def _send_to(config: Config, output: OutputChoice | DocumentsChoice, store: Store | None, asked: _Asked) -> None:
     if store is None:
         raise PenstockError(
             f"pipeline {config.pipeline.id} has not run yet: there is nothing to {asked.kind.value}",
@@ -135,7 +140,7 @@ def _send_to(config: Config, output: OutputChoice, store: Store | None, asked: _
     if asked.as_json:
         _print_json(config, output, command, is_running=driver is not None)
         return
-    of_several = f"{output.name}: " if len(config.outputs) > 1 else ""
+    of_several = f"{output.name}: " if len(config.every_output) > 1 else ""
     if driver is None:
         typer.echo(
             f"{of_several}pipeline {config.pipeline.id} does not run: {asked.kind.value} is noted "
@@ -145,7 +150,7 @@ def _send_to(config: Config, output: OutputChoice, store: Store | None, asked: _
     report_answer(command, of_several + asked.done.format(", ".join(chosen)))
 
 
-def _print_json(config: Config, output: OutputChoice, command: Command, *, is_running: bool) -> None:
+def _print_json(config: Config, output: OutputChoice | DocumentsChoice, command: Command, *, is_running: bool) -> None:
     """One line for each output; what was refused fails all the same."""
     facts = {
         "pipeline": config.pipeline.id,

@@ -53,8 +53,20 @@ def existing_store(config: Config, output: OutputChoice | DocumentsChoice | None
 
 
 def chosen_outputs(config: Config, name: str | None) -> Sequence[OutputChoice]:
-    """The output that a person named, or all of them."""
+    """The output of tables that a person named, or all of them."""
+    if config.documents is not None and (name == config.documents.name or not config.outputs):
+        raise ConfigError(
+            "search indexes have no tables of their own",
+            hint="`penstock index` has commands for them: list, rebuild, diff and others.",
+        )
     return config.outputs if name is None else (config.output(name),)
+
+
+def every_chosen_output(config: Config, name: str | None) -> Sequence[OutputChoice | DocumentsChoice]:
+    """The output that a person named, of tables or of documents, or all of them."""
+    if config.documents is not None and name == config.documents.name:
+        return (config.documents,)
+    return config.every_output if name is None else (config.output(name),)
 
 
 def require_shared_state(config: Config) -> None:

@@ -7,6 +7,7 @@ import typer
 from penstock.cli.index_diff import diff
 from penstock.cli.index_list import list_indexes
 from penstock.cli.index_look import check, mapping, preview, schema
+from penstock.cli.index_quarantine import quarantine
 from penstock.cli.index_rebuild import rebuild
 
 index = typer.Typer(
@@ -23,3 +24,4 @@ index.command("schema")(schema)
 index.command("list")(list_indexes)
 index.command("rebuild")(rebuild)
 index.command("diff")(diff)
+index.add_typer(quarantine)

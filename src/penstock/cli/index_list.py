@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, existing_store, running
+from penstock.cli.index_states import STYLES, IndexState, stored_indexes
 from penstock.cli.options import AsJson
 from penstock.cli.tables import wide_console
-from penstock.config import Config, IndexChoice
-from penstock.documents.fingerprint import fingerprint
+from penstock.config import Config
 from penstock.documents.reading import IndexFacts, ReadableSink
 from penstock.errors import PenstockError
-from penstock.state import IndexBuild
-
-_STYLES = {"seeded": "green", "filling": "yellow", "wanted": "yellow"}
-
-
-@dataclass(frozen=True, slots=True)
-class IndexState:
-    """One index; as JSON it has the same names."""
-
-    index: str
-    table: str
-    fingerprint: str
-    """Of the specification as it is now."""
-    status: str
-    """not built, wanted, filling or seeded; outdated if the specification is another one than what was built."""
-    seeded: bool
-    reason: str
-    """Why it is being built anew, or was."""
-    generation: str | None = None
-    filling: str | None = None
-    documents: int | None = None
-    quarantined: int | None = None
-    failure_policy: str = "stop"
 
 
 def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False) -> None:
@@ -73,9 +50,9 @@ def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False
 
 def _states(config: Config) -> tuple[list[IndexState], PenstockError | None]:
     with existing_store(config, config.indexes) as store:
-        builds: Mapping[str, IndexBuild] = {} if store is None else store.get_index_builds()
+        stored = stored_indexes(config, store)
     facts, trouble = _ask_sink(config)
-    return [_state(each, builds.get(each.name), facts.get(each.name)) for each in config.indexes.indexes], trouble
+    return [_with_facts(each, facts.get(each.index)) for each in stored], trouble
 
 
 def _ask_sink(config: Config) -> tuple[dict[str, IndexFacts], PenstockError | None]:
@@ -89,22 +66,10 @@ def _ask_sink(config: Config) -> tuple[dict[str, IndexFacts], PenstockError | No
         return {}, error
 
 
-def _state(index: IndexChoice, build: IndexBuild | None, facts: IndexFacts | None) -> IndexState:
-    wanted = fingerprint(index.specification)
-    outdated = build is not None and build.fingerprint != wanted
-    status = "not built" if build is None else "outdated" if outdated else build.status.value
-    return IndexState(
-        index=index.name,
-        table=str(index.specification.table),
-        fingerprint=wanted,
-        status=status,
-        seeded=status == "seeded",
-        reason="" if build is None else build.reason,
-        generation=None if facts is None else facts.generation,
-        filling=None if facts is None else facts.filling,
-        documents=None if facts is None else facts.documents,
-        failure_policy=index.failure_policy.value,
-    )
+def _with_facts(state: IndexState, facts: IndexFacts | None) -> IndexState:
+    if facts is None:
+        return state
+    return replace(state, generation=facts.generation, filling=facts.filling, documents=facts.documents)
 
 
 def _print(found: Sequence[IndexState]) -> None:
@@ -118,9 +83,9 @@ def _print(found: Sequence[IndexState]) -> None:
         table.add_row(
             Text(each.index),
             Text(each.table),
-            Text(each.status, style=_STYLES.get(each.status, "yellow")),
+            Text(each.status, style=STYLES.get(each.status, "yellow")),
             Text(generation),
             Text("" if each.documents is None else f"{each.documents:,}"),
-            Text("" if each.quarantined is None else f"{each.quarantined:,}"),
+            Text(f"{each.quarantined:,}"),
         )
     wide_console().print(table)

@@ -13,10 +13,11 @@ from typing import Any
 
 import psycopg
 
-from penstock.cli.configured import chosen_outputs, existing_store, running
+from penstock.cli.configured import every_chosen_output, existing_store, running
+from penstock.cli.index_states import IndexState, stored_indexes
 from penstock.cli.status_file import LastLook, StatusFile
 from penstock.cli.table_states import TableState, driver_facts, table_states
-from penstock.config import Config, OutputChoice
+from penstock.config import Config, DocumentsChoice, OutputChoice
 from penstock.errors import ServerUnavailable, SourceError
 from penstock.lsn import Lsn, reaches
 from penstock.source import Role, connect
@@ -89,6 +90,8 @@ class OutputStatus:
     changes_per_second: float | None
     """None if it does not run, or not on this machine."""
     tables: tuple[TableStatus, ...] = ()
+    indexes: tuple[IndexState, ...] = ()
+    """Of the output of documents; without asking the sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class PipelineStatus:
 
 def pipeline_status(config: Config, output: str | None = None) -> PipelineStatus:
     """Look at everything, once."""
-    known = [_stored(config, each) for each in chosen_outputs(config, output)]
+    known = [_stored(config, each) for each in every_chosen_output(config, output)]
     table_ids = {state.id for each in known for state in each.tables}
     source, sizes, server = _ask_source(config, sorted(table_ids))
     looks = StatusFile(config.pipeline.spool.path).read()
@@ -129,19 +132,22 @@ class _Stored:
     driver: LeaseInfo | None = None
     progress: Lsn | None = None
     tables: Sequence[TableState] = ()
+    indexes: Sequence[IndexState] = ()
 
 
-def _stored(config: Config, output: OutputChoice) -> _Stored:
+def _stored(config: Config, output: OutputChoice | DocumentsChoice) -> _Stored:
     with existing_store(config, output) as store:
         if store is None:
             return _Stored(output.name)
+        if isinstance(output, DocumentsChoice):
+            return _Stored(output.name, running(store), _progress(store), indexes=stored_indexes(config, store))
         return _Stored(output.name, running(store), _progress(store), table_states(config, output, store))
 
 
 def _forgotten(config: Config) -> dict[str, str]:
     if not config.pipeline.spool.path.is_dir():
         return {}
-    known = {output.name for output in config.outputs}
+    known = {output.name for output in config.every_output}
     readers = Readers(SpoolFolder(config.pipeline.spool.path)).positions()
     return {name: str(position) for name, position in readers.items() if name not in known}
 
@@ -206,6 +212,7 @@ def _output(
         lag_seconds=lag_seconds,
         changes_per_second=None if live is None else live.changes_per_second,
         tables=tuple(_table(state, live, sizes.get(state.id)) for state in stored.tables),
+        indexes=tuple(stored.indexes),
     )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
 
 from penstock.cli.configured import existing_store, running
-from penstock.config import Config
+from penstock.config import Config, IndexChoice
+from penstock.documents.fingerprint import fingerprint
 from penstock.pipeline import OnLostSlot
 from penstock.source import Role, connect
 from penstock.source.publications import find_tables, inspect_publication, published_tables
 from penstock.source.slots import inspect_slot
-from penstock.state import Errored, Ready, StoredPhase, SyncDone
+from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +41,28 @@ class Plan:
     """Types by output."""
     tables: Mapping[str, Mapping[str, str]]
     """What would happen to each table, by output."""
+    sink: str | None = None
+    """Where documents go; None if there are none."""
+    indexes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What would happen to each index."""
 
 
 def make_plan(config: Config) -> Plan:
     """Look at the server and at what is stored."""
     for output in config.outputs:
         config.create_destination(output)
+    if config.documents is not None:
+        config.documents.create_sink()
     settings = config.pipeline
     with ExitStack() as stack:
-        stores = {each.name: stack.enter_context(existing_store(config, each)) for each in config.outputs}
+        stores = {each.name: stack.enter_context(existing_store(config, each)) for each in config.every_output}
         connection = stack.enter_context(connect(settings.source, Role.CATALOG))
         phases = {name: {} if store is None else store.get_table_replication_states() for name, store in stores.items()}
-        first = stores[config.outputs[0].name]
+        first = stores[config.every_output[0].name]
+        builds = {} if config.documents is None else _builds(stores[config.documents.name])
         driver = None if first is None else running(first)
-        slot, anew = _slot(connection, config, [phase for each in phases.values() for phase in each.values()])
+        known = [phase for each in phases.values() for phase in each.values()]
+        slot, anew = _slot(connection, config, known, has_built=bool(builds))
         tables = _tables(connection, config)
         return Plan(
             pipeline=settings.id,
@@ -74,8 +83,14 @@ def make_plan(config: Config) -> Plan:
                 name: {
                     output: _fate(None if table_id is None else known.get(table_id), anew)
                     for output, known in phases.items()
+                    if config.documents is None or output != config.documents.name
                 }
                 for name, table_id in tables.items()
+            },
+            sink=None if config.documents is None else config.documents.sink_type,
+            indexes={
+                each.name: _fate_of_index(each, builds.get(each.name), anew)
+                for each in (config.documents.indexes if config.documents is not None else ())
             },
         )
 
@@ -95,10 +110,18 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"tables       {len(plan.tables) or 'none'}"
     width = max((len(name) for name in plan.tables), default=0)
     for name, fates in plan.tables.items():
-        if len(set(fates.values())) == 1:
+        if not fates:
+            yield f"  {name}"
+        elif len(set(fates.values())) == 1:
             yield f"  {name:<{width}}  {next(iter(fates.values()))}"
         else:
             yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
+    if plan.sink is not None:
+        yield f"sink         {plan.sink}"
+        yield f"indexes      {len(plan.indexes)}"
+        width = max(len(name) for name in plan.indexes)
+        for name, fate in plan.indexes.items():
+            yield f"  {name:<{width}}  {fate}"
     yield "nothing was changed"
 
 
@@ -129,13 +152,15 @@ def _trigger(connection: psycopg.Connection[Any], config: Config) -> str | None:
     return "is there, and would be removed" if exists else None
 
 
-def _slot(connection: psycopg.Connection[Any], config: Config, phases: Sequence[StoredPhase]) -> tuple[str, bool]:
+def _slot(
+    connection: psycopg.Connection[Any], config: Config, phases: Sequence[StoredPhase], *, has_built: bool
+) -> tuple[str, bool]:
     """What would happen to the slot, and whether every table would be copied again for it."""
     slot = inspect_slot(connection, config.pipeline.slot)
     if slot is not None and not slot.lost:
         return f"is there, at {slot.confirmed_flush_lsn}", False
     what = "is lost" if slot is not None else "is gone"
-    if slot is None and not any(isinstance(phase, SyncDone | Ready) for phase in phases):
+    if slot is None and not has_built and not any(isinstance(phase, SyncDone | Ready) for phase in phases):
         return "would be created", False
     if config.pipeline.on_lost_slot is OnLostSlot.ERROR:
         return f'{what}: the start WOULD BE REFUSED (on_lost_slot = "error")', False
@@ -154,6 +179,21 @@ def _tables(connection: psycopg.Connection[Any], config: Config) -> dict[str, in
         return dict(published)
     wanted = [str(table) for table in find_tables(connection, settings.tables, settings.exclude)]
     return {name: published.get(name) for name in wanted}
+
+
+def _builds(store: Store | None) -> Mapping[str, IndexBuild]:
+    return {} if store is None else store.get_index_builds()
+
+
+def _fate_of_index(index: IndexChoice, build: IndexBuild | None, anew: bool) -> str:
+    table = index.specification.table
+    if build is None:
+        return f"would be built from {table}"
+    if anew or build.fingerprint != fingerprint(index.specification):
+        return f"would be built again from {table}, beside the one that serves"
+    if build.status is IndexStatus.SEEDED:
+        return "is complete, and would be followed"
+    return f"is being built from {table}, which would go on"
 
 
 def _fate(phase: StoredPhase | None, anew: bool) -> str:

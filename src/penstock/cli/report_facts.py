@@ -138,7 +138,7 @@ def _java() -> str:
 
 def _state(config: Config) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    for output in config.outputs:
+    for output in config.every_output:
         with existing_store(config, output) as store:
             if store is None:
                 continue
@@ -153,6 +153,7 @@ def _state(config: Config) -> Mapping[str, Any]:
                     ]
                     for table_id in store.get_table_replication_states()
                 },
+                "indexes": {name: asdict(build) for name, build in store.get_index_builds().items()},
                 "commands": [asdict(command) for command in store.get_commands()],
             }
     return found

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, OutputName, configured, require_shared_state
 from penstock.cli.formats import format_bytes, format_seconds
+from penstock.cli.index_states import STYLES, IndexState
 from penstock.cli.options import AsJson
 from penstock.cli.pipeline_status import OutputStatus, PipelineStatus, SlotStatus, TableStatus, pipeline_status
 from penstock.cli.tables import PHASE_STYLES, wide_console
@@ -69,6 +70,9 @@ def render(found: PipelineStatus) -> RenderableType:
         parts += [_tables(tables, several=len(found.outputs) > 1), Text()]
     for table in tables:
         parts += table.error.lines(table.table) if table.error else []
+    indexes = [index for output in found.outputs for index in output.indexes]
+    if indexes:
+        parts += [_indexes(indexes), Text()]
     return Group(*parts[:-1])
 
 
@@ -166,6 +170,16 @@ def _tables(found: list[TableStatus], *, several: bool) -> Table:
             Text("" if each.bytes is None else format_bytes(each.bytes)),
             Text(each.position or ""),
         )
+    return table
+
+
+def _indexes(found: list[IndexState]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("index", "table", "status", "quarantined"):
+        table.add_column(title, overflow="fold", justify="right" if title == "quarantined" else "left")
+    for each in found:
+        status = Text(each.status, style=STYLES.get(each.status, "yellow"))
+        table.add_row(Text(each.index), Text(each.table), status, Text(f"{each.quarantined:,}"))
     return table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,8 @@ from psycopg import sql
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, existing_store, running
 from penstock.config import Config, OutputChoice
+from penstock.documents.quarantine import open_quarantine
+from penstock.documents.relation_map import open_relation_map
 from penstock.errors import ConfigError, LeaseHeld
 from penstock.source import Role, connect
 from penstock.source.faults import translated
@@ -48,13 +50,13 @@ def teardown(
     """Remove a pipeline: its slot, its DDL trigger, its publication, its spool and its state.
 
     Shows what it will remove, and asks. The publication goes only if manage_publication is true; what is at the
-    destination stays. The pipeline must not run. With --output the others keep theirs, and the slot waits no longer for
-    the one that is removed.
+    destination, and indexes in a sink, stay. The pipeline must not run. With --output the others keep theirs, and the
+    slot waits no longer for the one that is removed.
     """
     with configured(config_path) as config, ExitStack() as stack:
         readers = Readers(SpoolFolder(config.pipeline.spool.path)) if config.pipeline.spool.path.is_dir() else None
         registered = list(readers.positions()) if readers is not None else []
-        names = list(dict.fromkeys([*(each.name for each in config.outputs), *registered]))
+        names = list(dict.fromkeys([*(each.name for each in config.every_output), *registered]))
         if output is not None and output not in names:
             raise ConfigError(f"there is no output called {output!r}", hint=f"There are: {', '.join(names)}.")
         stores = {name: stack.enter_context(existing_store(config, _choice(config, name))) for name in names}
@@ -71,7 +73,7 @@ def teardown(
         typer.echo("this will be removed:")
         for step in steps:
             typer.echo(f"  {step.what}")
-        typer.echo("what is at the destination stays")
+        typer.echo("what is at the destination stays" + (", and so do indexes" if config.documents is not None else ""))
         if not yes:
             typer.confirm("go on?", abort=True)
         for store in stores.values():
@@ -118,12 +120,29 @@ def _plan_output(config: Config, name: str, store: Store | None, readers: Reader
 def _plan_state(config: Config, name: str, store: Store | None) -> list[_Step]:
     if store is None or not _has_state(store):
         return []
-    settings = _choice(config, name).settings
-    return [_Step(f"state of pipeline {settings.output_id} in {config.state_location}", store.delete_pipeline_state)]
+    owner = _choice(config, name).settings.output_id
+    steps: list[_Step] = []
+    if store.get_index_builds():
+        what = f"what documents of {owner} were made of, and those that were refused, in {config.state_location}"
+        steps.append(_Step(what, lambda: _forget_documents(config.state_url, owner)))
+    return [*steps, _Step(f"state of pipeline {owner} in {config.state_location}", store.delete_pipeline_state)]
+
+
+def _forget_documents(state_url: str, owner: str) -> None:
+    with closing(open_relation_map(state_url, owner)) as relations:
+        relations.prepare([])
+    with closing(open_quarantine(state_url, owner)) as quarantine:
+        for index in quarantine.counts():
+            quarantine.drop(index)
 
 
 def _has_state(store: Store) -> bool:
-    return bool(store.get_table_replication_states() or store.get_stored_progress() or store.get_commands())
+    return bool(
+        store.get_table_replication_states()
+        or store.get_stored_progress()
+        or store.get_commands()
+        or store.get_index_builds()
+    )
 
 
 def _refuse_running(config: Config, stores: Iterable[Store | None]) -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/reference/cli.md").read_text()
 HEAD, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
 DEMANDING = {"init", "run", "status", "tables", "resync", "rollback", "report", "check", "tail", "schema config"} | {
-    f"index {name}" for name in ("check", "preview", "mapping", "schema", "list", "rebuild", "diff")
+    f"index {name}" for name in ("check", "preview", "mapping", "schema", "list", "rebuild", "diff", "quarantine list")
 }
 """Commands whose use is not plain from their name: their help has examples."""
 

@@ -1,0 +1,187 @@
+"""`penstock index quarantine`: documents that an index refused, under the policy `skip`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, existing_store, require_shared_state, running
+from penstock.cli.formats import count_of
+from penstock.cli.indexes import IndexName, complete_index
+from penstock.cli.options import AsJson
+from penstock.cli.tables import wide_console
+from penstock.config import Config
+from penstock.documents.quarantine import Quarantined, QuarantineStore, open_quarantine
+from penstock.errors import PenstockError
+
+quarantine = typer.Typer(
+    name="quarantine",
+    help="Documents that an index refused, and that were set aside: list them, try them again, forget them.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+_SHOWN = 100
+_ALL = typer.Option("--all", help="All that were set aside of this index.")
+
+Ids = Annotated[list[str] | None, typer.Argument(help="Documents, by their ids.", metavar="ID")]
+All = Annotated[bool, _ALL]
+OneIndex = Annotated[
+    str | None,
+    typer.Argument(help="One index; all if none is named.", metavar="NAME", autocompletion=complete_index),
+]
+
+
+@quarantine.command("list")
+def list_quarantined(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One index; all if none is named.", metavar="NAME", autocompletion=complete_index),
+    ] = None,
+    config_path: ConfigPath = DEFAULT_PATH,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.", metavar="N")] = _SHOWN,
+    as_json: AsJson = False,
+) -> None:
+    """List the documents that were set aside: since when, how often they were refused, and why.
+
+    Those that were refused last come first.
+
+    Examples:
+
+        penstock index quarantine list
+        penstock index quarantine list customers --json | jq '.documents[].id'
+    """
+    with configured(config_path) as config, _opened(config, name) as store:
+        counts = {} if store is None else dict(store.counts())
+        found = [] if store is None else store.entries(name, limit=limit)
+    if name is not None:
+        counts = {index: count for index, count in counts.items() if index == name}
+    if as_json:
+        typer.echo(json.dumps({"counts": counts, "documents": [_facts(each) for each in found]}, indent=2))
+        return
+    if not found:
+        typer.echo("nothing was set aside")
+        return
+    _print(found)
+    total = sum(counts.values())
+    if total > len(found):
+        typer.echo(f"… and {total - len(found):,} more; --limit shows them")
+
+
+@quarantine.command("retry")
+def retry(
+    name: IndexName,
+    ids: Ids = None,
+    every: All = False,
+    config_path: ConfigPath = DEFAULT_PATH,
+    as_json: AsJson = False,
+) -> None:
+    """Build documents that were set aside anew, and write them again.
+
+    The pipeline that runs does it, or the next start; what is refused again stays.
+
+    Examples:
+
+        penstock index quarantine retry customers 42
+        penstock index quarantine retry customers --all
+    """
+    _require_choice(ids, every)
+    with configured(config_path) as config, _opened(config, name) as store:
+        asked = [] if store is None else store.retry(name, None if every else ids)
+        with existing_store(config, config.indexes) as state:
+            is_running = state is not None and running(state) is not None
+    _refuse_unknown(name, ids, asked)
+    if as_json:
+        typer.echo(json.dumps({"index": name, "ids": asked, "running": is_running}))
+    else:
+        when = "now" if is_running else "at the next start of the pipeline"
+        typer.echo(f"{count_of(len(asked), 'document')} of {name} will be tried again {when}")
+
+
+@quarantine.command("drop")
+def drop(
+    name: IndexName,
+    ids: Ids = None,
+    every: All = False,
+    config_path: ConfigPath = DEFAULT_PATH,
+    as_json: AsJson = False,
+) -> None:
+    """Forget documents that were set aside.
+
+    They are not written: the index has them as they were before, or not at all, until one of their rows changes.
+
+    Examples:
+
+        penstock index quarantine drop customers 42
+        penstock index quarantine drop customers --all
+    """
+    _require_choice(ids, every)
+    with configured(config_path) as config, _opened(config, name) as store:
+        count = 0 if store is None else store.drop(name, None if every else ids)
+    if as_json:
+        typer.echo(json.dumps({"index": name, "dropped": count}))
+    else:
+        typer.echo(f"{count_of(count, 'document')} of {name} forgotten")
+
+
+@contextmanager
+def _opened(config: Config, name: str | None) -> Iterator[QuarantineStore | None]:
+    """What was set aside; None if the pipeline has never run: looking must not create it."""
+    require_shared_state(config)
+    if name is not None:
+        config.indexes.index(name)
+    with existing_store(config, config.indexes) as store:
+        if store is None:
+            yield None
+            return
+    with closing(open_quarantine(config.state_url, config.indexes.settings.output_id)) as opened:
+        yield opened
+
+
+def _require_choice(ids: list[str] | None, every: bool) -> None:
+    if bool(ids) == every:
+        raise typer.BadParameter("name documents by their ids, or give --all", param_hint="ID")
+
+
+def _refuse_unknown(name: str, ids: list[str] | None, found: list[str]) -> None:
+    unknown = [each for each in ids or () if each not in found]
+    if unknown:
+        raise PenstockError(
+            f"not set aside of {name}: {', '.join(unknown)}", hint="`penstock index quarantine list` lists them."
+        )
+
+
+def _facts(each: Quarantined) -> dict[str, Any]:
+    return {
+        "index": each.index,
+        "id": each.id,
+        "reason": each.reason,
+        "position": None if each.position is None else str(each.position),
+        "body_hash": each.body_hash,
+        "first_at": each.first_at.isoformat(),
+        "last_at": each.last_at.isoformat(),
+        "attempts": each.attempts,
+        "wanted": each.wanted,
+    }
+
+
+def _print(found: list[Quarantined]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("index", "id", "refused", "attempts", "reason"):
+        table.add_column(title, overflow="fold", justify="right" if title == "attempts" else "left")
+    for each in found:
+        ending = ", to be tried again" if each.wanted else ""
+        table.add_row(
+            Text(each.index),
+            Text(each.id),
+            Text(f"{each.last_at:%Y-%m-%d %H:%M:%S}"),
+            Text(str(each.attempts)),
+            Text(f"{each.reason}{ending}"),
+        )
+    wide_console().print(table)
