@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -9,7 +10,15 @@ import psycopg
 from penstock.capture.messages import Relation
 from penstock.lsn import OrderKey
 from penstock.schema import PostgresType, TableSchema
-from penstock.source.catalog import Attribute, CatalogTable, build_schema, load_table, load_types, schema_from_catalog
+from penstock.source.catalog import (
+    Attribute,
+    CatalogTable,
+    build_schema,
+    load_attributes,
+    load_table,
+    load_types,
+    schema_from_catalog,
+)
 from penstock.source.ddl_trigger import parse_announcement
 from penstock.spool.schemas import SchemaVersions
 
@@ -50,12 +59,32 @@ class CatalogResolver:
 
     def learn(self, content: bytes, at: OrderKey) -> None:
         """Remember a table's attributes as the version that holds from here on."""
-        table = parse_announcement(content)
+        table = self._with_missing(parse_announcement(content))
         self._load_types({attribute.type_oid for attribute in table.live_attributes})
         self._versions.version_for(schema_from_catalog(table, self._types), at)
 
+    def _with_missing(self, table: CatalogTable) -> CatalogTable:
+        """With the values that rows from before have in added columns; the catalog keeps them, if it keeps the column.
+
+        They are not in the record: whoever ran the DDL may print values in another way.
+        """
+        if not any(attribute.backfilled for attribute in table.live_attributes):
+            return table
+        now = {attribute.attnum: attribute for attribute in load_attributes(self._connection, table.oid)}
+        known = {
+            attribute.attnum: now[attribute.attnum].missing
+            for attribute in table.live_attributes
+            if attribute.backfilled and attribute.attnum in now and _same_type(attribute, now[attribute.attnum])
+        }
+        attributes = (replace(each, missing=known.get(each.attnum)) for each in table.attributes)
+        return replace(table, attributes=tuple(attributes))
+
     def _load_types(self, oids: set[int]) -> None:
         self._types |= load_types(self._connection, oids - self._types.keys(), self._types)
+
+
+def _same_type(one: Attribute, other: Attribute) -> bool:
+    return (one.type_oid, one.type_modifier) == (other.type_oid, other.type_modifier)
 
 
 def _as_recorded(relation: Relation, version: TableSchema | None) -> CatalogTable | None:
@@ -84,6 +113,7 @@ def _as_recorded(relation: Relation, version: TableSchema | None) -> CatalogTabl
                 column.type.oid,
                 column.type_modifier,
                 backfilled=column.backfilled,
+                missing=column.missing,
             )
             for column in version.columns
         ),

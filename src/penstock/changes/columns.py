@@ -1,7 +1,7 @@
 """The changes of one table as columns: all steps of a batch in the shape of the last schema among them.
 
 A column is followed by its attribute number. Rows from before it was added have NULL in it, as the source has for an
-added column without a default.
+added column without a default; or the constant that the source has in all of them.
 """
 
 from __future__ import annotations
@@ -65,9 +65,14 @@ class ChangeColumns:
         )
 
 
-def read_changes(steps: Sequence[Rows], schema: TableSchema) -> ChangeColumns:
-    """Read the files of steps, in order; `schema` is that of the last one."""
-    parts = [_read_step(step, schema) for step in steps]
+def read_changes(
+    steps: Sequence[Rows], schema: TableSchema, constants: Mapping[str, pa.Scalar] | None = None
+) -> ChangeColumns:
+    """Read the files of steps, in order; `schema` is that of the last one.
+
+    `constants` are what rows from before a column was added have in it, by the column's name in segments.
+    """
+    parts = [_read_step(step, schema, constants or {}) for step in steps]
     return parts[0] if len(parts) == 1 else _concatenate(parts, schema)
 
 
@@ -85,7 +90,7 @@ def concatenate_texts(texts: Sequence[Texts], counts: Sequence[int]) -> dict[str
     }
 
 
-def _read_step(step: Rows, schema: TableSchema) -> ChangeColumns:
+def _read_step(step: Rows, schema: TableSchema, constants: Mapping[str, pa.Scalar]) -> ChangeColumns:
     wanted = {OP, COMMIT_TIME, UNCHANGED, OLD, UNREPRESENTABLE, *field_names(step.schema)}
     tables = [segment.read(_columns(segment, wanted)) for segment in step.segments]
     table = _in_one_piece(pa.concat_tables(tables, promote_options="default"))
@@ -101,10 +106,9 @@ def _read_step(step: Rows, schema: TableSchema) -> ChangeColumns:
         rows, texts, not_sent = _fill_from_old(rows, texts, not_sent, old_at, old, old_texts)
     added = [name for name in field_names(schema) if name not in renamed]
     if added:
-        rows = _with_nulls(rows, schema)
-        old = (
-            old if not old_at.size or schema.replica_identity is not ReplicaIdentity.FULL else _with_nulls(old, schema)
-        )
+        rows = _with_added(rows, schema, constants)
+        if old_at.size and schema.replica_identity is ReplicaIdentity.FULL:
+            old = _with_added(old, schema, constants)
     times = table.column(COMMIT_TIME).cast(pa.int64()).to_numpy()
     return ChangeColumns(schema, operations, times, rows, texts, not_sent, old_at, old, old_texts)
 
@@ -198,11 +202,18 @@ def _fill_from_old(
     return rows, filled, left
 
 
-def _with_nulls(rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """All columns of a schema, in its order; NULL where there were none. Types of those are not known here."""
-    nothing = pa.nulls(rows.num_rows)
-    names = field_names(schema)
-    return pa.table({name: rows.column(name) if name in rows.column_names else nothing for name in names})
+def _with_added(rows: pa.Table, schema: TableSchema, constants: Mapping[str, pa.Scalar]) -> pa.Table:
+    """All columns of a schema, in its order; a constant or NULL where there were none. Types of the latter are not
+    known here."""
+    columns: dict[str, pa.Array | pa.ChunkedArray] = {}
+    for name in field_names(schema):
+        if name in rows.column_names:
+            columns[name] = rows.column(name)
+        elif name in constants:
+            columns[name] = pa.repeat(constants[name], rows.num_rows)
+        else:
+            columns[name] = pa.nulls(rows.num_rows)
+    return pa.table(columns)
 
 
 def _concatenate(parts: Sequence[ChangeColumns], schema: TableSchema) -> ChangeColumns:

@@ -58,6 +58,8 @@ class Capabilities:
     """It keeps a mirror: updates and deletes find their rows. Otherwise it keeps every change."""
     keeps_old_rows_while_copying: bool = False
     """Until a new copy is whole, readers see the rows of the old one."""
+    fills_added_columns: bool = False
+    """Rows that are there get the value of a column that is added, where all have the same (`Column.missing`)."""
 
 
 class Tasks(Protocol):

@@ -31,6 +31,8 @@ class Column:
     """Counted from 1; None outside the primary key."""
     backfilled: bool = field(default=False, compare=False)
     """Rows from before it was added may have a value in it that was never sent. No part of what the column is."""
+    missing: str | None = field(default=None, compare=False)
+    """That value's text, where all of those rows have the same; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

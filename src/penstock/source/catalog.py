@@ -16,11 +16,13 @@ from psycopg.rows import tuple_row
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind
 from penstock.source.columns import (
     BACKFILLED,
+    MISSING,
     Attribute,
     CatalogTable,
     RelationColumn,
     build_schema,
     identify_columns,
+    parse_missing,
     unknown_type,
 )
 from penstock.source.faults import translated
@@ -61,7 +63,7 @@ _TYPES = """
 
 _ATTRIBUTES = f"""
     select a.attrelid::int8, a.attnum::int4, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped,
-           a.attgenerated::text, a.attnotnull, {BACKFILLED}
+           a.attgenerated::text, a.attnotnull, {BACKFILLED}, {MISSING}
     from pg_catalog.pg_attribute a
     where a.attrelid = any(%s::pg_catalog.oid[]) and a.attnum > 0
     order by a.attrelid, a.attnum
@@ -149,6 +151,7 @@ def schema_from_catalog(
                 identity=full or attribute.attnum in table.identity_attnums,
                 primary_key_position=positions.get(attribute.attnum),
                 backfilled=attribute.backfilled,
+                missing=attribute.missing,
             )
             for attribute in chosen
         ),
@@ -159,8 +162,8 @@ def schema_from_catalog(
 def _load_attributes(connection: psycopg.Connection[Any], table_oids: Sequence[int]) -> dict[int, list[Attribute]]:
     found: dict[int, list[Attribute]] = {}
     with translated(connection, "read the columns"), connection.cursor(row_factory=tuple_row) as cursor:
-        for table, *fields in cursor.execute(_ATTRIBUTES, [list(table_oids)]).fetchall():
-            found.setdefault(table, []).append(Attribute(*fields))
+        for table, *fields, missing in cursor.execute(_ATTRIBUTES, [list(table_oids)]).fetchall():
+            found.setdefault(table, []).append(Attribute(*fields, missing=parse_missing(missing)))
     return found
 
 

@@ -18,6 +18,7 @@ added again as the last one, read after that. It gets the new number, as the cat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,15 +33,35 @@ _MODIFIER = 2
 _GENERATED = -10
 
 
-BACKFILLED = r"""
+# Not by `pg_partition_tree`, which waits for whoever has a partition locked.
+_IN_PARTITIONS = """
+    with recursive below (id) as (
+        select i.inhrelid from pg_catalog.pg_inherits i
+        join pg_catalog.pg_class p on p.oid = i.inhparent and p.relkind = 'p'
+        where i.inhparent = a.attrelid
+        union all
+        select i.inhrelid from below b join pg_catalog.pg_inherits i on i.inhparent = b.id
+    )
+    select pg_catalog.min(m.attmissingval::pg_catalog.text) from below b
+    join pg_catalog.pg_attribute m on m.attrelid = b.id and m.attname = a.attname and m.atthasmissing
+"""
+
+BACKFILLED = rf"""
     a.atthasmissing or a.attidentity <> '' or a.attgenerated <> '' or exists (
         select from pg_catalog.pg_attrdef d
         cross join lateral pg_catalog.regexp_matches(d.adbin::text, ':(?:op)?funcid (\d+)', 'g') f (found)
         join pg_catalog.pg_proc p on p.oid = f.found[1]::oid and p.provolatile = 'v'
         where d.adrelid = a.attrelid and d.adnum = a.attnum
-    )
+    ) or exists ({_IN_PARTITIONS} having pg_catalog.count(*) > 0)
 """
-"""`Attribute.backfilled`, of a row `a` of `pg_attribute`."""
+"""`Attribute.backfilled`, of a row `a` of `pg_attribute`. Of a partitioned table the partitions have the values."""
+
+MISSING = f"""
+    coalesce(a.attmissingval::pg_catalog.text, (
+        {_IN_PARTITIONS} having pg_catalog.count(distinct m.attmissingval::pg_catalog.text) = 1
+    ))
+"""
+"""What `parse_missing` reads, of the same row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +79,8 @@ class Attribute:
     backfilled: bool = False
     """When it was added, rows that were there got a value: a default, an identity or a generation expression. In doubt
     true: of a volatile default the catalog does not say whether it came with the column or later."""
+    missing: str | None = None
+    """The text of that value, where all those rows have the same, until the table is rewritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +148,7 @@ def build_schema(
     """The schema of a RELATION message. `types` as `load_types` returns it; a type it lacks is taken as text."""
     sent = list(columns)
     attnums = identify_columns(sent, catalog.attributes if catalog else (), previous)
-    defaults = {attribute.attnum for attribute in catalog.attributes if attribute.backfilled} if catalog else set()
+    added = {attribute.attnum: attribute for attribute in catalog.attributes if attribute.backfilled} if catalog else {}
     if catalog is not None:
         positions = {attnum: index for index, attnum in enumerate(catalog.primary_key_attnums, start=1)}
     else:
@@ -143,12 +166,21 @@ def build_schema(
                 type_modifier=column.type_modifier,
                 identity=column.is_key,
                 primary_key_position=positions.get(attnum),
-                backfilled=attnum in defaults,
+                backfilled=attnum in added,
+                missing=added[attnum].missing if attnum in added else None,
             )
             for column, attnum in zip(sent, attnums, strict=True)
         ),
         replica_identity=ReplicaIdentity(replica_identity),
     )
+
+
+def parse_missing(text: str | None) -> str | None:
+    """The value in the text of an array that has no other, as `pg_attribute` keeps one for rows from before."""
+    if text is None:
+        return None
+    element = text[1:-1]
+    return re.sub(r"\\(.)", r"\1", element[1:-1], flags=re.DOTALL) if element.startswith('"') else element
 
 
 def unknown_type(oid: int) -> PostgresType:

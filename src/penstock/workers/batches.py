@@ -87,7 +87,11 @@ class BatchWriter:
             refuse_unrepresentable=self._refuses,
         )
         durable = dict.fromkeys(positions, end)
-        failed = {changes.table_id: error for changes in batch.tables if (error := _values_not_sent(changes))}
+        failed = {
+            changes.table_id: error
+            for changes in batch.tables
+            if (error := _values_not_sent(changes, self._destination))
+        }
         for table_id in failed:
             durable.pop(table_id)
             self._accepted.pop(table_id, None)
@@ -139,12 +143,16 @@ class BatchWriter:
         return {version.table_id: version.schema for version in stored if version is not None}
 
 
-def _values_not_sent(changes: TableChanges) -> PenstockError | None:
-    """Why a change of schema cannot be followed by anybody: rows from before would have NULL for a value."""
+def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:
+    """Why a change of schema cannot be followed: rows from before would have NULL for a value, unless the destination
+    fills them, and knows with what."""
     for step in changes.steps:
         if isinstance(step, SchemaChange) and step.old is not None:
             known = {column.attnum for column in step.old.columns}
-            added = [each.name for each in step.new.columns if each.attnum not in known and each.backfilled]
+            new = [each for each in step.new.columns if each.attnum not in known and each.backfilled]
+            if new and destination.capabilities.fills_added_columns:
+                new = [each for each in new if each.missing is None]
+            added = [each.name for each in new]
             if added:
                 return ValuesNotSent(
                     f"{changes.table}: rows from before have values that were not sent in columns added with a "

@@ -208,6 +208,46 @@ def test_partitions_know_their_parent_and_their_root(any_database: Any, connecti
     assert lone.partition_root_oid is None
 
 
+@pytest.mark.trap(17, 25)
+@pytest.mark.parametrize("table", ["plain", "parted"])
+def test_what_rows_from_before_have_in_an_added_column_is_known(
+    any_database: Any, connection: psycopg.Connection[Any], table: str
+) -> None:
+    """Of a partitioned table its partitions have it."""
+    any_database.execute(
+        """
+        create table plain (id int);
+        create table parted (id int) partition by range (id);
+        create table middle partition of parted for values from (0) to (9) partition by range (id);
+        create table leaf partition of middle for values from (0) to (9)
+        """
+    )
+    constants = {
+        "number": ("int", "5"),
+        "words": ("text[]", '{a,"b c",NULL}'),
+        "quoted": ("text", 'x"\\y, {z}'),
+        "empty": ("text", ""),
+        "null": ("text", "NULL"),
+        "bytes": ("bytea", "\\x00ff"),
+        "span": ("interval", "1 day 02:00:00"),
+        "padded": ("char(3)", "a  "),
+        "box": ("box", "(2,2),(1,1)"),
+    }
+    for name, (type_, value) in constants.items():
+        any_database.execute(f"alter table {table} add \"{name}\" {type_} default '{value}'")
+    any_database.execute(f"alter table {table} add later int")
+    any_database.execute(f"alter table {table} alter later set default 7")
+    found = {
+        each.name: (each.backfilled, each.missing)
+        for each in load_attributes(connection, table_oid(any_database, table))
+    }
+    assert found.pop("id") == found.pop("later") == (False, None)
+    assert found == {name: (True, value) for name, (_, value) in constants.items()}
+    any_database.execute(f"alter table {table} add drawn uuid default gen_random_uuid()")
+    [drawn] = [each for each in load_attributes(connection, table_oid(any_database, table)) if each.name == "drawn"]
+    assert (drawn.backfilled, drawn.missing) == (True, None)
+
+
 def test_a_table_that_does_not_exist_is_none(connection: psycopg.Connection[Any]) -> None:
     assert load_table(connection, 4_000_000_000) is None
     assert load_attributes(connection, 4_000_000_000) == []
