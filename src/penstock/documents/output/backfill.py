@@ -27,9 +27,10 @@ from penstock.documents.output.builds import Builds
 from penstock.documents.output.connections import POOL
 from penstock.documents.output.generations import Generations
 from penstock.documents.output.indexes import Indexes
+from penstock.documents.output.judge import Judge
 from penstock.documents.output.settings import DocumentsSettings
 from penstock.documents.output.tasks import HeapRange, RangeJob, SharedSink
-from penstock.documents.output.writer import DocumentWriter, Judge
+from penstock.documents.output.writer import DocumentWriter
 from penstock.documents.reading import ReadableSink
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
@@ -169,10 +170,12 @@ class Backfill:
             raise _Superseded
         sink = SharedSink(self._filling(build.index), self._sink.lock)
         query = self._indexes().queries[build.index]
-        job = RangeJob(self._source, query, sink, self._settings.chunk_documents)
+        aside = self._judge.aside.get(build.index, frozenset())
+        job = RangeJob(self._source, query, sink, self._settings.chunk_documents, aside)
         with self._tasks.copying():
             outcomes = self._tasks.run(list(parts), job, description=f"fill index {build.index}")
         self._judge.decide([rejection for each in outcomes for rejection in each.rejections], None)
+        self._judge.take_back(outcomes)
         failpoints.reach("after_range")
         done = {
             part.part: outcome.bodies - len(outcome.rejections) for part, outcome in zip(parts, outcomes, strict=True)

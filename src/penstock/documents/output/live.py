@@ -29,10 +29,11 @@ from penstock.documents.images import Changes
 from penstock.documents.output.builds import Builds
 from penstock.documents.output.fan_out import FanOuts
 from penstock.documents.output.indexes import Indexes
+from penstock.documents.output.judge import Judge
 from penstock.documents.output.pieces import pieces_of
 from penstock.documents.output.settings import DocumentsSettings
 from penstock.documents.output.tasks import SharedSink
-from penstock.documents.output.writer import DocumentWriter, Judge
+from penstock.documents.output.writer import DocumentWriter
 from penstock.documents.resolve import Question, ResolvedKeys
 from penstock.documents.visibility import wait_until_visible
 from penstock.lsn import Lsn, reaches

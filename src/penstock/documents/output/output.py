@@ -18,16 +18,19 @@ from collections.abc import Callable, Collection, Sequence
 from penstock import failpoints
 from penstock.destinations.base import Tasks
 from penstock.documents.base import NoopObserver, Observer, Sink
+from penstock.documents.keys import DocumentKeys
 from penstock.documents.output.backfill import Backfill, filling_of
 from penstock.documents.output.builds import Builds
 from penstock.documents.output.connections import POOL, SESSION
 from penstock.documents.output.fan_out import FanOuts
 from penstock.documents.output.generations import Generations
 from penstock.documents.output.indexes import Indexes, compile_indexes, require_published
+from penstock.documents.output.judge import Judge
 from penstock.documents.output.live import LiveChanges, Session
-from penstock.documents.output.settings import DocumentsSettings, Quarantine
-from penstock.documents.output.tasks import BuildJob, SharedSink
-from penstock.documents.output.writer import DocumentWriter, Judge
+from penstock.documents.output.settings import DocumentsSettings
+from penstock.documents.output.tasks import BuildJob, Outcome, SharedSink
+from penstock.documents.output.writer import DocumentWriter
+from penstock.documents.quarantine import QuarantineStore
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import LOCKED
@@ -75,7 +78,7 @@ class DocumentsOutput:
         relations: Callable[[], RelationMap],
         documents: DocumentsSettings | None = None,
         output: str = DEFAULT_OUTPUT,
-        quarantine: Quarantine | None = None,
+        quarantine: QuarantineStore | None = None,
         observer: Observer | None = None,
     ) -> None:
         """`relations` opens the map of relations (`open_relation_map`); `tasks` build documents and write them."""
@@ -90,7 +93,7 @@ class DocumentsOutput:
         self._sink = SharedSink(sink)
         self._generations = Generations()
         self._builds = Builds(store)
-        self._judge = Judge(self._documents, quarantine, self._observer)
+        self._judge = Judge(self._documents.failure_policies, quarantine, self._observer)
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._paused = threading.Event()
@@ -332,10 +335,15 @@ class DocumentsOutput:
         return self._indexes
 
     def _writer(self) -> DocumentWriter:
-        return DocumentWriter(self._documents, self._tasks, self._job, self._generations, self._builds.record)
+        return DocumentWriter(self._documents, self._tasks, self._job, self._generations, self._note)
 
     def _job(self) -> BuildJob:
-        return BuildJob(self._settings.source, self._compiled().queries, self._sink, self._builds.recorded)
+        queries, recorded = self._compiled().queries, self._builds.recorded
+        return BuildJob(self._settings.source, queries, self._sink, recorded, self._judge.aside)
+
+    def _note(self, outcomes: Sequence[Outcome]) -> None:
+        self._builds.record(outcomes)
+        self._judge.take_back(outcomes)
 
     # The start
 
@@ -343,6 +351,7 @@ class DocumentsOutput:
         """Every index exists, and is built anew if it cannot be brought up to date by following changes."""
         indexes = self._compiled()
         self._builds.load()
+        self._judge.load()
         self._builds.held = True
         for name in self._builds.all().keys() - indexes.specifications.keys():
             self._builds.forget(name)
@@ -407,9 +416,23 @@ class DocumentsOutput:
             self._commanded = now
             for command in self._store.take_commands():
                 self._obey(command)
+            self._try_refused_again()
         if now >= self._refresh_at:
             self._refresh_at = now + REFRESH_SECONDS
             self._note_membership(self._stream.look())
+
+    def _try_refused_again(self) -> None:
+        """Build documents that somebody wants to be tried again; those that are refused again stay set aside."""
+        indexes = self._compiled()
+        for name, specification in indexes.specifications.items():
+            ids = self._judge.wanted(name)
+            if not ids:
+                continue
+            self._judge.load()
+            keys = DocumentKeys.of(specification, indexes.catalog)
+            parsed = [key for key in map(keys.parse, ids) if len(key) == len(keys.columns)]
+            written = self._writer().write([keys.resolved(parsed)] if parsed else [])
+            self._judge.set_aside(written.rejections, None)
 
     def _note_membership(self, published: Published) -> None:
         """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""

@@ -1,14 +1,10 @@
-"""What can be said about an output of documents, and what it asks of whoever keeps refused ones."""
+"""What can be said about an output of documents."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from penstock.documents.base import Rejection
 from penstock.documents.policy import BatchPolicy, FailurePolicies
-from penstock.lsn import Lsn
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +28,3 @@ class DocumentsSettings:
     for them."""
     range_bytes: int = 8 << 20
     """Of the root table, TOAST included, in one range of a backfill: a second or two of work."""
-
-
-class Quarantine(Protocol):
-    """Keeps documents that were refused, for people to look at and to try again. Called by one thread at a time."""
-
-    def add(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:
-        """Set documents aside, durably; again for one that is there already replaces it.
-
-        `position` is where the stream was; None while an index is built.
-        """
-        ...

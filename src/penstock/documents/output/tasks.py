@@ -7,8 +7,8 @@ documents that are gone, if somebody wants to know them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
@@ -69,6 +69,8 @@ class Outcome:
     rejections: tuple[Rejection, ...] = ()
     removed: tuple[list[str], ...] = ()
     """The keys of documents that are not there, one array per key column; only if they are wanted."""
+    taken: tuple[str, ...] = ()
+    """Documents that were set aside before, and are written now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class BuildJob:
     sink: SharedSink
     recorded: frozenset[str] = frozenset()
     """Indexes whose removals are wanted."""
+    aside: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    """Documents that were refused before."""
 
     def __call__(self, keys: ResolvedKeys) -> Outcome:
         with POOL.borrow(self.source) as connection:
@@ -90,7 +94,8 @@ class BuildJob:
         if count and keys.index in self.recorded:
             removed = tuple(pa.array(each, pa.string()).filter(gone.combine_chunks()).to_pylist() for each in keys.keys)
         rejections = self.sink.write(keys.index, built)
-        return Outcome(keys.index, len(keys), len(keys) - count, rejections, removed)
+        taken = _taken(built, self.aside.get(keys.index), rejections)
+        return Outcome(keys.index, len(keys), len(keys) - count, rejections, removed, taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ class RangeJob:
     query: BuildQuery
     sink: SharedSink
     chunk: int
+    aside: frozenset[str] = frozenset()
 
     def __call__(self, part: HeapRange) -> Outcome:
         with POOL.borrow(self.source) as connection, connection.transaction():
@@ -121,11 +127,22 @@ class RangeJob:
     def _write(self, pieces: Iterable[pa.Table]) -> Outcome:
         documents = bodies = 0
         rejections: list[Rejection] = []
+        taken: list[str] = []
         for built in pieces:
             documents += built.num_rows
             bodies += built.num_rows - built.column("body").null_count
-            rejections += self.sink.write(self.query.index, built)
-        return Outcome(self.query.index, documents, bodies, tuple(rejections))
+            refused = self.sink.write(self.query.index, built)
+            rejections += refused
+            taken += _taken(built, self.aside, refused)
+        return Outcome(self.query.index, documents, bodies, tuple(rejections), (), tuple(taken))
+
+
+def _taken(built: pa.Table, aside: frozenset[str] | None, refused: Sequence[Rejection]) -> tuple[str, ...]:
+    if not aside:
+        return ()
+    ids = built.column("id")
+    known = ids.filter(pc.is_in(ids, value_set=pa.array(sorted(aside), pa.string()))).to_pylist()
+    return tuple(set(known).difference(each.id for each in refused))
 
 
 def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:

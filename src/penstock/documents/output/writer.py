@@ -6,7 +6,6 @@ costs more than they do.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +13,12 @@ from itertools import islice
 
 from penstock import failpoints
 from penstock.destinations.base import Tasks
-from penstock.documents.base import Observer, Rejection
+from penstock.documents.base import Rejection
 from penstock.documents.output.generations import Generations
-from penstock.documents.output.settings import DocumentsSettings, Quarantine
+from penstock.documents.output.settings import DocumentsSettings
 from penstock.documents.output.tasks import BuildJob, Outcome
-from penstock.documents.policy import FailurePolicy
 from penstock.documents.resolve import ResolvedKeys
-from penstock.errors import DocumentsRejected
-from penstock.lsn import Lsn
 from penstock.workers.process_tasks import ProcessTasks
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -80,32 +74,6 @@ class DocumentWriter:
             return
         while wave := list(islice(source, self._settings.wave_chunks)):
             yield wave
-
-
-class Judge:
-    """Decides what happens to refused documents, before anything else is done about any of them."""
-
-    def __init__(self, settings: DocumentsSettings, quarantine: Quarantine | None, observer: Observer) -> None:
-        self._policies = settings.failure_policies
-        self._quarantine = quarantine
-        self._observer = observer
-
-    def decide(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:
-        """Set them aside, or raise `DocumentsRejected`."""
-        fatal = [each for each in rejections if self._policies.of(each.index) is FailurePolicy.STOP]
-        if fatal:
-            first = fatal[0]
-            raise DocumentsRejected(
-                f"{len(fatal)} documents were refused; the first, of index {first.index!r}: {first.reason}",
-                index=first.index,
-                id=first.id,
-                count=len(fatal),
-            )
-        if rejections and self._quarantine is not None:
-            self._quarantine.add(rejections, position)
-        for each in rejections:
-            logger.warning("document set aside index=%s reason=%s", each.index, each.reason)
-            self._observer.on_document_quarantined(each)
 
 
 def _description(wave: Sequence[ResolvedKeys]) -> str:
