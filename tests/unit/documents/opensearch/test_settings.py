@@ -25,6 +25,11 @@ def test_credentials_leave_the_url() -> None:
         ({"retry_seconds": 301}, "retry_seconds"),
         ({"bulk_documents": 0}, "bulk_documents"),
         ({"replicas": -1}, "replicas"),
+        ({"shards": "3"}, "shards must be a whole number"),
+        ({"shards": True}, "shards must be a whole number"),
+        ({"verify_certificates": "yes"}, "verify_certificates must be true or false"),
+        ({"grace_seconds": "10m"}, "grace_seconds must be a whole number or a number"),
+        ({"user": 7}, "user must be a text or left out"),
     ],
     ids=str,
 )

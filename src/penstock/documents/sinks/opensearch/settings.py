@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -14,6 +15,22 @@ arrive within them, or it would come back: a bulk is given up after half of it."
 FILLING_GC_DELETES = 86_400
 """While a generation is filled, old bodies come late: ranges take their time."""
 DEFAULT_GRACE_SECONDS = 600.0
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+}
+"""What a value may be, by what its field is annotated with."""
+_NAMES: Mapping[type, str] = {
+    str: "a text",
+    type(None): "left out",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,7 @@ class OpenSearchSettings:
     """How long a generation that serves no more is kept."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("sink: url must be http://host:port or https://host:port")
@@ -62,6 +80,13 @@ class OpenSearchSettings:
         for name in ("replicas", "grace_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"sink: {name} must not be negative")
+
+    def _check_types(self) -> None:
+        for each in fields(self):
+            kinds = _KINDS[str(each.type)]
+            value = getattr(self, each.name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ConfigError(f"sink: {each.name} must be {' or '.join(_NAMES[kind] for kind in kinds)}")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
