@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import ssl
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import urllib3
-from urllib3.exceptions import HTTPError, MaxRetryError, SSLError
+from urllib3.exceptions import HTTPError, SSLError
 
 from penstock.documents.sinks.opensearch.settings import OpenSearchSettings
 from penstock.errors import DestinationError, DestinationRefused, DestinationUnavailable
@@ -21,6 +22,8 @@ NOT_FOUND = 404
 TOO_LARGE = 413
 _PASSING = (408, 429, 500, 502, 503, 504)
 _FORBIDDEN = (401, 403)
+_CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+"""An end in the middle of an encrypted connection: the server stops, and says nothing about who asks."""
 _BLOCKED = "cluster_block_exception"
 """An index that is read-only because a disk is full, or a cluster without a leader: 403, but not about who asks."""
 
@@ -103,9 +106,10 @@ class OpenSearchClient:
         headers["content-type"] = "application/x-ndjson" if lines else "application/json"
         try:
             response = self._pool.request(method, self._url + path, body=body, headers=headers)
-        except (SSLError, MaxRetryError) as error:
-            raise DestinationRefused(f"no encrypted connection to the search server: {self._clean(error)}") from None
         except (HTTPError, OSError) as error:
+            if isinstance(error, SSLError) and not isinstance(error.args[0], _CUT_OFF):
+                said = self._clean(error)
+                raise DestinationRefused(f"no encrypted connection to the search server: {said}") from None
             raise Passing(self._clean(error)) from None
         answer = Answer(response.status, response.data)
         if answer.status in _PASSING:
