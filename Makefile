@@ -46,6 +46,10 @@ opensearch: $(STAMP) system
 demo: $(STAMP) ## a shop becomes Delta tables that follow it, and are compared with it; about a minute
 	$(BIN)/penstock demo $(ARGS)
 
+.PHONY: demo-search
+demo-search: $(STAMP) opensearch ## a shop's documents in an OpenSearch follow its rows, also while an index is built anew
+	$(BIN)/penstock demo --search $(ARGS)
+
 .PHONY: test
 test: lint unit integration ## everything that must pass: lint, unit, integration and end to end
 
@@ -79,7 +83,7 @@ fmt: $(STAMP) ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-shutdown ## all benchmarks
+bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-shutdown bench-documents ## all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## capture against pg_recvlogical; ARGS="--workload mixed --changes 300000" narrows it
@@ -108,6 +112,10 @@ bench-stream: $(STAMP) ## changes from a slot into Delta, against pg_recvlogical
 .PHONY: bench-latency
 bench-latency: $(STAMP) ## from commit to visible in Delta, at 200 transactions/s; ARGS="--seconds 20" narrows it
 	$(BIN)/python benchmarks/latency.py $(ARGS)
+
+.PHONY: bench-documents
+bench-documents: $(STAMP) ## documents filled and changed, against psql building the same; ARGS="--rows 100000" narrows it
+	$(BIN)/python benchmarks/documents.py $(ARGS)
 
 .PHONY: traps
 traps: $(STAMP) ## which trap is covered by which tests, and which by none

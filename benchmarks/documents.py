@@ -1,0 +1,392 @@
+"""Search documents: filled from tables, and changed, against one `psql` that builds the same JSON for /dev/null.
+
+    python benchmarks/documents.py [--rows 1000000] [--rounds 2] [--master 'local[2]' | none] [--tasks 2] [--opensearch]
+
+A root table with two to-one relations, one to-many and two aggregates. `psql` runs the statement that builds every
+document, as COPY; the output (`penstock.documents.output`) fills an index: ranges in Spark tasks, counted and thrown
+away. Both take turns. Then changes: of rows that 1, 10 and 1000 documents show, and single transactions at a steady
+rate, from commit until the sink has the document. With `--opensearch` the index is also filled into a real server.
+
+What is timed: of `psql` the whole program; of ours, from the command to rebuild until the index would serve. Spark's
+start-up is not in it. Every round is checked: as many documents as rows, and every changed document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+from harness import (
+    BenchmarkFailed,
+    cleaned_up,
+    describe_machine,
+    format_table,
+    load_average,
+    median,
+    print_result,
+    say,
+    spread,
+    take_turns,
+)
+
+from penstock.documents.base import BatchStatistics, FlushReport, NoopObserver, Sink
+from penstock.documents.build import compile_build
+from penstock.documents.catalog import load_catalog
+from penstock.documents.output import DocumentsOutput, DocumentsSettings
+from penstock.documents.relation_map import SqliteRelationMap
+from penstock.documents.sinks import CountingSink
+from penstock.documents.specification import parse_specification
+from penstock.lsn import Lsn, reaches
+from penstock.outputs import Outputs
+from penstock.source.connections import SourceSettings
+from penstock.spool import SpoolSettings
+from penstock.state import CommandKind, IndexStatus, MemoryStore
+from penstock.stream import StreamSettings
+from penstock.testing.postgres import PostgresServer
+from penstock.workers.process_tasks import ProcessTasks
+
+CORES = 2
+PSQL, OURS = "psql", "documents"
+INDEX = "customers"
+FAN_OUTS = (1, 10, 1000)
+HANG_SECONDS = 3600.0
+SERVER_SETTINGS: Mapping[str, str] = {
+    "shared_buffers": "1GB",
+    "max_wal_size": "64GB",
+    "checkpoint_timeout": "1h",
+    "autovacuum": "off",
+}
+SPECIFICATION = """
+version: 1
+table: customers
+fields:
+  - {text: name}
+  - {keyword: email}
+  - {timestamp: changed_at}
+  - {belongs_to: region, column: region_id, table: regions, primary_key: id, fields: [{text: label}]}
+  - {belongs_to: household, column: household_id, table: households, primary_key: id, fields: [{text: label}]}
+  - has_many: orders
+    table: orders
+    foreign_key: customer_id
+    primary_key: id
+    order_by: [{column: id, direction: asc}]
+    fields: [{long: id}, {keyword: status}, {decimal: total}]
+  - {count: order_count, table: orders, foreign_key: customer_id}
+  - {sum: spent, table: orders, foreign_key: customer_id, column: total, value_type: decimal}
+"""
+TABLES = """
+create table regions (id int primary key, label text);
+create table households (id int primary key, label text);
+create table customers (
+    id int primary key, name text, email text, region_id int, household_id int, changed_at timestamptz default now()
+);
+create table orders (id int primary key, customer_id int, status text, total numeric(10, 2));
+insert into regions select n, 'region ' || n from generate_series(0, {rows} / 1000) n;
+insert into households select n, 'household ' || n from generate_series(0, {rows} / 10) n;
+insert into customers
+    select n, 'customer ' || n, n || '@example.org', n / 1000, n / 10 from generate_series(1, {rows}) n;
+insert into orders select n, 1 + n / 2, 'paid', n % 1000 from generate_series(0, 2 * {rows} - 1) n;
+create index on customers (region_id);
+create index on customers (household_id);
+create index on orders (customer_id);
+"""
+
+
+class Timed(Sink):
+    """Counts, and notes when documents that were written in this process have come, with the time in their body."""
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+        self.watching = False
+        self._counting = CountingSink()
+        self._waiting: list[pa.Table] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+
+    def write(self, batch: pa.Table) -> None:
+        self._counting.write(batch)
+        if self.watching:
+            self._waiting.append(batch)
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        now = time.time()
+        for batch in self._waiting:
+            for body in batch.column("body").to_pylist():
+                self.lags.append(now - _seconds(json.loads(body)["changed_at"]))
+        self._waiting.clear()
+        return FlushReport()
+
+
+class Counted(NoopObserver):
+    """How many documents changes were made of."""
+
+    def __init__(self) -> None:
+        self.documents = 0
+        self.batches = 0
+
+    def on_batch_committed(self, statistics: BatchStatistics) -> None:
+        self.documents += sum(statistics.documents.values())
+        self.batches += 1
+
+
+class Bench:
+    """A server with the tables, and an output over them."""
+
+    def __init__(self, server: PostgresServer, folder: Path, rows: int, tasks: Any, sink: Sink) -> None:
+        self.server = server
+        self.rows = rows
+        self.sink = sink
+        self.observer = Counted()
+        self.database = server.create_database()
+        self.store = MemoryStore("bench:documents")
+        say(f"making tables of {rows:,} customers and {2 * rows:,} orders")
+        with server.connect(self.database) as connection:
+            connection.execute(TABLES.format(rows=rows).encode())
+            connection.execute("vacuum (freeze, analyze)")
+        self.source = SourceSettings(server.dsn(self.database))
+        self.specification = parse_specification(SPECIFICATION, INDEX)
+        self.output = DocumentsOutput(
+            StreamSettings(
+                id="bench",
+                source=self.source,
+                publication="bench",
+                slot=f"bench_{self.database[-12:]}",
+                spool=SpoolSettings(folder / "spool", min_free_bytes=0),
+                tables=("public.*",),
+            ),
+            self.store,
+            [self.specification],
+            sink,
+            tasks,
+            relations=lambda: SqliteRelationMap(folder / "relations.db", "bench"),
+            documents=DocumentsSettings(),
+            observer=self.observer,
+        )
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        with Outputs([self.output]):
+            self.wait(lambda: self.output.settled, "the first build")
+            yield
+
+    def wait(self, look: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + HANG_SECONDS
+        while not look():
+            self.output.wait(0)
+            if time.monotonic() > deadline:
+                raise BenchmarkFailed(f"waited too long for {what}")
+            time.sleep(0.01)
+
+    def wait_followed(self) -> None:
+        with self.server.connect(self.database) as connection:
+            row = connection.execute("select pg_current_wal_flush_lsn()::text").fetchone()
+            # Something behind it, so that the server sends what is before.
+            connection.execute("update regions set label = label where id = -1")
+        assert row is not None
+        end = Lsn.parse(row[0])
+
+        def look() -> bool:
+            status = self.output.status
+            return status is not None and reaches(status.acknowledged, end) and self.output.settled
+
+        self.wait(look, "changes")
+
+    def fill(self) -> float:
+        """Build the index anew; the seconds that it took."""
+        before = self.output.indexes[INDEX].build
+        began = time.monotonic()
+        self.store.add_command(CommandKind.REBUILD_INDEX)
+        self.wait(lambda: self.output.indexes[INDEX].build != before, "the command")
+        self.wait(lambda: self.output.indexes[INDEX].status is IndexStatus.SEEDED, "the index")
+        seconds = time.monotonic() - began
+        found = sum(self.store.get_index_ranges(INDEX, self.output.indexes[INDEX].build).values())
+        if found != self.rows:
+            raise BenchmarkFailed(f"{found:,} documents were built of {self.rows:,} rows")
+        return seconds
+
+    def psql(self) -> float:
+        """The same documents for nobody; the seconds of the program."""
+        with psycopg.connect(self.server.dsn(self.database), autocommit=True) as connection:
+            catalog = load_catalog(connection, self.specification.tables())
+        query = compile_build(self.specification, catalog)
+        text = f"copy ({query.range_head}(select * from only public.customers){query.range_tail}) to stdout"
+        command = [
+            str(self.server.binaries.program("psql")),
+            *("-X", "-q", "-h", "127.0.0.1", "-p", str(self.server.port), "-U", self.server.user, "-d", self.database),
+            *("-c", text),
+        ]
+        began = time.monotonic()
+        environment = os.environ | {"PGPASSWORD": self.server.password}
+        ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+        if ended.returncode != 0:
+            raise BenchmarkFailed(f"psql ended with exit code {ended.returncode}")
+        return time.monotonic() - began
+
+    def change(self, fan_out: int, documents: int) -> dict[str, float]:
+        """Change rows that `fan_out` documents show each; how many documents that makes a second."""
+        table = {1: "customers", 10: "households", 1000: "regions"}[fan_out]
+        column = "name" if table == "customers" else "label"
+        count = max(1, min(documents, self.rows) // fan_out)
+        self.wait_followed()
+        before, batches = self.observer.documents, self.observer.batches
+        began = time.monotonic()
+        with self.server.connect(self.database) as connection:
+            for first in range(1, count + 1, 1000):
+                connection.execute(
+                    f"update {table} set {column} = {column} || '+' where id between %s and %s".encode(),
+                    [first, min(first + 999, count)],
+                )
+        self.wait_followed()
+        seconds = time.monotonic() - began
+        made = self.observer.documents - before
+        if not count * fan_out * 0.9 <= made:
+            raise BenchmarkFailed(f"{made:,} documents were built of {count:,} rows with {fan_out} each")
+        batches = self.observer.batches - batches
+        say(f"fan-out {fan_out}: {made / seconds:,.0f} documents/s, {made:,} in {seconds:.2f} s, {batches} batches")
+        return {"documents_per_second": made / seconds, "documents": made, "batches": batches}
+
+    def lag(self, sink: Timed, rate: float, seconds: float) -> dict[str, float]:
+        """Single rows at a steady rate: from their commit until the sink has the document."""
+        self.wait_followed()
+        stop = threading.Event()
+        sink.watching = True
+        with self.server.connect(self.database) as connection:
+            began = time.monotonic()
+            number = 0
+            while time.monotonic() - began < seconds:
+                number += 1
+                connection.execute(
+                    "update customers set changed_at = clock_timestamp() where id = %s",
+                    [1 + number * 7919 % self.rows],
+                )
+                stop.wait(max(0.0, began + number / rate - time.monotonic()))
+        self.wait_followed()
+        sink.watching = False
+        if len(sink.lags) < number * 0.9:
+            raise BenchmarkFailed(f"{len(sink.lags)} documents came of {number} changes")
+        p50, p99 = (float(np.percentile(sink.lags, each)) for each in (50, 99))
+        say(f"commit to sink: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, at {number / seconds:.0f} changes/s")
+        return {"p50_s": p50, "p99_s": p99, "changes": number}
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    try:
+        with (
+            cleaned_up(),
+            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
+            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
+            _tasks(arguments) as tasks,
+        ):
+            print(f"PostgreSQL {server.version}; {describe_machine()}")
+            result = run(server, Path(folder), tasks, arguments)
+    except BenchmarkFailed as error:
+        raise SystemExit(f"benchmark failed: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    print_result(result)
+
+
+def run(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    sink = Timed()
+    bench = Bench(server, folder, arguments.rows, tasks, sink)
+    with bench.started():
+        seconds: dict[str, list[float]] = {PSQL: [], OURS: []}
+        for who in take_turns(PSQL, OURS, arguments.rounds):
+            seconds[who].append(bench.psql() if who == PSQL else bench.fill())
+            rate = arguments.rows / seconds[who][-1]
+            say(f"{who}: {rate:,.0f} documents/s in {seconds[who][-1]:.1f} s, load average {load_average():.1f}")
+        changed = {fan_out: bench.change(fan_out, arguments.documents) for fan_out in FAN_OUTS}
+        lag = bench.lag(sink, arguments.rate, arguments.seconds)
+    rates = {who: arguments.rows / median(each) for who, each in seconds.items()}
+    ratio = rates[OURS] / rates[PSQL]
+    result: dict[str, Any] = {
+        "ratio": round(ratio, 3),
+        "documents_per_second": round(rates[OURS]),
+        "psql_documents_per_second": round(rates[PSQL]),
+        "changed": {str(each): round(found["documents_per_second"]) for each, found in changed.items()},
+        "lag": {name: round(value, 4) for name, value in lag.items()},
+    }
+    if arguments.opensearch:
+        result["opensearch_documents_per_second"] = round(_fill_opensearch(server, folder, tasks, arguments))
+    table = [
+        *([who, f"{rates[who]:,.0f}", f"{spread(seconds[who]):.2f}"] for who in (PSQL, OURS)),
+        *([f"changed, fan-out {each}", f"{found['documents_per_second']:,.0f}", ""] for each, found in changed.items()),
+    ]
+    print(f"\n{arguments.rows:,} documents on {arguments.master}; load average {load_average():.1f}; ratio {ratio:.2f}")
+    print(f"{format_table(['what', 'documents/s', 'spread'], table)}\n", flush=True)
+    return result
+
+
+def _fill_opensearch(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Namespace) -> float:
+    from penstock.documents.sinks.opensearch import OpenSearchSink
+    from penstock.testing.opensearch import OpenSearchServer
+
+    own = folder / "opensearch"
+    own.mkdir()
+    with OpenSearchServer() as search:
+        bench = Bench(server, own, arguments.rows, tasks, OpenSearchSink(search.url))
+        with bench.started():
+            seconds = bench.fill()
+    say(f"opensearch: {arguments.rows / seconds:,.0f} documents/s in {seconds:.1f} s")
+    return arguments.rows / seconds
+
+
+@contextmanager
+def _tasks(arguments: argparse.Namespace) -> Iterator[Any]:
+    if arguments.master == "none":
+        yield ProcessTasks()
+        return
+    from penstock.spark.session import SparkSettings, build_session
+    from penstock.spark.tasks import SparkTasks
+
+    began = time.monotonic()
+    session = build_session(SparkSettings(master=arguments.master, app_name="bench-documents"))
+    say(f"Spark started in {time.monotonic() - began:.1f} s")
+    try:
+        yield SparkTasks(session, copy_tasks=arguments.tasks)
+    finally:
+        session.stop()
+
+
+def _seconds(text: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Search documents, against psql building the same JSON.")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the root table")
+    parser.add_argument("--rounds", type=int, default=2, help="of each filling")
+    parser.add_argument("--documents", type=int, default=20_000, help="that are changed for each fan-out")
+    parser.add_argument("--rate", type=float, default=100.0, help="changes per second, for the lag")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of those changes")
+    parser.add_argument("--master", default=f"local[{CORES}]", help="of Spark; none: no Spark")
+    parser.add_argument("--tasks", type=int, default=CORES, help="that fill an index at the same time")
+    parser.add_argument("--opensearch", action="store_true", help="fill a real server, too")
+    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    arguments = parser.parse_args()
+    if min(arguments.rows, arguments.rounds, arguments.documents, arguments.rate, arguments.seconds) <= 0:
+        parser.error("all numbers must be above 0")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
