@@ -3,6 +3,8 @@
 PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
+# Tests on servers wait for most of their time.
+SERVER_WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
@@ -59,7 +61,7 @@ unit: $(STAMP) ## the tests that need no service, in less than a minute
 
 .PHONY: integration
 integration: $(STAMP) system jars opensearch ## the tests on real servers, and whole pipelines
-	$(PYTEST) -q -n $(WORKERS) --dist worksteal $(wildcard tests/integration tests/e2e) $(ARGS)
+	$(PYTEST) -q -n $(SERVER_WORKERS) --dist worksteal $(wildcard tests/integration tests/e2e) $(ARGS)
 
 .PHONY: lint
 lint: ruff types imports ## ruff, types and import order

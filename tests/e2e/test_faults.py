@@ -226,7 +226,7 @@ def test_quiet_connection_is_kept(own_stream):
     stream.slot()
     with CaptureProcess(stream.settings()) as capture:
         capture.wait_until_streaming()
-        watch_connection(stream, capture, Reading.STREAMING, 14.0)
+        watch_connection(stream, capture, Reading.STREAMING, 8.0)
         write_rows(stream, 5, 5)
         stream.wait_captured(capture, stream.flushed_position())
     stream.check()

@@ -20,13 +20,13 @@ from tests.e2e.support import (
     write_rows,
 )
 
-FULL_SECONDS = 20.0
+FULL_SECONDS = 10.0
 
 
 @pytest.mark.trap(6)
 @pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
 def test_full_spool_stops_reading_and_not_answering(own_stream, streaming):
-    """The server gives silent readers up after 2 s; ours stays silent about nothing for 20 s."""
+    """The server gives silent readers up after 2 s; ours stays silent about nothing for 10 s."""
     stream = own_stream(wal_sender_timeout="2s")
     stream.slot()
     settings = stream.settings(work_mem="64kB", streaming=streaming, queue_bytes=200_000, spool={"max_bytes": 100_000})

@@ -18,7 +18,8 @@ from typing import Any
 
 from penstock.destinations.parquet.reader import ParquetReader
 
-PATIENCE = 120.0
+PATIENCE = 300.0
+"""A guard against hangs, not a measure."""
 ONE = '[destination]\ntype = "parquet"\npath = "lake"'
 SECOND = '[[destination]]\nname = "second"\ntype = "parquet"\npath = "second"'
 BOTH = f'[{ONE.replace("]", "]]", 1)}\nname = "tables"\n{SECOND}'
