@@ -1,0 +1,152 @@
+"""Documents in a real search server: equal to the database after everything that happens to the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from penstock.documents.output import DocumentsSettings
+from penstock.documents.policy import FailurePolicies, FailurePolicy
+from penstock.documents.quarantine import SqliteQuarantine
+from penstock.documents.sinks.opensearch import OpenSearchSink
+from penstock.errors import DocumentsRejected, IndexUnusable
+from penstock.source.connections import Role, SourceSettings, connect
+from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer
+from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
+from tests.e2e.support import wait_for
+from tests.integration.documents import world
+
+TOO_LONG = "x" * 40_000
+"""More than a keyword can have."""
+MAKE_TOO_LONG = "update w.orders set status = %s where id = (select min(id) from w.orders)"
+MAKE_SHORT = "update w.orders set status = 'short' where length(status) > 1000"
+
+
+def site_on(server: ExistingOpenSearch, prefix: str, database: Any, folder: Path, **options: Any) -> Site:
+    with connect(SourceSettings(database.dsn), Role.CATALOG) as connection:
+        world.create(connection)
+        world.fill(Random(1), connection)
+    sink = OpenSearchSink(server.url, replicas=0)
+
+    def read(index: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for ids in sink.scan(index):
+            found |= sink.fetch(index, ids)
+        return found
+
+    indexes = specifications(**{f"{prefix}-people": PEOPLE, f"{prefix}-orders": ORDERS})
+    return Site(database, folder, indexes, sink, read, **options)
+
+
+@pytest.fixture
+def site(opensearch: ExistingOpenSearch, index_name: str, database: Any, tmp_path: Path) -> Iterator[Site]:
+    made = site_on(opensearch, index_name, database, tmp_path)
+    yield made
+    made.sink.close()  # type: ignore[attr-defined]
+
+
+def change(site: Site, seed: int, count: int) -> None:
+    random = Random(seed)
+    with connect(SourceSettings(site.database.dsn), Role.CATALOG) as connection:
+        for _ in range(count):
+            world.random_transaction(random, connection, 5)
+
+
+def generations(site: Site) -> dict[str, str | None]:
+    """What serves, by index."""
+    assert isinstance(site.sink, OpenSearchSink)
+    return {each.name: site.sink.facts(each.name).generation for each in site.specifications}
+
+
+@pytest.mark.trap(47)
+def test_indexes_are_filled_follow_and_are_built_anew_while_they_follow(site: Site) -> None:
+    output = site.output()
+    with run(output):
+        site.wait_settled(output)
+        site.check()
+        change(site, 2, 20)
+        site.wait_settled(output)
+        site.check()
+        before = generations(site)
+        writer = threading.Thread(target=change, args=(site, 3, 20))
+        writer.start()
+        site.database.execute("truncate w.lines cascade")
+        writer.join(120)
+        site.wait_settled(output)
+        site.check()
+        assert before != generations(site), "an emptied table makes a new generation"
+
+
+def test_a_killed_search_server_loses_nothing(
+    make_opensearch: Callable[..., OpenSearchServer], database: Any, tmp_path: Path
+) -> None:
+    server = make_opensearch()
+    site = site_on(server, "killed", database, tmp_path)
+    output = site.output()
+    with run(output):
+        site.wait_settled(output)
+        writer = threading.Thread(target=change, args=(site, 4, 60))
+        writer.start()
+        server.kill()
+        writer.join(120)
+        server.start()
+        site.wait_settled(output)
+        site.check()
+    site.sink.close()  # type: ignore[attr-defined]
+
+
+def test_an_index_deleted_by_hand_ends_the_output_and_is_built_anew(site: Site, opensearch: ExistingOpenSearch) -> None:
+    output = site.output()
+    people = site.specifications[0].name
+    with run(output):
+        site.wait_settled(output)
+        opensearch.request("DELETE", f"/{generations(site)[people]}")
+        change(site, 5, 20)
+        with pytest.raises(IndexUnusable, match=people) as caught:
+            wait_for(lambda: output.wait(0), "the output to end")
+    assert "rebuild" in caught.value.hint
+    again = site.output()
+    with run(again):
+        site.wait_settled(again)
+        site.check()
+
+
+@pytest.mark.trap(46)
+def test_a_document_that_cannot_be_mapped_stops_the_output_until_it_can(site: Site) -> None:
+    output = site.output()
+    with run(output):
+        site.wait_settled(output)
+        site.database.execute(MAKE_TOO_LONG, [TOO_LONG])
+        with pytest.raises(DocumentsRejected, match="longer than a keyword") as caught:
+            wait_for(lambda: output.wait(0), "the output to end")
+    assert TOO_LONG[:100] not in str(caught.value)
+    site.database.execute(MAKE_SHORT)
+    again = site.output()
+    with run(again):
+        site.wait_settled(again)
+        site.check()
+
+
+@pytest.mark.trap(46)
+def test_a_document_that_cannot_be_mapped_is_set_aside_and_the_others_follow(site: Site, tmp_path: Path) -> None:
+    site.settings = DocumentsSettings(failure_policies=FailurePolicies(default=FailurePolicy.SKIP))
+    with closing(SqliteQuarantine(tmp_path / "quarantine.db", "e2e")) as quarantine:
+        output = site.output(quarantine=quarantine)
+        with run(output):
+            site.wait_settled(output)
+            site.database.execute(MAKE_TOO_LONG, [TOO_LONG])
+            site.wait_settled(output)
+            orders = site.specifications[1].name
+            assert quarantine.counts()[orders] == 1
+            assert not any(TOO_LONG[:100] in each.reason for each in quarantine.entries())
+            change(site, 6, 10)
+            site.database.execute(MAKE_SHORT)
+            site.wait_settled(output)
+            site.check()
+            assert quarantine.counts() == {}, "what was taken is not kept"
