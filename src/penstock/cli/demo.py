@@ -6,21 +6,20 @@ file that is left behind to look at. The server is gone afterwards; config and l
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.demo_parts import DemoChoice, fresh_folder, watcher
 from penstock.cli.display import Display, opened_display
-from penstock.cli.outputs import POLL_SECONDS, LookedAt, Running, started_outputs
+from penstock.cli.outputs import LookedAt, Running, started_outputs
 from penstock.cli.tail import Ending
 from penstock.config import Config, load_config
 from penstock.config.models import NO_SPARK
-from penstock.errors import ConfigError, PenstockError, Retry
-from penstock.pipeline import Outputs
+from penstock.errors import PenstockError, Retry
+from penstock.outputs import Outputs
 from penstock.state import Errored, Ready
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
@@ -28,7 +27,6 @@ from penstock.testing.shop import PUBLICATION, ShopWriters, create_shop, fill_sh
 from penstock.verify.verification import verify_tables
 
 DATABASE = "shop"
-MARKER = ".penstock-demo"
 _COMPARISONS = 10
 _READY_SECONDS = 600.0
 """A guard against waiting for ever, not a measure."""
@@ -43,6 +41,16 @@ _BEST_CUSTOMERS = """
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    rate: float
+    orders: int
+    master: str
+
+
+_USUAL = _Usual(100.0, 50_000, "local[*]")
+_USUAL_SEARCH = _Usual(10.0, 5_000, NO_SPARK)
+"""A product is in the documents of nearly all customers, and each change of its price changes all of these."""
 _FURTHER = """
 the lake stays, one Delta table per folder: {place}/lake/shop
 the config that made it: {place}/penstock.toml
@@ -55,12 +63,31 @@ def demo(
     seconds: Annotated[
         float, typer.Option(min=1, help="How long the changes are watched, once all tables are copied.", metavar="S")
     ] = 20.0,
-    rate: Annotated[float, typer.Option(min=0.1, help="Transactions per second, about.", metavar="N")] = 100.0,
-    orders: Annotated[int, typer.Option(min=0, help="Orders that are there at the start.", metavar="N")] = 50_000,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="Transactions per second, about: 100, or with --search 10.", metavar="N", show_default=False
+        ),
+    ] = None,
+    orders: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Orders that are there at the start: 50,000, or with --search 5,000.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
     folder: Annotated[
         Path, typer.Option(help="Where config and lake go; an older demo in it is replaced.", metavar="FOLDER")
     ] = Path("penstock-demo"),
-    master: Annotated[str, typer.Option(help="Where Spark runs; none does without it.", metavar="MASTER")] = "local[*]",
+    master: Annotated[
+        str | None,
+        typer.Option(help="Where Spark runs: local\\[*], or with --search none.", metavar="MASTER", show_default=False),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search documents in an OpenSearch instead of tables in a lake.")
+    ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Run on afterwards, until Ctrl-C.")] = False,
 ) -> None:
     """Turn a small Postgres database into Delta tables that follow it, and compare the two in the end.
@@ -68,28 +95,51 @@ def demo(
     Starts a server on a free port of 127.0.0.1, with a shop in it and writers that never rest; copies the tables,
     follows the changes for a while, asks the lake a question, and compares every row of source and destination. Ends
     with status 0 only if all are equal. Needs the server's programs: pip install 'penstock\\[server]'.
+
+    With --search its documents go to a search server: a search, a row that changes and its document with it, an index
+    that is built anew under load, and every document compared in the end. Needs an OpenSearch: make opensearch.
     """
-    binaries = find_binaries()
+    usual = _USUAL_SEARCH if search else _USUAL
+    chosen = DemoChoice(
+        seconds=seconds,
+        rate=usual.rate if rate is None else rate,
+        orders=usual.orders if orders is None else orders,
+        folder=folder,
+        master=master or usual.master,
+        keep=keep,
+    )
     equal: bool | None = None
     with Ending() as ending, opened_display(quiet=False, as_json=False, seconds=2.0) as display:
-        place = _fresh(folder)
-        display.say(f"starting PostgreSQL {binaries.version} in a temporary folder")
-        with PostgresServer(binaries=binaries) as server:
-            server.create_database(DATABASE)
-            with server.connect(DATABASE) as connection:
-                create_shop(connection)
-                fill_shop(connection, orders=orders)
-            config = load_config(_write_config(place, server.dsn(DATABASE), master))
-            display.say(f"a shop with {orders:,} orders is open: psql {server.dsn(DATABASE)}")
-            with (
-                ShopWriters(lambda: server.connect(DATABASE), rate=rate),
-                started_outputs(config, ending, display) as running,
-            ):
-                equal = _show(config, running, ending, display, seconds=seconds, keep=keep)
-        if equal:
-            display.say(_FURTHER.format(place=place).strip())
+        if search:
+            # Imported here: the other demo needs no search server.
+            from penstock.cli.demo_search import run_search_demo
+
+            equal = run_search_demo(chosen, ending, display)
+        else:
+            equal = _run_lake_demo(chosen, ending, display)
     if equal is False:
         raise PenstockError("source and destination differ", hint="This is a defect of Penstock: please report it.")
+
+
+def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool | None:
+    binaries = find_binaries()
+    place = fresh_folder(chosen.folder)
+    display.say(f"starting PostgreSQL {binaries.version} in a temporary folder")
+    with PostgresServer(binaries=binaries) as server:
+        server.create_database(DATABASE)
+        with server.connect(DATABASE) as connection:
+            create_shop(connection)
+            fill_shop(connection, orders=chosen.orders)
+        config = load_config(_write_config(place, server.dsn(DATABASE), chosen.master))
+        display.say(f"a shop with {chosen.orders:,} orders is open: psql {server.dsn(DATABASE)}")
+        with (
+            ShopWriters(lambda: server.connect(DATABASE), rate=chosen.rate),
+            started_outputs(config, ending, display) as running,
+        ):
+            equal = _show(config, running, ending, display, seconds=chosen.seconds, keep=chosen.keep)
+    if equal:
+        display.say(_FURTHER.format(place=place).strip())
+    return equal
 
 
 def _show(
@@ -97,7 +147,7 @@ def _show(
 ) -> bool | None:
     """The demo itself; whether all tables were equal, None if it was cut short."""
     with LookedAt(config, running.outputs, display) as looked_at:
-        watch = _watcher(running.outputs, looked_at, ending)
+        watch = watcher(running.outputs, looked_at, ending)
         if not watch(_READY_SECONDS, lambda: _are_ready(running.outputs)):
             return None
         display.say(f"all tables are copied; following their changes for {seconds:g} s")
@@ -113,43 +163,12 @@ def _show(
         return equal
 
 
-def _watcher(outputs: Outputs, looked_at: LookedAt, ending: Ending) -> Callable[[float, Callable[[], bool]], bool]:
-    def watch(seconds: float, done: Callable[[], bool]) -> bool:
-        """Look until it is done, or the time is over; whether it is done."""
-        deadline = time.monotonic() + seconds
-        while not ending.stop.is_set() and not outputs.wait(0):
-            looked_at.look()
-            if done():
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            ending.stop.wait(POLL_SECONDS)
-        return False
-
-    return watch
-
-
 def _are_ready(outputs: Outputs) -> bool:
     phases = [phase for pipeline in outputs for phase in pipeline.phases.values()]
     for phase in phases:
         if isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR:
             raise PenstockError(f"a table stopped: {phase.reason}", hint=phase.solution or None)
     return bool(phases) and all(isinstance(phase, Ready) for phase in phases)
-
-
-def _fresh(folder: Path) -> Path:
-    """The folder, empty; what stands in it is removed only if it is an older demo's."""
-    place = folder.absolute()
-    if place.exists():
-        if not (place / MARKER).is_file() and any(place.iterdir()):
-            raise ConfigError(f"{folder} is not empty, and no older demo", hint="Name another one with --folder.")
-        shutil.rmtree(place)
-    try:
-        place.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create {folder}: {error.strerror}", hint="Name another one with --folder.") from None
-    (place / MARKER).touch()
-    return place
 
 
 def _write_config(place: Path, url: str, master: str) -> Path:

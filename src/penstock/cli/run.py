@@ -109,14 +109,15 @@ def _watch(config: Config, outputs: Outputs, ending: Ending, looked_at: LookedAt
             )
         if once and all(is_settled(pipeline) for pipeline in outputs):
             target = target or current_position(config.pipeline.source)
-            if all(_has_reached(pipeline, target) for pipeline in outputs):
+            if all(has_reached(pipeline, target) for pipeline in outputs):
                 looked_at.look()
                 return True
         ending.stop.wait(POLL_SECONDS)
     return False
 
 
-def _has_reached(pipeline: Output, target: Lsn) -> bool:
+def has_reached(pipeline: Output, target: Lsn) -> bool:
+    """Whether all that was committed before is durable."""
     status = pipeline.status
     if status is None:
         return False
