@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from penstock import failpoints
+from penstock.destinations.parquet import ParquetDestination
+from penstock.documents.base import FlushReport, Rejection
+from penstock.documents.output import DocumentsSettings
+from penstock.documents.policy import FailurePolicies, FailurePolicy
+from penstock.documents.quarantine import SqliteQuarantine
 from penstock.documents.sinks import MemorySink
+from penstock.errors import DocumentsRejected, PenstockError, PublicationChanged
+from penstock.lsn import reaches
+from penstock.outputs import Outputs
+from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.state import CommandKind, CommandStatus, MemoryStore
+from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
+from tests.e2e.support import current_position, wait_for
 from tests.integration.documents import world
 
 
@@ -34,3 +51,252 @@ def test_indexes_are_filled_and_then_follow(site: Site) -> None:
                 world.random_transaction(random, connection, 5)
         site.wait_settled(output)
         site.check()
+
+
+def test_an_emptied_table_builds_its_indexes_anew_and_no_others(site: Site) -> None:
+    output = site.output()
+    with run(output):
+        site.wait_settled(output)
+        before = output.indexes
+        site.database.execute("truncate w.teams")
+        site.wait_settled(output)
+        assert output.indexes["people"].build != before["people"].build
+        assert output.indexes["people"].reason == "a table of it was emptied"
+        assert output.indexes["orders"] == before["orders"]
+        site.check()
+
+
+def test_an_index_is_rebuilt_when_somebody_asks(site: Site) -> None:
+    output = site.output()
+    with run(output):
+        site.wait_settled(output)
+        before = output.indexes
+        wrong = output.store.add_command(CommandKind.REBUILD_INDEX, options={"indexes": ["nothing"]})
+        right = output.store.add_command(CommandKind.REBUILD_INDEX, options={"indexes": ["orders"]})
+        other = output.store.add_command(CommandKind.RESYNC, ["w.orders"])
+        wait_for(lambda: all(each.answered for each in output.store.get_commands()), "answers")
+        answers = {each.number: each for each in output.store.get_commands()}
+        assert answers[wrong.number].status is CommandStatus.REFUSED
+        assert "there is no index nothing" in answers[wrong.number].reason
+        assert answers[other.number].status is CommandStatus.REFUSED
+        assert answers[right.number].status is CommandStatus.DONE
+        site.wait_settled(output)
+        assert output.indexes["orders"].build != before["orders"].build
+        assert output.indexes["people"] == before["people"]
+        site.check()
+
+
+def test_a_second_process_goes_on_where_the_first_has_stopped(site: Site) -> None:
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+    random = Random(3)
+    with connect(SourceSettings(site.database.dsn), Role.CATALOG) as connection:
+        for _ in range(20):
+            world.random_transaction(random, connection, 5, truncates=0)
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert output.indexes == before, "nothing is built anew"
+        site.check()
+
+
+def test_another_specification_builds_its_index_anew(site: Site) -> None:
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+    site.specifications = specifications(people=PEOPLE.replace("text: name", "keyword: name"), orders=ORDERS)
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert output.indexes["people"].reason == "its specification has changed"
+        assert output.indexes["orders"] == before["orders"]
+        site.check()
+    site.specifications = site.specifications[:1]
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert output.indexes.keys() == {"people"}
+
+
+@pytest.mark.trap(21)
+def test_a_table_that_is_rewritten_while_it_is_read_is_read_anew(site: Site) -> None:
+    ready, go_on = threading.Event(), threading.Event()
+
+    class Slow(ProcessTasks):
+        """Waits before the second range."""
+
+        def run(self, items: Any, function: Any, *, description: str) -> Any:
+            def slowly(item: Any) -> Any:
+                if getattr(item, "part", 0) == 1 and not ready.is_set():
+                    ready.set()
+                    assert go_on.wait(60)
+                return function(item)
+
+            return super().run(items, slowly, description=description)
+
+    site.database.execute(
+        "insert into w.people (id, name, email) select n, repeat('x', 500), n::text from generate_series(100, 400) n"
+    )
+    site.specifications = site.specifications[:1]
+    site.settings = DocumentsSettings(range_bytes=32768)
+    with run(output := site.output(Slow())):
+        assert ready.wait(60)
+        first = output.indexes["people"].build
+        site.database.execute("delete from w.people where id < 200")
+        site.database.execute("vacuum full w.people")
+        go_on.set()
+        site.wait_settled(output)
+        assert output.indexes["people"].build != first
+        assert "was rewritten" in output.indexes["people"].reason
+        site.check()
+
+
+def test_ranges_that_are_done_are_not_read_again(site: Site) -> None:
+    parts: list[int] = []
+
+    class Noting(ProcessTasks):
+        def run(self, items: Any, function: Any, *, description: str) -> Any:
+            parts.extend(item.part for item in items if hasattr(item, "part"))
+            return super().run(items, function, description=description)
+
+    site.database.execute(
+        "insert into w.people (id, name, email) select n, repeat('x', 500), n::text from generate_series(100, 700) n"
+    )
+    site.specifications = site.specifications[:1]
+    site.settings = DocumentsSettings(range_bytes=32768)
+    # The third note of what is done is lost.
+    failpoints.arm("after_range=error:3")
+    try:
+        with run(output := site.output(Noting())):
+            site.wait_settled(output)
+            [build] = output.indexes.values()
+            site.check()
+    finally:
+        failpoints.arm("")
+    count = len(site.store.get_index_ranges("people", build.build))
+    assert count > 8
+    assert parts == [*range(12 if count > 12 else count), *range(8, count)]
+
+
+@pytest.mark.trap(18)
+def test_a_table_that_was_away_builds_its_indexes_anew(site: Site) -> None:
+    site.stream["manage_publication"] = False
+    site.database.execute("create publication e2e for tables in schema w")
+    site.database.execute("drop publication e2e")
+    tables = ", ".join(f"w.{name}" for name in world.COLUMNS)
+    site.database.execute(f"create publication e2e for table {tables}")
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+    site.database.execute("alter publication e2e drop table w.orders")
+    site.database.execute("update w.orders set person_id = person_id % 3 + 1")
+    site.database.execute("alter publication e2e add table w.orders")
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert output.indexes["people"].build != before["people"].build
+        site.check()
+        site.database.execute("update w.orders set person_id = person_id % 3 + 1")
+        site.database.execute("delete from w.orders where id = 1")
+        site.wait_settled(output)
+        site.check()
+
+
+def test_a_table_that_is_not_published_is_refused(site: Site) -> None:
+    site.stream["tables"] = ("w.people", "w.orders", "w.lines")
+    with pytest.raises(PublicationChanged, match=r"does not send changes of w\.teams"), run(site.output()):
+        pass
+
+
+def test_an_added_column_does_not_disturb_and_a_dropped_one_stops(site: Site) -> None:
+    with run(output := site.output()):
+        site.wait_settled(output)
+        site.database.execute("alter table w.people add extra int")
+        site.database.execute("update w.people set extra = 1, name = 'changed' where id = 1")
+        site.database.execute("alter table w.orders alter status type varchar(50)")
+        site.database.execute("update w.orders set status = 'other' where id = 2")
+        site.wait_settled(output)
+        site.check()
+        site.database.execute("alter table w.people drop name")
+        site.database.execute("update w.people set extra = 2 where id = 1")
+        with pytest.raises(PenstockError, match=r"no column 'name'|does not exist"):
+            wait_for(lambda: output.wait(0), "its end")
+
+
+class Refusing(MemorySink):
+    """Refuses what has a word in it."""
+
+    word = "refused"
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        kept, rejections = [], []
+        for batch in self._waiting:
+            rows = batch.to_pylist()
+            bad = [row for row in rows if row["body"] is not None and self.word in row["body"]]
+            rejections += [Rejection(row["index"], row["id"], "it has the word") for row in bad]
+            kept.append(pa.Table.from_pylist([row for row in rows if row not in bad], batch.schema))
+        self._waiting = kept
+        super().flush(caught_up)
+        return FlushReport(tuple(rejections))
+
+
+@pytest.fixture
+def refusing(site: Site) -> Site:
+    sink = Refusing()
+    site.sink, site.read = sink, sink.documents
+    site.specifications = site.specifications[:1]
+    return site
+
+
+@pytest.mark.trap(46)
+def test_a_refused_document_stops_it_and_nothing_is_acknowledged(refusing: Site) -> None:
+    with run(output := refusing.output()):
+        refusing.wait_settled(output)
+        held = output.status.acknowledged
+        refusing.database.execute("update w.people set name = 'refused' where id = 1")
+        with pytest.raises(DocumentsRejected, match="it has the word"):
+            wait_for(lambda: output.wait(0), "its end")
+        stored = refusing.store.get_stored_progress()
+        assert stored is not None
+        assert not reaches(stored.position, current_position(refusing.database))
+        assert reaches(stored.position, held)
+
+
+def test_a_refused_document_is_set_aside_and_taken_back(refusing: Site) -> None:
+    refusing.settings = DocumentsSettings(failure_policies=FailurePolicies(FailurePolicy.SKIP))
+    quarantine = SqliteQuarantine(Path(":memory:"), "e2e")
+    with closing(quarantine), run(output := refusing.output(quarantine=quarantine)):
+        refusing.wait_settled(output)
+        refusing.database.execute("update w.people set name = 'refused' where id in (1, 2)")
+        refusing.wait_settled(output)
+        assert sorted(each.id for each in quarantine.entries()) == ["1", "2"]
+        refusing.database.execute("update w.people set name = 'fine' where id = 1")
+        refusing.wait_settled(output)
+        assert [each.id for each in quarantine.entries()] == ["2"]
+        quarantine.retry("people")
+        wait_for(lambda: quarantine.entries()[0].attempts == 2, "another attempt")
+        refusing.sink.word = "nothing"
+        quarantine.retry("people")
+        wait_for(lambda: not quarantine.entries(), "it to be taken")
+        refusing.check()
+
+
+def test_tables_and_documents_come_from_one_slot(site: Site, tmp_path: Path) -> None:
+    documents = site.output()
+    stream = site.stream_settings()
+    values = {each.name: getattr(stream, each.name) for each in fields(stream)}
+    tables = Pipeline(
+        PipelineSettings(**values), MemoryStore("e2e"), ParquetDestination(tmp_path / "lake"), ProcessTasks()
+    )
+    with Outputs([tables, documents]):
+        site.wait_settled(documents)
+        with connect(SourceSettings(site.database.dsn), Role.CATALOG) as connection:
+            for _ in range(10):
+                world.random_transaction(Random(5), connection, 5, truncates=0)
+        end = current_position(site.database)
+        site.wait_settled(documents)
+        wait_for(lambda: {phase.name for phase in tables.phases.values()} == {"ready"}, "tables")
+        wait_for(lambda: reaches(tables.status.acknowledged, end), "tables to follow")
+        [(slots,)] = site.database.execute(
+            "select count(*) from pg_replication_slots where database = current_database()"
+        )
+        assert slots == 1
+    site.check()
+    assert tables.phases.keys() == {f"w.{name}" for name in world.COLUMNS}
