@@ -1,21 +1,27 @@
-"""Columns that are added while a table is followed: NULL for the rows that are there is right, or the table stops."""
+"""Columns that are added while a table is followed: NULL for the rows that are there is right, or they get the value
+that the source has in them, or the table stops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.destinations.base import Destination
+from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
-from penstock.testing.readback import check_equal
+from penstock.testing.readback import ReadBack, check_equal
+from penstock.verify.verification import verify_tables
 from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import current_position, wait_for
 
 
@@ -25,17 +31,24 @@ def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> I
     for table in ("t", "other"):
         database.execute(f"create table {table} (id int primary key, note text)")
         database.execute(f"insert into {table} select i, 'n' || i from generate_series(1, 20) i")
+    with started(database, tmp_path, ParquetDestination(tmp_path / "lake"), ddl_trigger=request.param) as made:
+        yield made
+
+
+@contextmanager
+def started(database: Any, folder: Path, destination: Destination, *, ddl_trigger: bool) -> Iterator[Pipeline]:
+    """A pipeline of two tables that are ready."""
     settings = PipelineSettings(
         id="added",
         source=SourceSettings(database.dsn),
         publication="added",
         slot=f"added_{database.name[-12:]}",
-        spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
+        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
         tables=("public.*",),
         batches=BatchSettings(interval=0.05),
-        ddl_trigger=request.param,
+        ddl_trigger=ddl_trigger,
     )
-    with Pipeline(settings, MemoryStore("added"), ParquetDestination(tmp_path / "lake"), ProcessTasks()) as made:
+    with Pipeline(settings, MemoryStore("added"), destination, ProcessTasks()) as made:
         wait_ready(made)
         yield made
 
@@ -46,11 +59,11 @@ def wait_ready(pipeline: Pipeline) -> None:
     )
 
 
-def check(database: Any, pipeline: Pipeline, folder: Path) -> None:
+def check(database: Any, pipeline: Pipeline, folder: Path, read: Callable[[Path], ReadBack] = ParquetReader) -> None:
     wait_ready(pipeline)
     end = current_position(database)
     wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= end, "apply to reach the end")
-    check_equal(database.dsn, ParquetReader(folder / "lake"), ["t", "other"])
+    check_equal(database.dsn, read(folder / "lake"), ["t", "other"])
 
 
 def copies(pipeline: Pipeline, database: Any) -> int:
@@ -102,3 +115,55 @@ def test_a_column_with_a_default_stops_its_table_until_it_is_copied_again(
     database.execute("update t set d = 1 where id = 101")
     check(database, pipeline, tmp_path)
     assert copies(pipeline, database) == 2
+
+
+@pytest.mark.trap(17, 25)
+@pytest.mark.parametrize("ddl_trigger", [False, True], ids=["by the catalog", "by the trigger"])
+@pytest.mark.parametrize("mode", ["mirror", "soft_delete"])
+def test_delta_tables_get_the_constants_that_the_source_has(
+    database: Any, tmp_path: Path, ddl_trigger: bool, mode: str
+) -> None:
+    """Of a plain table, and of a partitioned one; while rows are changed around it, in the same transaction too."""
+    database.execute("create table t (id int primary key, note text)")
+    database.execute("create table other (id int primary key, note text) partition by range (id)")
+    database.execute("create table low partition of other for values from (0) to (10)")
+    database.execute("create table high partition of other for values from (10) to (1000)")
+    for table in ("t", "other"):
+        database.execute(f"insert into {table} select i, 'n' || i from generate_series(1, 20) i")
+    destination = DeltaDestination(tmp_path / "lake", mode=mode)
+    with started(database, tmp_path, destination, ddl_trigger=ddl_trigger) as pipeline:
+        for table in ("t", "other"):
+            database.execute(f"update {table} set note = 'before' where id % 3 = 0")
+            with database.connect() as connection, connection.transaction():
+                connection.execute(f"update {table} set note = 'in the same' where id % 5 = 0")
+                connection.execute(f"alter table {table} add c int not null default 5, add d text default 'it''s'")
+                connection.execute(f"update {table} set c = 6 where id in (4, 5, 14)")
+                connection.execute(f"delete from {table} where id in (6, 16)")
+            database.execute(f"alter table {table} add e timestamptz default now()")
+            database.execute(f"alter table {table} add f numeric(10, 2) default 5, add g int[] default '{{1,null}}'")
+            database.execute(f"alter table {table} add h bytea default '\\x00ff', add i time default '12:30'")
+            database.execute(f"alter table {table} alter c set default 9")
+            database.execute(f"insert into {table} (id, note) values (100, 'new')")
+        check(database, pipeline, tmp_path, LakeReadBack)
+        assert copies(pipeline, database) == 1
+        database.execute("update t set d = 'x' where id < 5")
+        database.execute("update other set d = 'x' where id < 5")
+        check(database, pipeline, tmp_path, LakeReadBack)
+        report = verify_tables(pipeline.settings, pipeline.store, destination, ProcessTasks())
+        assert [(each.table, each.result) for each in report.tables] == [
+            ("public.other", "equal"),
+            ("public.t", "equal"),
+        ]
+
+
+def test_delta_tables_stop_where_the_source_has_no_constant(database: Any, tmp_path: Path) -> None:
+    for table in ("t", "other"):
+        database.execute(f"create table {table} (id int primary key, note text)")
+        database.execute(f"insert into {table} select i, 'n' || i from generate_series(1, 20) i")
+    with started(database, tmp_path, DeltaDestination(tmp_path / "lake"), ddl_trigger=False) as pipeline:
+        database.execute("alter table t add c uuid default gen_random_uuid()")
+        database.execute("insert into t (id, note) values (100, 'new')")
+        wait_for(lambda: pipeline.phases["public.t"].name == "errored", "the stop")
+        pipeline.store.add_command(CommandKind.RESYNC, tables=("public.t",))
+        wait_for(lambda: pipeline.phases["public.t"].name != "errored", "the new copy")
+        check(database, pipeline, tmp_path, LakeReadBack)

@@ -14,6 +14,7 @@ from pathlib import Path
 from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import segment_layout
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
+from penstock.destinations.delta.backfill import backfill
 from penstock.destinations.delta.catalog import Catalog
 from penstock.destinations.delta.copy import CopyTarget, group_ranges, write_ranges
 from penstock.destinations.delta.layout import Mode, TableState, new_layout
@@ -86,7 +87,12 @@ class DeltaDestination:
     def capabilities(self) -> Capabilities:
         """See `Destination`."""
         mirrors = self._options.mode is not Mode.HISTORY
-        return Capabilities(records_position=True, updates_rows=mirrors, keeps_old_rows_while_copying=True)
+        return Capabilities(
+            records_position=True,
+            updates_rows=mirrors,
+            keeps_old_rows_while_copying=True,
+            fills_added_columns=mirrors,
+        )
 
     @property
     def commit_interval(self) -> float:
@@ -212,6 +218,7 @@ class DeltaDestination:
                 continue
             if plan is not None:
                 plans.append(plan)
+        plans = self._backfill(plans, errors)
         if not plans:
             return {}
         works = [plan.work for plan in plans]
@@ -229,6 +236,24 @@ class DeltaDestination:
             elif not outcome:
                 again[plan.work.table_id] = tables[plan.work.table_id]
         return again
+
+    def _backfill(self, plans: list[Plan], errors: dict[int, PenstockError]) -> list[Plan]:
+        """Write files anew for columns that were added with a constant, as one job; gives what can go on."""
+        items = [item for plan in plans for item in plan.backfills]
+        if not items:
+            return plans
+        done = iter(self._started.tasks.run(items, backfill, description=f"fill added columns in {len(items)} files"))
+        ready: list[Plan] = []
+        for plan in plans:
+            outcomes = [next(done) for _ in plan.backfills]
+            failures = [each for each in outcomes if isinstance(each, PenstockError)]
+            if failures:
+                errors[plan.work.table_id] = failures[0]
+            else:
+                ready.append(plan.backfilled([each for each in outcomes if not isinstance(each, PenstockError)]))
+                if plan.backfills:
+                    logger.info("added columns filled table=%s files=%d", plan.work.table, len(plan.backfills))
+        return ready
 
     def _plan(self, batch: EventBatch, changes: TableChanges) -> Plan | None:
         table = self._known(changes.table_id, changes.table)
@@ -250,7 +275,7 @@ class DeltaDestination:
         def commit(item: tuple[Plan, Written]) -> bool | PenstockError:
             plan, written = item
             try:
-                done = plan.table.commit(Batch(plan.version, plan.state, plan.end, written))
+                done = plan.table.commit(Batch(plan.version, plan.state, plan.end, written, plan.exchanged))
             except Exception as error:
                 return unexpected(plan.work.table, error)
             logger.debug(

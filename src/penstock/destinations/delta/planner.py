@@ -6,21 +6,25 @@ columns the table has afterwards, and which changes of the schema stop the table
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep, Truncate
+from penstock.changes.segment import field_names
 from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import leave_out
+from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.backfill import Backfill, backfills, constant_of
 from penstock.destinations.delta.layout import Mode, TableLayout, TableState
 from penstock.destinations.delta.rows import LiveFile
 from penstock.destinations.delta.table import LakeTable, Version
 from penstock.destinations.delta.tasks import TableWork
 from penstock.destinations.refusals import rejected, unreadable
 from penstock.lsn import Lsn, reaches
+from penstock.schema import TableSchema
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,19 @@ class Plan:
     """After the batch."""
     end: Lsn
     work: TableWork
+    backfills: tuple[Backfill, ...] = ()
+    """What comes before the work: one item for each of its files."""
+    exchanged: Mapping[str, Add | None] = field(default_factory=dict[str, Add | None])
+    """What became of files by that, by their paths; None if no row was alive. The work's files are these."""
+
+    def backfilled(self, adds: Sequence[Add | None]) -> Plan:
+        """The same, when `backfills` are done; in their order."""
+        if not self.backfills:
+            return self
+        paths = [each.file.path for each in self.backfills]
+        files = tuple(LiveFile.of(add) for add in adds if add is not None)
+        exchanged = dict(zip(paths, adds, strict=True))
+        return replace(self, work=replace(self.work, files=files), backfills=(), exchanged=exchanged)
 
 
 def plan_table(
@@ -56,30 +73,50 @@ def plan_table(
     left = leave_out(changes, position, batch.begin)
     if not left.steps:
         return None
-    layout = _layout_after(version.state.layout, left)
+    layout, constants = _layout_after(version.state.layout, left)
     steps = tuple(step for step in left.steps if isinstance(step, Rows | Truncate))
+    files = tuple(LiveFile.of(add) for add in version.snapshot.files.values())
+    storage = table.log.storage
     work = TableWork(
         changes.table_id,
         changes.table,
-        table.log.storage,
+        storage,
         layout,
         steps,
-        tuple(LiveFile.of(add) for add in version.snapshot.files.values()),
+        files,
         deletion_vectors,
         source,
+        constants,
     )
+    # Of a mirror nothing is left after a truncate.
+    gone = mode is Mode.MIRROR and any(isinstance(step, Truncate) for step in steps)
+    fills = backfills(changes.table, storage, layout, files, constants) if constants and not gone else ()
     end = position if reaches(position, batch.end) else batch.end
-    return Plan(table, version, replace(version.state, layout=layout), end, work)
+    return Plan(table, version, replace(version.state, layout=layout), end, work, fills)
 
 
-def _layout_after(layout: TableLayout, changes: TableChanges) -> TableLayout:
-    """The layout behind all steps."""
+def _layout_after(layout: TableLayout, changes: TableChanges) -> tuple[TableLayout, dict[str, pa.Scalar]]:
+    """The layout behind all steps; and what rows from before have in columns that were added, by names in segments."""
+    constants: dict[int, pa.Scalar] = {}
     for number, step in enumerate(changes.steps):
         if isinstance(step, SchemaChange) and step.new != layout.source:
-            layout = layout.evolved(step.new, _types(changes, changes.steps[number + 1 :]))
+            types = _types(changes, changes.steps[number + 1 :])
+            if layout.mode is not Mode.HISTORY:
+                constants |= _constants(changes.table, layout, step.new, types)
+            layout = layout.evolved(step.new, types)
         elif isinstance(step, Rows) and step.unrepresentable:
             layout = layout.with_texts()
-    return layout
+    names = zip(layout.source.columns, field_names(layout.source), strict=True)
+    return layout, {name: constants[column.attnum] for column, name in names if column.attnum in constants}
+
+
+def _constants(table: str, before: TableLayout, schema: TableSchema, types: pa.Schema) -> dict[int, pa.Scalar]:
+    """By attribute number, of the columns that a change of the schema adds."""
+    return {
+        column.attnum: constant_of(table, column, types.field(name).type)
+        for column, name in zip(schema.columns, field_names(schema), strict=True)
+        if column.attnum not in before.names and column.missing is not None
+    }
 
 
 def _types(changes: TableChanges, steps: Sequence[TableStep]) -> pa.Schema:

@@ -7,8 +7,8 @@ of the copy: a higher position of another server, or of an earlier copy, hides n
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.destinations.base import DestinationContext
 from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadata, Remove, Txn
@@ -43,6 +43,8 @@ class Batch:
     """After it."""
     end: Lsn
     written: Written
+    exchanged: Mapping[str, Add | None] = field(default_factory=dict[str, Add | None])
+    """Files that were written anew before the batch was made, and what became of them; it was made from these."""
 
 
 class LakeTable:
@@ -124,7 +126,7 @@ class LakeTable:
     def commit(self, batch: Batch) -> bool:
         """Commit a batch; False if it has to be done again, because rows or positions are not what they were."""
         version, written = batch.version, batch.written
-        touched = {*written.removed, *(path for path, _ in written.vectors)}
+        touched = {*batch.exchanged, *written.removed, *(path for path, _ in written.vectors)}
         for _ in range(_RACES):
             snapshot, now = version.snapshot, now_milliseconds()
             actions = self._head("MERGE", batch.state.copied, batch.end, now)
@@ -133,7 +135,7 @@ class LakeTable:
                 actions.append(self._metadata(snapshot, batch.state, {}))
             elif written.vectors:
                 actions += self._protocol(snapshot, batch.state)
-            actions += _file_actions(snapshot, written, now)
+            actions += _file_actions(snapshot, batch, now)
             answer = self.log.commit(snapshot, actions)
             if isinstance(answer, Committed):
                 return True
@@ -195,13 +197,19 @@ class LakeTable:
         return to_metadata(state, before.id, before.created_time or now_milliseconds(), kept)
 
 
-def _file_actions(snapshot: Snapshot, written: Written, now: int) -> list[Action]:
-    actions: list[Action] = []
-    for path, vector in written.vectors:
-        before = snapshot.files[path]
-        actions += [before.removed(now), before.with_vector(vector)]
-    actions += [snapshot.files[path].removed(now) for path in written.removed]
-    return [*actions, *written.added]
+def _file_actions(snapshot: Snapshot, batch: Batch, now: int) -> list[Action]:
+    new = {add.path: add for add in batch.exchanged.values() if add is not None}
+    actions: list[Action] = [snapshot.files[path].removed(now) for path in batch.exchanged]
+    for path, vector in batch.written.vectors:
+        if path in new:
+            new[path] = new[path].with_vector(vector)
+        else:
+            before = snapshot.files[path]
+            actions += [before.removed(now), before.with_vector(vector)]
+    for path in batch.written.removed:
+        if new.pop(path, None) is None:
+            actions.append(snapshot.files[path].removed(now))
+    return [*actions, *new.values(), *batch.written.added]
 
 
 def _removed(lost: Lost) -> Iterable[str]:

@@ -8,7 +8,7 @@ a second for what a batch may hold, and a further job of Spark costs as much as 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -46,6 +46,8 @@ class TableWork:
     """All that the table has."""
     deletion_vectors: bool = True
     source: SourceRows | None = None
+    constants: Mapping[str, pa.Scalar] = field(default_factory=dict[str, pa.Scalar])
+    """What rows from before a column was added have in it, by names in segments."""
 
 
 def apply_changes(work: TableWork) -> Written | PenstockError:
@@ -176,7 +178,7 @@ def _copy_on_write(work: TableWork, matches: Sequence[FileMatch]) -> Written:
 
 def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
     try:
-        changes = read_changes(steps, work.layout.source)
+        changes = read_changes(steps, work.layout.source, work.constants)
     except Exception as error:
         raise unreadable(work.table, work.table_id, error) from error
     return changes.fitted(work.layout.renames, work.layout.fit)

@@ -6,7 +6,7 @@ commit names, and nobody sees them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -99,11 +99,17 @@ def bury(storage: Storage, matches: Sequence[FileMatch]) -> Written:
 
 
 def rewrite(
-    storage: Storage, layout: TableLayout, file: LiveFile, dead: Vector, *, deleted_at: int | None = None
+    storage: Storage,
+    layout: TableLayout,
+    file: LiveFile,
+    dead: Vector,
+    *,
+    deleted_at: int | None = None,
+    constants: Mapping[str, pa.Scalar] | None = None,
 ) -> Add | None:
     """Write what lives on of a file as a new one; None if that is nothing.
 
-    With `deleted_at` its rows are deleted softly, those that are not yet.
+    With `deleted_at` its rows are deleted softly, those that are not yet; `constants` take the place of columns.
     """
     rows = read_rows(storage, file.file, layout.schema, layout.schema.names)
     rows = rows.filter(pa.array(dead.alive(rows.num_rows)))
@@ -113,4 +119,7 @@ def rewrite(
         moment = pa.scalar(deleted_at, pa.timestamp("us", "UTC"))
         times = pc.fill_null(rows.column(DELETED_AT), moment)
         rows = rows.set_column(rows.schema.get_field_index(DELETED_AT), DELETED_AT, times)
+    for name, value in (constants or {}).items():
+        at = rows.schema.get_field_index(name)
+        rows = rows.set_column(at, rows.schema.field(at), pa.repeat(value, rows.num_rows))
     return write_rows(storage, layout, rows, prefix="part")
