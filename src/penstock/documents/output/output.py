@@ -15,11 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from penstock import failpoints
 from penstock.destinations.base import Tasks
 from penstock.documents.base import NoopObserver, Observer, Sink
 from penstock.documents.keys import DocumentKeys
-from penstock.documents.output.backfill import Backfill, filling_of
+from penstock.documents.output.backfill import Backfill
 from penstock.documents.output.builds import Builds
 from penstock.documents.output.connections import POOL, SESSION
 from penstock.documents.output.fan_out import FanOuts
@@ -27,6 +26,7 @@ from penstock.documents.output.generations import Generations
 from penstock.documents.output.indexes import Indexes, compile_indexes, require_published
 from penstock.documents.output.judge import Judge
 from penstock.documents.output.live import LiveChanges, Session
+from penstock.documents.output.readiness import Readiness
 from penstock.documents.output.settings import DocumentsSettings
 from penstock.documents.output.tasks import BuildJob, Outcome, SharedSink
 from penstock.documents.output.writer import DocumentWriter
@@ -35,17 +35,13 @@ from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import LOCKED
 from penstock.errors import LeaseLost, PenstockError, Retry
-from penstock.lsn import Lsn
 from penstock.retry import Backoff
-from penstock.source.connections import NO_TIMEOUTS, Role, connect
-from penstock.source.publications import Membership, changes_between
-from penstock.source.snapshots import take_snapshot
+from penstock.source.connections import Role, connect
 from penstock.state import (
     Command,
     CommandKind,
     CommandStatus,
     IndexBuild,
-    IndexStatus,
     PipelineStore,
     TableReplicationPhase,
     WorkerType,
@@ -103,7 +99,7 @@ class DocumentsOutput:
         self._relations: RelationMap | None = None
         self._session: Session | None = None
         self._indexes: Indexes | None = None
-        self._membership: Membership | None = None
+        self._readiness: Readiness | None = None
         self._refresh_at = 0.0
         self._commanded = 0.0
         self._threads: list[threading.Thread] = []
@@ -179,8 +175,14 @@ class DocumentsOutput:
         position = stream.start_of(self._output).position
         self._relations = self._open_relations()
         published = stream.look()
-        self._open_session(published)
-        self._prepare(position, published)
+        session = self._open_session(published)
+        self._judge.load()
+        self._readiness = Readiness(
+            self._settings, self._documents, self._store, self._sink.sink, self._relations, self._builds
+        )
+        self._readiness.prepare(session.indexes, published)
+        self._observer.on_indexes_ensured(len(self._specifications))
+        self._store.upsert_replication_progress(WorkerType.apply(), position)
         fan_outs = FanOuts(
             source=self._settings.source,
             store=self._store,
@@ -345,67 +347,6 @@ class DocumentsOutput:
         self._builds.record(outcomes)
         self._judge.take_back(outcomes)
 
-    # The start
-
-    def _prepare(self, position: Lsn, published: Published) -> None:
-        """Every index exists, and is built anew if it cannot be brought up to date by following changes."""
-        indexes = self._compiled()
-        self._builds.load()
-        self._judge.load()
-        self._builds.held = True
-        for name in self._builds.all().keys() - indexes.specifications.keys():
-            self._builds.forget(name)
-        for mapping in indexes.mappings.values():
-            self._sink.sink.ensure_index(mapping)
-        self._observer.on_indexes_ensured(len(indexes.specifications))
-        is_first = self._store.get_replication_progress(WorkerType.apply()) is None
-        self._want_unseeded(indexes, is_first=is_first)
-        self._note_membership(published)
-        self._seed_maps(indexes, is_first=is_first)
-        self._builds.held = False
-        self._store.upsert_replication_progress(WorkerType.apply(), position)
-
-    def _want_unseeded(self, indexes: Indexes, *, is_first: bool) -> None:
-        for name, mapping in indexes.mappings.items():
-            build, seeded = self._builds.of(name), self._sink.sink.is_seeded(name)
-            if self._documents.skip_backfill:
-                self._builds.skip(name, mapping.fingerprint)
-            elif is_first or build is None:
-                self._builds.want(name, mapping.fingerprint, "changes are followed from here on")
-            elif build.fingerprint != mapping.fingerprint:
-                self._builds.want(name, mapping.fingerprint, "its specification has changed")
-            elif build.status is IndexStatus.SEEDED and not seeded:
-                self._builds.want(name, mapping.fingerprint, "the sink does not have it any more")
-            elif build.status is IndexStatus.FILLING and seeded:
-                self._builds.seeded(build)
-            elif build.status is IndexStatus.FILLING and build.plan["generation"] != filling_of(self._sink.sink, name):
-                self._builds.want(name, mapping.fingerprint, "what was filled is not there any more")
-
-    def _seed_maps(self, indexes: Indexes, *, is_first: bool) -> None:
-        """Learn what rows hang on, for relations that are new; the indexes that use them are built after it."""
-        assert self._relations is not None
-        if is_first:
-            self._relations.prepare([])  # what was learnt before means nothing: changes since then are not known
-        new = self._relations.prepare(indexes.resolver.tracked)
-        if not new:
-            return
-        # Before the maps are there: a crash in between must not make an index look complete.
-        for name in sorted(indexes.resolver.indexes_using(new)):
-            build = self._builds.of(name)
-            if not self._documents.skip_backfill and (build is None or build.status is not IndexStatus.WANTED):
-                fingerprint = indexes.mappings[name].fingerprint
-                self._builds.want(name, fingerprint, "what its rows hang on was not known")
-        with take_snapshot(self._settings.source, check=self._check_stop) as snapshot:
-            for relation in new:
-                with snapshot.connect(Role.DOCUMENTS, parameters=NO_TIMEOUTS) as connection:
-                    self._relations.seed(connection, relation, snapshot.position)
-                logger.info("relations are known table=%s columns=%s", relation.name, ", ".join(relation.links))
-        failpoints.reach("after_maps")
-
-    def _check_stop(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     # Between batches
 
     def _between_batches(self) -> None:
@@ -419,7 +360,8 @@ class DocumentsOutput:
             self._try_refused_again()
         if now >= self._refresh_at:
             self._refresh_at = now + REFRESH_SECONDS
-            self._note_membership(self._stream.look())
+            assert self._readiness is not None
+            self._readiness.note(self._compiled(), self._stream.look())
 
     def _try_refused_again(self) -> None:
         """Build documents that somebody wants to be tried again; those that are refused again stay set aside."""
@@ -431,44 +373,10 @@ class DocumentsOutput:
             self._judge.load()
             keys = DocumentKeys.of(specification, indexes.catalog)
             parsed = [key for key in map(keys.parse, ids) if len(key) == len(keys.columns)]
-            written = self._writer().write([keys.resolved(parsed)] if parsed else [])
+            size = self._documents.chunk_documents
+            chunks = [keys.resolved(parsed[first : first + size]) for first in range(0, len(parsed), size)]
+            written = self._writer().write(chunks)
             self._judge.set_aside(written.rejections, None)
-
-    def _note_membership(self, published: Published) -> None:
-        """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""
-        publication = self._settings.publication
-        indexes = self._compiled()
-        seen = self._membership or self._store.get_publication_membership(publication)
-        if published.membership == seen:
-            self._membership = seen
-            return
-        require_published(indexes, published.tables.values(), publication)
-        if seen is not None:
-            change = changes_between(seen, published.membership)
-            names = {published.tables[each] for each in change.readded | change.added if each in published.tables}
-            self._start_over(names.intersection(seen.names.values()))
-        # Last: what was not acted upon is noticed again, also by the next process.
-        self._store.store_publication_membership(publication, published.membership)
-        self._membership = published.membership
-
-    def _start_over(self, tables: Collection[str]) -> None:
-        """What is known of these tables is not true any more."""
-        indexes = self._compiled()
-        if not indexes.over(tables):
-            return
-        assert self._relations is not None
-        tops = {indexes.catalog.top(name) for name in indexes.wanted if str(name) in tables}
-        self._builds.held = True
-        try:
-            self._relations.prepare([each for each in indexes.resolver.tracked if each.name not in tops])
-            self._rebuild(indexes.over(tables), "a table of it was away for a while")
-            self._seed_maps(indexes, is_first=False)
-        finally:
-            self._builds.held = False
-
-    def _rebuild(self, names: Collection[str], reason: str) -> None:
-        for name in sorted(names):
-            self._builds.want(name, self._compiled().mappings[name].fingerprint, reason)
 
     def _obey(self, command: Command) -> None:
         try:
@@ -487,19 +395,20 @@ class DocumentsOutput:
             case CommandKind.REFRESH:
                 self._refresh_at = 0.0
             case CommandKind.REBUILD_INDEX:
-                self._rebuild(self._named(command.options.get("indexes", ())), "somebody asked for it")
+                for name in self._named(command.options.get("indexes", ())):
+                    self._builds.want(name, self._compiled().mappings[name].fingerprint, "somebody asked for it")
             case _:
                 raise PenstockError(
                     f"documents do not know the command {command.kind.value!r}",
                     hint="It is for tables: name their output with --output.",
                 )
 
-    def _named(self, names: Collection[str]) -> Collection[str]:
+    def _named(self, names: Collection[str]) -> list[str]:
         known = self._compiled().specifications.keys()
         unknown = sorted(set(names) - known)
         if unknown:
             raise PenstockError(f"there is no index {', '.join(unknown)}", hint=f"There is {', '.join(sorted(known))}.")
-        return names or known
+        return sorted(names or known)
 
 
 def _can_be_tried_again(error: PenstockError) -> bool:

@@ -1,0 +1,129 @@
+"""What has to be built, and what has to be learnt, before changes can be followed; and when that is not true any more.
+
+An index can be brought up to date by changes only if it was complete once, in its present shape, and if no change was
+missed since. What rows hang on has to be known before documents are built: from then on every change says what it
+leaves behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from penstock import failpoints
+from penstock.documents.base import Sink
+from penstock.documents.output.backfill import filling_of
+from penstock.documents.output.builds import Builds
+from penstock.documents.output.indexes import Indexes, require_published
+from penstock.documents.output.settings import DocumentsSettings
+from penstock.documents.relation_map import RelationMap
+from penstock.source.connections import NO_TIMEOUTS, Role
+from penstock.source.publications import Membership, changes_between
+from penstock.source.snapshots import take_snapshot
+from penstock.state import IndexStatus, PipelineStore, WorkerType
+from penstock.stream import Published, StreamSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Readiness:
+    """Called by the thread that follows changes, and before it starts."""
+
+    def __init__(
+        self,
+        settings: StreamSettings,
+        documents: DocumentsSettings,
+        store: PipelineStore,
+        sink: Sink,
+        relations: RelationMap,
+        builds: Builds,
+    ) -> None:
+        self._settings = settings
+        self._documents = documents
+        self._store = store
+        self._sink = sink
+        self._relations = relations
+        self._builds = builds
+        self._membership: Membership | None = None
+
+    def prepare(self, indexes: Indexes, published: Published) -> None:
+        """Every index exists, and is built anew if it cannot be brought up to date; all relations are known."""
+        self._builds.load()
+        self._builds.held = True
+        for name in self._builds.all().keys() - indexes.specifications.keys():
+            self._builds.forget(name)
+        for mapping in indexes.mappings.values():
+            self._sink.ensure_index(mapping)
+        is_first = self._store.get_replication_progress(WorkerType.apply()) is None
+        self._want_unseeded(indexes, is_first=is_first)
+        if is_first:
+            self._relations.prepare([])  # what was learnt before means nothing: changes since then are not known
+        self._learn(indexes)
+        self.note(indexes, published)
+        self._builds.held = False
+
+    def note(self, indexes: Indexes, published: Published) -> None:
+        """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""
+        publication = self._settings.publication
+        seen = self._membership or self._store.get_publication_membership(publication)
+        if published.membership == seen:
+            self._membership = seen
+            return
+        require_published(indexes, published.tables.values(), publication)
+        if seen is not None:
+            change = changes_between(seen, published.membership)
+            names = {published.tables[each] for each in change.readded | change.added if each in published.tables}
+            self._start_over(indexes, names.intersection(seen.names.values()))
+        # Last: what was not acted upon is noticed again, also by the next process.
+        self._store.store_publication_membership(publication, published.membership)
+        self._membership = published.membership
+
+    def _want_unseeded(self, indexes: Indexes, *, is_first: bool) -> None:
+        for name, mapping in indexes.mappings.items():
+            build, seeded = self._builds.of(name), self._sink.is_seeded(name)
+            if self._documents.skip_backfill:
+                self._builds.skip(name, mapping.fingerprint)
+            elif is_first or build is None:
+                self._builds.want(name, mapping.fingerprint, "changes are followed from here on")
+            elif build.fingerprint != mapping.fingerprint:
+                self._builds.want(name, mapping.fingerprint, "its specification has changed")
+            elif build.status is IndexStatus.SEEDED and not seeded:
+                self._builds.want(name, mapping.fingerprint, "the sink does not have it any more")
+            elif build.status is IndexStatus.FILLING and seeded:
+                self._builds.seeded(build)
+            elif build.status is IndexStatus.FILLING and build.plan["generation"] != filling_of(self._sink, name):
+                self._builds.want(name, mapping.fingerprint, "what was filled is not there any more")
+
+    def _learn(self, indexes: Indexes) -> None:
+        """Learn what rows hang on, for relations that are new; the indexes that use them are built after it."""
+        new = self._relations.prepare(indexes.resolver.tracked)
+        if not new:
+            return
+        # Before the maps are there: a crash in between must not make an index look complete.
+        for name in sorted(indexes.resolver.indexes_using(new)):
+            build = self._builds.of(name)
+            if not self._documents.skip_backfill and (build is None or build.status is not IndexStatus.WANTED):
+                fingerprint = indexes.mappings[name].fingerprint
+                self._builds.want(name, fingerprint, "what its rows hang on was not known")
+        with take_snapshot(self._settings.source) as snapshot:
+            for relation in new:
+                with snapshot.connect(Role.DOCUMENTS, parameters=NO_TIMEOUTS) as connection:
+                    self._relations.seed(connection, relation, snapshot.position)
+                logger.info("relations are known table=%s columns=%s", relation.name, ", ".join(relation.links))
+        failpoints.reach("after_maps")
+
+    def _start_over(self, indexes: Indexes, tables: Collection[str]) -> None:
+        """What is known of these tables is not true any more."""
+        names = indexes.over(tables)
+        if not names:
+            return
+        tops = {indexes.catalog.top(name) for name in indexes.wanted if str(name) in tables}
+        held, self._builds.held = self._builds.held, True
+        try:
+            self._relations.prepare([each for each in indexes.resolver.tracked if each.name not in tops])
+            for name in sorted(names):
+                reason = "a table of it was away for a while"
+                self._builds.want(name, indexes.mappings[name].fingerprint, reason)
+            self._learn(indexes)
+        finally:
+            self._builds.held = held
