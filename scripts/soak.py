@@ -140,6 +140,11 @@ STAGES = (
         *_soak("tests/e2e/test_delta_on_s3.py"), "-k", "versitygw", f"--randomly-seed={seed}",
         "tests/integration/destinations/delta/test_s3.py",
         "tests/integration/destinations/delta/test_destination_on_s3.py"))),
+    Stage("documents", "kills of search documents under load", 100, 0.15, 12, 15, lambda count, seed: Run(
+        _soak("tests/e2e/test_documents_kills.py"), {"PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed)})),
+    Stage("search server", "kills of documents, and of the search server", 100, 0.10, 15, 60, lambda count, seed: Run(
+        _soak("tests/e2e/test_search_server_kills.py"),
+        {"PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed)})),
     Stage("destinations", "run of their long tests", 1, 0.05, 60, 5, lambda count, seed: Run(
         (*_soak("tests/unit/destinations", "tests/integration/destinations"), "-k", "not versitygw"))),
 )  # fmt: skip
