@@ -67,20 +67,21 @@ def test_conditional_puts_that_are_switched_off_are_a_clear_error(s3: S3Server) 
 
 def test_of_many_who_put_one_succeeds(storage: Storage) -> None:
     start = threading.Barrier(6)
-    winners: list[int] = []
+    winners: list[tuple[int, int]] = []
 
     def put(number: int) -> None:
         start.wait()
-        if storage.put_if_absent("log/1", bytes([number]) * 1000):
-            winners.append(number)
+        winners.extend(
+            (turn, number) for turn in range(20) if storage.put_if_absent(f"log/{turn}", bytes([number]) * 1000)
+        )
 
     threads = [threading.Thread(target=put, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(winners) == 1
-    assert storage.get("log/1") == bytes(winners) * 1000
+    assert sorted(turn for turn, _ in winners) == list(range(20))
+    assert all(storage.get(f"log/{turn}") == bytes([number]) * 1000 for turn, number in winners)
 
 
 def test_no_commit_of_racing_writers_is_lost_or_doubled(storage: Storage) -> None:
