@@ -70,13 +70,20 @@ def fetch(coordinates: tuple[str, str, str, str], folder: Path) -> Path:
         options = [f"-Dmirror={mirror}"]
         arguments += ["-settings", str(settings)]
     ivy = next((Path(pyspark.__file__).parent / "jars").glob("ivy-*.jar"))
-    home = find_java()
-    command = [str(home / "bin" / "java") if home else "java", *options, "-jar", str(ivy), *arguments]
+    command = [java(), *options, "-jar", str(ivy), *arguments]
     subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
     path = folder / f"{artifact}-{version}.{kind}"
     if not path.exists():
         raise FileNotFoundError(f"{group}:{artifact}:{version} has no {kind}")
     return path
+
+
+def java() -> str:
+    """The machine's own first: it trusts whom the machine trusts, a mirror's or proxy's certificate too."""
+    home = os.environ.get("JAVA_HOME")
+    packaged = find_java()
+    found = (home and shutil.which("java", path=f"{home}/bin")) or shutil.which("java")
+    return found or (str(packaged / "bin" / "java") if packaged else "java")
 
 
 def install(archive: Path, libraries: list[Path], target: Path) -> None:
