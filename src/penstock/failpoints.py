@@ -52,6 +52,10 @@ POINTS = {
     "after_rollback": "SyncDone or Init is stored, the workers do not know it",
     "after_resync": "Init is stored because somebody asked for a new copy",
     "after_removed": "the state of a table that left is deleted",
+}
+"""Every point of a pipeline of tables, with what is true when it is reached."""
+
+DOCUMENT_POINTS = {
     "after_documents": "the documents of changes are durable, what rows hang on is not remembered",
     "after_links": "what rows hang on is remembered, progress is not stored",
     "after_documents_progress": "progress is stored, nothing is acknowledged",
@@ -66,7 +70,7 @@ POINTS = {
     "after_seeded": "the fresh generation serves, the store does not know it",
     "after_fan_out": "the documents of a change with many are durable, the store does not know it",
 }
-"""Every point, with what is true when it is reached."""
+"""Every point of an output of search documents."""
 
 MEASURES = {
     "visibility_gate": "41: documents are built when the transactions that change them can be seen",
@@ -112,7 +116,7 @@ _actions: dict[str, _Action] = {}
 
 
 def reach(name: str) -> None:
-    """Say that a point of `POINTS` is reached; nothing happens unless a test asked for it."""
+    """Say that a point of `POINTS` or `DOCUMENT_POINTS` is reached; nothing happens unless a test asked for it."""
     if _actions and (action := _actions.get(name)) is not None:
         action.happen(name)
 
@@ -132,7 +136,7 @@ def arm(text: str) -> None:
 def _parse(text: str) -> tuple[str, _Action]:
     name, _, action = text.partition("=")
     kind, _, number = action.partition(":")
-    if name not in POINTS and name not in MEASURES:
+    if name not in POINTS | DOCUMENT_POINTS | MEASURES:
         raise ConfigError(f"{VARIABLE} names a point that does not exist: {name!r}", hint="See penstock.failpoints.")
     try:
         parsed = _Action(_Kind(kind), float(number or 1))

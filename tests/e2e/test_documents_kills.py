@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from penstock import failpoints
 from penstock.documents.specification import parse_specification
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, open_store
@@ -26,21 +27,7 @@ from tests.integration.documents import world
 
 KILLS = int(os.environ.get("PENSTOCK_SOAK_KILLS", "100"))
 SEED = int(os.environ.get("PENSTOCK_SEED", "1"))
-KILL_POINTS = (
-    "after_documents",
-    "after_links",
-    "after_documents_progress",
-    "after_documents_acknowledge",
-    "after_maps",
-    "after_build_wanted",
-    "after_reindex",
-    "after_build_planned",
-    "after_range",
-    "before_removals",
-    "before_seeded",
-    "after_seeded",
-    "after_fan_out",
-)
+POINTS = tuple(failpoints.DOCUMENT_POINTS)
 
 
 class Load:
@@ -147,7 +134,7 @@ def driven(database: Any, folder: Path, random: Random, **settings: Any) -> Iter
 def kill_at_random(found: Driven, load: Load, random: Random) -> None:
     """SIGKILL: at one of the points between two steps, or at any moment."""
     if random.random() < 0.4:
-        point = random.choice(KILL_POINTS)
+        point = random.choice(POINTS)
         found.process.start(armed=f"{point}=kill:{random.randint(1, 3)}")
         load.wait(random.randint(20, 120))
         if random.random() < 0.5:
@@ -192,3 +179,21 @@ def test_documents_survive_many_kills(database: Any, tmp_path: Path, number: int
                     kill_at_random(found, load, random)
             found.check()
             found.process.kill()
+
+
+@pytest.mark.soak
+@pytest.mark.trap(42, 45, 47)
+def test_documents_survive_a_kill_at_every_point(database: Any, tmp_path: Path) -> None:
+    random = Random(f"points-{SEED}")
+    with driven(database, tmp_path, random, documents={"fan_out_documents": 3, "chunk_documents": 2}) as found:
+        with Load(database.dsn, SEED) as load:
+            # What a first start comes by, then what happens under load, then what a rebuild comes by.
+            first = ("after_maps", "after_build_wanted", "after_reindex", "after_build_planned", "after_range")
+            for point in (*first, *(each for each in POINTS if each not in first)):
+                found.process.start(armed=f"{point}=kill")
+                if point not in first:
+                    found.rebuild()
+                assert found.process.wait_ended() == -9, point
+                load.wait(20)
+        found.check()
+        assert found.process.stop() == 0
