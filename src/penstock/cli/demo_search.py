@@ -43,14 +43,14 @@ _NEW_NAME = "Wilhelmina Featherstonehaugh"
 
 _FURTHER = """
 config and specifications stay: {place}
-the document of a customer: penstock index preview -c {place}/penstock.toml customers {id}
-on a server of your own: docs/guides/search.md
+on a server of your own: copy them, then penstock index check, penstock run
 """
 _LOOK_AROUND = """
 it runs on, with these to look at; Ctrl-C ends it:
   curl '{search}/customers/_search?q=tier:gold&size=1&pretty'
   psql {source}
   penstock index list -c {place}/penstock.toml
+  penstock index preview -c {place}/penstock.toml customers {id}
 """
 
 
@@ -79,11 +79,11 @@ def run_search_demo(chosen: DemoChoice, ending: Ending, display: Display) -> boo
         demo = _Demo(config, running, server, opened, display, watcher(running.outputs, looked_at, ending))
         equal = demo.show(writers, chosen.seconds)
         if equal and chosen.keep:
-            around = {"search": opened.url, "source": server.dsn(DATABASE), "place": place}
+            around = {"search": opened.url, "source": server.dsn(DATABASE), "place": place, "id": demo.shown}
             display.say(_LOOK_AROUND.format(**around).strip())
             demo.watch(float("inf"), lambda: False)
         if equal:
-            display.say(_FURTHER.format(place=place, id=demo.shown).strip())
+            display.say(_FURTHER.format(place=place).strip())
         return equal
 
 

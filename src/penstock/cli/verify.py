@@ -146,10 +146,9 @@ def _compare_all(request: _Request, ending: Ending, compared: list[Compared]) ->
     with started_outputs(config, ending, display) as started:
         if not _wait_settled(started.outputs, ending):
             return
-        for pipeline in started.outputs:
-            each = config.output(pipeline.output)
-            if each in request.outputs:
-                compared.append(_compare(request, each, pipeline.store, started.tasks, ending))
+        stores_by_name = {pipeline.output: pipeline.store for pipeline in started.outputs}
+        for each in request.outputs:
+            compared.append(_compare(request, each, stores_by_name[each.name], started.tasks, ending))
 
 
 def _look(request: _Request, output: OutputChoice) -> bool:

@@ -18,6 +18,7 @@ from penstock.cli.main import main
 from penstock.config import load_config
 from penstock.spark.lake import delta_options
 from penstock.testing import postgres_binaries
+from penstock.testing.opensearch import why_not
 from penstock.testing.shop import ShopWriters, create_shop
 
 PATIENCE = 600.0
@@ -72,6 +73,25 @@ def test_the_demo_ends_with_equal_tables_and_leaves_a_lake(tmp_path, start, mast
     assert is_gone(errors)
     assert DeltaTable(folder / "lake/shop/orders").version() > 0
     assert load_config(folder / "penstock.toml").pipeline.id == "demo"
+
+
+@pytest.mark.timeout(900)
+def test_the_search_demo_ends_with_equal_documents(tmp_path, start):
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = tmp_path / "demo"
+    process = start("--search", "--seconds", "3", "--orders", "300", "--folder", str(folder))
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert output == ""
+    assert re.search(r"golden customers have bought a lamp", errors)
+    assert re.search(r"a search for it finds, .* later: .*Featherstonehaugh", errors)
+    assert re.search(r"searches see the new one; of [\d,]+ meanwhile 0 found nothing", errors)
+    for index in ("customers", "products"):
+        assert re.search(rf"^  {index} +[\d,]+ documents, equal$", errors, re.MULTILINE), errors
+    assert load_config(folder / "penstock.toml").indexes.sink_type == "opensearch"
+    assert (folder / "customers.schema.yml").is_file()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

@@ -11,6 +11,7 @@ from penstock.documents.mapping import index_mapping
 from penstock.documents.specification import load_specification, parse_specification
 from penstock.documents.specification.models import FIELD_MODELS
 from penstock.errors import SpecificationInvalid
+from penstock.testing import shop
 
 EXAMPLES = Path(__file__).parents[3] / "examples/search"
 PUBLIC = sorted((EXAMPLES / "public-format").glob("*.schema.yml"))
@@ -25,6 +26,12 @@ def test_the_example_config_is_understood() -> None:
         '"shop"."orders"',
         '"shop"."products"',
     )
+
+
+@pytest.mark.parametrize("name", ["customers", "products"])
+def test_the_demo_uses_the_same_files(name: str) -> None:
+    shipped = Path(shop.__file__).parent / "shop_indexes" / f"{name}.schema.yml"
+    assert shipped.read_text() == (EXAMPLES / f"{name}.schema.yml").read_text()
 
 
 @pytest.mark.parametrize("path", PUBLIC, ids=lambda path: path.name)
