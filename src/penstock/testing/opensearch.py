@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,7 @@ rm -rf "$1"
 """
 """Waits for the end of its input, which comes when the process that holds the pipe ends, however it ends."""
 _PROBE = "penstock-probe"
+_PORTS_TRIED = 5
 
 
 def find_opensearch() -> Path | None:
@@ -134,6 +136,8 @@ class OpenSearchServer(ExistingOpenSearch):
         super().__init__(f"http://127.0.0.1:{self.port}")
         self._account = unprivileged_account()
         self._owner = os.getpid()
+        self._name = f"penstock-{secrets.token_hex(6)}"
+        self._settled = False
         self._process: subprocess.Popen[bytes] | None = None
         self.folder = make_folder("penstock-os-", self._account)
         self.log_path = self.folder / "server.log"
@@ -167,14 +171,13 @@ class OpenSearchServer(ExistingOpenSearch):
 
     def start(self, *, timeout: float = START_SECONDS) -> Self:
         """Start it and wait until an index can be created, which is later than that it answers."""
-        if not self.running:
-            self.launch()
-        deadline = time.monotonic() + timeout
-        while self.running and time.monotonic() < deadline:
-            if self._is_ready():
+        for _ in range(_PORTS_TRIED):
+            if self._try_start(timeout):
+                self._settled = True
                 return self
-            time.sleep(0.1)
-        self.kill()
+            if self._settled or not self._port_was_taken():
+                break
+            self._move(free_port())
         raise ServerUnavailable(f"OpenSearch did not start; its log ends with:\n{self.log_tail()}", hint="")
 
     def launch(self) -> None:
@@ -256,6 +259,7 @@ class OpenSearchServer(ExistingOpenSearch):
         config = self.folder / "config"
         settings = {
             **settings,
+            "node.name": self._name,
             "http.port": self.port,
             # Ports between nodes, which nobody needs, must not meet those of another server.
             "transport.port": free_port(),
@@ -276,6 +280,29 @@ class OpenSearchServer(ExistingOpenSearch):
         for path in config.iterdir():
             give(path, self._account)
 
+    def _try_start(self, timeout: float) -> bool:
+        if not self.running:
+            self.launch()
+        deadline = time.monotonic() + timeout
+        while self.running and time.monotonic() < deadline:
+            if self._is_ready():
+                return True
+            time.sleep(0.1)
+        self.kill()
+        return False
+
+    def _port_was_taken(self) -> bool:
+        """Somebody else was faster; ports are free only at the moment of looking."""
+        return any(sign in self.log_tail(200) for sign in ("BindHttpException", "BindTransportException"))
+
+    def _move(self, port: int) -> None:
+        self.port = port
+        self._url = f"http://127.0.0.1:{port}"
+        path = self.folder / "config" / "opensearch.yml"
+        ports = {"http.port": port, "transport.port": free_port()}
+        kept = [line for line in path.read_text().splitlines() if line.partition(":")[0] not in ports]
+        path.write_text("".join(f"{line}\n" for line in [*kept, *(f"{key}: {each}" for key, each in ports.items())]))
+
     def _reachable(self, folder: Path, name: str) -> Path:
         """A folder where the server's user can read it: a copy if it lies in one that is closed to it."""
         if self._account is None or is_open_to_all(folder):
@@ -284,6 +311,9 @@ class OpenSearchServer(ExistingOpenSearch):
 
     def _is_ready(self) -> bool:
         try:
+            # Another server may have taken the port.
+            if self.request("GET", "/", timeout=10)["name"] != self._name:
+                return False
             with contextlib.suppress(urllib.error.HTTPError):
                 self.request("DELETE", f"/{_PROBE}", timeout=10)
             self.request("PUT", f"/{_PROBE}", {"settings": {"number_of_replicas": 0}}, timeout=30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -77,6 +78,19 @@ def test_programs_in_a_folder_that_is_closed_to_others_are_copied(
     finally:
         server.close()
     assert not server.folder.exists()
+
+
+@needs_opensearch
+def test_a_port_that_somebody_takes_meanwhile_is_left_to_them() -> None:
+    server = OpenSearchServer()
+    taken = server.port
+    with socket.create_server(("127.0.0.1", taken)):
+        try:
+            server.start()
+            assert server.port != taken
+            assert server.request("GET", "/")["version"]["distribution"] == "opensearch"
+        finally:
+            server.close()
 
 
 @needs_opensearch
