@@ -17,6 +17,8 @@ from penstock.config import Config, IndexChoice
 from penstock.documents.catalog import load_catalog
 from penstock.documents.checks import check_index
 from penstock.documents.mapping import index_mapping
+from penstock.documents.polling import polled_catalog
+from penstock.documents.polling_checks import check_polling
 from penstock.documents.specification.json_schema import json_schema
 from penstock.errors import PenstockError
 from penstock.source import Role, connect
@@ -107,7 +109,18 @@ def schema() -> None:
 def _check(config: Config, indexes: tuple[IndexChoice, ...]) -> dict[str, Report]:
     with connect(config.pipeline.source, Role.CATALOG) as connection:
         catalog = load_catalog(connection, {table for each in indexes for table in each.specification.tables()})
-        return {each.name: check_index(connection, each.specification, catalog) for each in indexes}
+        polling = config.indexes.polling
+        if polling is None:
+            return {each.name: check_index(connection, each.specification, catalog) for each in indexes}
+        catalog = polled_catalog(catalog)
+        found: dict[str, Report] = {}
+        for each in indexes:
+            tables = each.specification.tables()
+            cursors = {name: polling.cursors.get(name, polling.cursor) for name in tables}
+            report = check_index(connection, each.specification, catalog)
+            polled = check_polling(connection, tables, catalog, cursors)
+            found[each.name] = Report(report.location, (*report.checks, *polled))
+        return found
 
 
 def _print(reports: dict[str, Report]) -> None:

@@ -49,7 +49,7 @@ def started_outputs(config: Config, ending: Ending, display: Display) -> Iterato
         stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.every_output}
         # Before Spark starts: a person should not wait for a refusal.
         for store in stores.values():
-            _refuse_second(config, store)
+            refuse_second(config, store)
         with ending.interruptible():
             connect(config.pipeline.source, Role.CATALOG).close()
         with started_tasks(config, ending, display) as (tasks, session):
@@ -164,7 +164,8 @@ class LookedAt:
         self._status_file.write(looks)
 
 
-def _refuse_second(config: Config, store: Store) -> None:
+def refuse_second(config: Config, store: Store) -> None:
+    """A pipeline runs once."""
     driver = running(store)
     if driver is not None:
         raise LeaseHeld(

@@ -163,7 +163,9 @@ def _ask_source(config: Config, table_ids: Sequence[int]) -> tuple[SourceStatus,
         quick = replace(source, connect_timeout=_CONNECT_SECONDS)
         with connect(quick, Role.CATALOG, parameters=_IMPATIENCE) as connection:
             server = flushed_position(connection)
-            slot = _slot_status(config.pipeline.slot, inspect_slot(connection, config.pipeline.slot), server)
+            polled = config.documents is not None and config.documents.polling is not None
+            found_slot = None if polled else inspect_slot(connection, config.pipeline.slot)
+            slot = None if polled else _slot_status(config.pipeline.slot, found_slot, server)
             version = connection.info.parameter_status("server_version") or ""
             open_long = [each for each in find_blockers(connection) if (each.seconds or 0.0) >= LONG_SECONDS]
             sizes = _sizes(connection, table_ids)

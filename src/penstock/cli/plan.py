@@ -18,6 +18,8 @@ from penstock.source.publications import find_tables, inspect_publication, publi
 from penstock.source.slots import inspect_slot
 from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
 
+_POLLED = "not needed, changes are polled"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -62,14 +64,15 @@ def make_plan(config: Config) -> Plan:
         builds = {} if config.documents is None else _builds(stores[config.documents.name])
         driver = None if first is None else running(first)
         known = [phase for each in phases.values() for phase in each.values()]
-        slot, anew = _slot(connection, config, known, has_built=bool(builds))
-        tables = _tables(connection, config)
+        polled = config.documents is not None and config.documents.polling is not None
+        slot, anew = (_POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
+        tables = {} if polled else _tables(connection, config)
         return Plan(
             pipeline=settings.id,
             running=None if driver is None else str(driver),
             source=settings.source.location,
             publication=settings.publication,
-            publication_plan=_publication(connection, config),
+            publication_plan=_POLLED if polled else _publication(connection, config),
             slot=settings.slot,
             slot_plan=slot,
             ddl_trigger=settings.trigger.name,

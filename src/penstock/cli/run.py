@@ -12,6 +12,7 @@ from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured
 from penstock.cli.display import Display, opened_display
 from penstock.cli.outputs import POLL_SECONDS, LookedAt, is_settled, prefixed, started_outputs
 from penstock.cli.plan import make_plan, plan_lines
+from penstock.cli.polling_run import run_polling
 from penstock.cli.tail import Ending
 from penstock.config import Config
 from penstock.errors import PenstockError
@@ -73,7 +74,11 @@ def run(
             Ending() as ending,
             opened_display(quiet=quiet, as_json=logs_json, seconds=status_seconds) as display,
         ):
-            _run(config, ending, display, once=once)
+            polling = None if config.documents is None else config.documents.polling
+            if polling is not None:
+                run_polling(config, polling, ending, display, once=once)
+            else:
+                _run(config, ending, display, once=once)
 
 
 def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> None:

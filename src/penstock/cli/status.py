@@ -102,7 +102,10 @@ def _print(found: PipelineStatus, *, as_json: bool, indent: int | None = None) -
 
 
 def _head(found: PipelineStatus) -> Iterator[Text]:
-    has_run = any(output.tables or output.position for output in found.outputs)
+    has_run = any(
+        output.tables or output.position or any(index.status != "not built" for index in output.indexes)
+        for output in found.outputs
+    )
     if found.driver is not None:
         yield Text.assemble(("pipeline  ", "bold"), f"{found.pipeline}, driven by {found.driver}")
     else:

@@ -15,6 +15,7 @@ from psycopg import sql
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, existing_store, running
 from penstock.config import Config, OutputChoice
+from penstock.documents.polling_positions import open_positions
 from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import ConfigError, LeaseHeld
@@ -124,11 +125,15 @@ def _plan_state(config: Config, name: str, store: Store | None) -> list[_Step]:
     steps: list[_Step] = []
     if store.get_index_builds():
         what = f"what documents of {owner} were made of, and those that were refused, in {config.state_location}"
-        steps.append(_Step(what, lambda: _forget_documents(config.state_url, owner)))
+        polled = config.documents is not None and config.documents.polling is not None
+        steps.append(_Step(what, lambda: _forget_documents(config.state_url, owner, polled=polled)))
     return [*steps, _Step(f"state of pipeline {owner} in {config.state_location}", store.delete_pipeline_state)]
 
 
-def _forget_documents(state_url: str, owner: str) -> None:
+def _forget_documents(state_url: str, owner: str, *, polled: bool) -> None:
+    if polled:
+        with closing(open_positions(state_url, owner)) as positions:
+            positions.forget()
     with closing(open_relation_map(state_url, owner)) as relations:
         relations.prepare([])
     with closing(open_quarantine(state_url, owner)) as quarantine:

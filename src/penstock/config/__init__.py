@@ -1,6 +1,6 @@
 """The config file: read, checked, and turned into the settings of the packages that it is about."""
 
-from penstock.config.documents import DocumentsChoice, IndexChoice
+from penstock.config.documents import DocumentsChoice, IndexChoice, PollingChoice
 from penstock.config.loading import Config, OutputChoice, SparkChoice, load_config
 
-__all__ = ["Config", "DocumentsChoice", "IndexChoice", "OutputChoice", "SparkChoice", "load_config"]
+__all__ = ["Config", "DocumentsChoice", "IndexChoice", "OutputChoice", "PollingChoice", "SparkChoice", "load_config"]

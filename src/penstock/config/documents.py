@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config.models import DOCUMENTS_OUTPUT, ConfigFile, IndexSection, SinkSection
+from penstock.config.models import DOCUMENTS_OUTPUT, ConfigFile, IndexSection, PollingSection, SinkSection
 from penstock.documents.base import Sink
 from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
+from penstock.documents.polling import PollSettings
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import IndexSpecification, load_specification
 from penstock.errors import ConfigError, SpecificationInvalid
@@ -36,6 +37,16 @@ class IndexChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class PollingChoice:
+    """How changes are asked for, where the server does not send them."""
+
+    settings: PollSettings
+    cursor: str
+    """Of tables that name none."""
+    cursors: Mapping[TableName, str] = field(default_factory=dict[TableName, str])
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentsChoice:
     """All indexes, and where their documents go."""
 
@@ -45,6 +56,8 @@ class DocumentsChoice:
     sink_options: Mapping[str, Any] = field(repr=False, default_factory=dict[str, Any])
     batch: BatchPolicy = field(default_factory=BatchPolicy)
     skip_backfill: bool = False
+    polling: PollingChoice | None = None
+    """None where the server sends changes."""
 
     @property
     def name(self) -> str:
@@ -92,6 +105,7 @@ def documents_choice(file: ConfigFile, settings: PipelineSettings, folder: Path)
         sink_options=options,
         batch=BatchPolicy(file.sink.max_changes, file.sink.max_delay.total_seconds()),
         skip_backfill=file.sink.skip_backfill,
+        polling=_polling(file.polling, indexes),
     )
 
 
@@ -135,6 +149,22 @@ def _refuse_left_out(indexes: Sequence[IndexChoice], settings: PipelineSettings)
                 f"index {each.name!r} has rows of {_listed(left_out)}, which source.tables or exclude leaves out",
                 hint="Add what is missing there: without their changes documents would not follow.",
             )
+
+
+def _polling(section: PollingSection | None, indexes: Sequence[IndexChoice]) -> PollingChoice | None:
+    if section is None:
+        return None
+    known = {table for each in indexes for table in each.specification.tables()}
+    cursors: dict[TableName, str] = {}
+    for pattern, cursor in section.tables.items():
+        found = select_tables(known, [pattern])
+        if not found:
+            raise ConfigError(
+                f'polling.tables."{pattern}": no index has rows of such a table', hint=f"They have: {_listed(known)}."
+            )
+        cursors |= dict.fromkeys(found, cursor)
+    settings = PollSettings(section.interval.total_seconds(), section.overlap.total_seconds())
+    return PollingChoice(settings, section.cursor, cursors)
 
 
 def _listed(tables: set[TableName]) -> str:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from penstock.config.units import Duration, Size
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.policy import FailurePolicy
+from penstock.documents.polling import XMIN, PollSettings
 from penstock.pipeline import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 
@@ -147,6 +148,15 @@ class SinkSection(Section):
     skip_backfill: bool = False
 
 
+class PollingSection(Section):
+    """How changes are asked for on servers without logical decoding."""
+
+    cursor: str = XMIN
+    tables: dict[str, str] = {}
+    interval: Duration = timedelta(seconds=PollSettings().interval)
+    overlap: Duration = timedelta(seconds=PollSettings().overlap)
+
+
 class TypesSection(Section):
     """What awkward types and values become."""
 
@@ -174,6 +184,7 @@ class ConfigFile(Section):
     ] = []
     """[[index]] for each."""
     sink: SinkSection | None = None
+    polling: PollingSection | None = None
     types: TypesSection = TypesSection()
     tables: dict[str, dict[str, Any]] = {}
 
@@ -183,6 +194,8 @@ class ConfigFile(Section):
             raise ValueError("there is neither a [destination] for tables nor an [[index]] for documents")
         if self.index and self.sink is None:
             raise ValueError("[[index]] needs a [sink]: where its documents go")
+        if self.polling is not None and self.destination:
+            raise ValueError("[polling] is for documents: the tables of a [destination] need logical decoding")
         if self.sink is not None and not self.index:
             raise ValueError("[sink] needs an [[index]] whose documents go there")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):

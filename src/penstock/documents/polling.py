@@ -136,15 +136,20 @@ class PollingCapture(ChangeCapture):
         *,
         settings: PollSettings | None = None,
         stop: threading.Event | None = None,
+        once: bool = False,
     ) -> None:
+        """With `once`, `live` ends when a poll has found nothing."""
         self._source = source
         self._tables = tuple(tables)
         self._positions = positions
         self._settings = settings or PollSettings()
         self._stop = stop or threading.Event()
+        self._once = once
         self._delivered = {each.table.name: Delivered() for each in tables}
         self._polls: deque[_Poll] = deque()
         self._stored: PollPosition | None = None
+        self._found = 0
+        """Changes of the last poll."""
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -178,6 +183,8 @@ class PollingCapture(ChangeCapture):
                     self._stop.wait(backoff.next_delay())
                     continue
                 backoff.reset()
+                if self._once and not self._found:
+                    return
                 self._stop.wait(self._settings.interval)
         finally:
             _closed(connection)
@@ -202,6 +209,7 @@ class PollingCapture(ChangeCapture):
         # Not in the snapshot but before it: a transaction that ends in between is in the one or in the other.
         oldest = _oldest_start(connection)
         poll = _Poll(before)
+        self._found = 0
         with self._lock:
             self._polls.append(poll)
         try:
@@ -210,6 +218,7 @@ class PollingCapture(ChangeCapture):
                 marks = _Marks(oldest, *_snapshot(connection))
                 after = self._after(marks, before)
                 for rows in self._changes(connection, before, marks, after.order):
+                    self._found += len(rows)
                     with self._lock:
                         poll.waiting += 1
                     yield Change(Changes((rows,)), _Confirmation(self, poll))

@@ -41,6 +41,10 @@ class PollPositions(Protocol):
         """Durable when it returns. Called from the thread that confirms changes."""
         ...
 
+    def forget(self) -> None:
+        """The next start begins anew."""
+        ...
+
     def close(self) -> None:
         """May be called twice."""
         ...
@@ -92,6 +96,13 @@ class SqlitePositions:
         except sqlite3.Error as error:
             raise _unusable(error) from None
 
+    def forget(self) -> None:
+        """See `PollPositions`."""
+        try:
+            self._connection.execute("delete from positions where owner = ?", [self._owner])
+        except sqlite3.Error as error:
+            raise _unusable(error) from None
+
     def close(self) -> None:
         """See `PollPositions`."""
         self._connection.close()
@@ -123,6 +134,10 @@ class PostgresPositions:
             " on conflict (owner) do update set position = excluded.position",
             [self._owner, json.dumps(asdict(position))],
         )
+
+    def forget(self) -> None:
+        """See `PollPositions`."""
+        self._run("delete from penstock_documents.polling_positions where owner = %s", [self._owner])
 
     def close(self) -> None:
         """See `PollPositions`."""

@@ -20,7 +20,7 @@ from penstock.schema import ReplicaIdentity
 from penstock.source.patterns import TableName
 
 XMIN = "xmin"
-_TIMES = ("timestamptz", "timestamp")
+TIME_TYPES = ("timestamptz", "timestamp")
 _VERSIONS = pa.schema([pa.field(name, pa.int64()) for name in ("mark", "place", "writer")])
 
 # The whole number of a row's transaction: the one with these 32 bits that is nearest to where the server is.
@@ -149,7 +149,7 @@ def row_images(
 
 def _check_cursor(table: SourceTable, cursor: str) -> None:
     found = table.column(cursor)
-    if found.base.name not in _TIMES:
+    if found.base.name not in TIME_TYPES:
         raise ConfigError(
             f"{table.name}.{cursor} is {found.type}: to poll by it, it has to be a timestamp",
             hint=f'Name another column, or "{XMIN}".',

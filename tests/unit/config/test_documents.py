@@ -163,3 +163,15 @@ def test_names_in_other_schemas_are_published_as_they_are_written(load, tmp_path
     other = CUSTOMERS.replace("table: orders", """schema: '"Sales"'\n    table: '"Order*s"'""")
     (tmp_path / "search/customers.schema.yml").write_text(other)
     assert load(PIPELINE + INDEX + SINK).pipeline.tables == ('"Sales"."Order*s"', '"public"."customers"')
+
+
+def test_polling_is_for_documents_alone_and_names_its_cursors(load):
+    polled = '[polling]\ncursor = "updated_at"\ninterval = "5s"\ntables = {orders = "xmin"}\n'
+    polling = load(PIPELINE + INDEX + SINK + polled).indexes.polling
+    assert (polling.cursor, polling.settings.interval, polling.settings.overlap) == ("updated_at", 5.0, 60.0)
+    assert {str(name): cursor for name, cursor in polling.cursors.items()} == {"public.orders": "xmin"}
+    assert "[polling] is for documents" in refusal(load, PIPELINE + INDEX + SINK + TABLES + polled)
+    assert "neither a [destination]" in refusal(load, PIPELINE + "[polling]\n")
+    assert "no index has rows of such a table" in refusal(
+        load, PIPELINE + INDEX + SINK + polled.replace("orders", "xs")
+    )

@@ -1,0 +1,159 @@
+"""`penstock run` with `[polling]`: documents that follow by asking again and again, in this process.
+
+No slot, no publication, no spool: the engine takes changes from `penstock.documents.polling`. The lease, the maps of
+relations and the quarantine are those of any other run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from penstock.cli.display import Display
+from penstock.cli.formats import count_of
+from penstock.cli.outputs import refuse_second
+from penstock.cli.tail import Ending
+from penstock.config import Config, DocumentsChoice, PollingChoice
+from penstock.documents import Engine, Observer, PostgresDocuments, Sink
+from penstock.documents.base import Rejection
+from penstock.documents.catalog import load_catalog
+from penstock.documents.fingerprint import fingerprint
+from penstock.documents.mapping import index_mapping
+from penstock.documents.polling import PollingCapture, polled_catalog, polled_tables
+from penstock.documents.polling_positions import PollPositions, open_positions
+from penstock.documents.quarantine import QuarantineStore, open_quarantine
+from penstock.documents.relation_map import RelationMap, open_relation_map
+from penstock.lsn import Lsn
+from penstock.source import Role, connect
+from penstock.source.connections import NO_TIMEOUTS
+from penstock.state import Command, CommandKind, CommandStatus, IndexBuild, IndexStatus, Store
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a run has open."""
+
+    store: Store
+    positions: PollPositions
+    relations: RelationMap
+    quarantine: QuarantineStore
+    resolving: psycopg.Connection[Any]
+    building: psycopg.Connection[Any]
+
+
+def run_polling(config: Config, polling: PollingChoice, ending: Ending, display: Display, *, once: bool) -> None:
+    """Fill the indexes that are not, then poll until a signal comes; with `once` until nothing is left."""
+    choice = config.indexes
+    sink = choice.create_sink()
+    with _opened(config, choice) as opened:
+        catalog = load_catalog(opened.building, {name for each in choice.specifications for name in each.tables()})
+        catalog = polled_catalog(catalog)
+        documents = PostgresDocuments(
+            opened.resolving, opened.building, choice.specifications, opened.relations, catalog=catalog
+        )
+        tables = polled_tables(catalog, documents.resolver.wanted, polling.cursors, polling.cursor)
+        capture = PollingCapture(
+            config.pipeline.source, tables, opened.positions, settings=polling.settings, stop=ending.stop, once=once
+        )
+        # In this order: what changes while maps and indexes are filled comes again by polling.
+        capture.prepare()
+        _seed_relations(choice, sink, documents, opened)
+        for command in opened.store.take_commands():
+            _obey(command, choice, sink, opened.store)
+        engine = Engine(
+            capture,
+            documents,
+            sink,
+            observer=_Told(choice, opened.store, opened.quarantine, display),
+            batch=choice.batch,
+            queue_capacity=max(1, choice.batch.max_changes),
+            skip_backfill=choice.skip_backfill,
+            failure_policies=choice.failure_policies,
+        )
+        display.say(
+            f"polling {count_of(len(tables), 'table')} on {config.pipeline.source.location} every "
+            f"{polling.settings.interval:g} s, in {choice.sink_type}; deleted rows are not seen; Ctrl-C ends it"
+        )
+        engine.run()
+        display.say("caught up, stopping" if once and not ending.stop.is_set() else "stopped")
+
+
+@contextmanager
+def _opened(config: Config, choice: DocumentsChoice) -> Iterator[_Opened]:
+    source, owner = config.pipeline.source, choice.settings.output_id
+    with ExitStack() as stack:
+        store = stack.enter_context(config.open_store(choice))
+        refuse_second(config, store)
+        store.acquire_lease()
+        stack.callback(store.release_lease)
+        yield _Opened(
+            store,
+            stack.enter_context(closing(open_positions(config.state_url, owner))),
+            stack.enter_context(closing(open_relation_map(config.state_url, owner))),
+            stack.enter_context(closing(open_quarantine(config.state_url, owner))),
+            stack.enter_context(connect(source, Role.DOCUMENTS, parameters=NO_TIMEOUTS)),
+            stack.enter_context(connect(source, Role.DOCUMENTS, parameters=NO_TIMEOUTS)),
+        )
+
+
+def _seed_relations(choice: DocumentsChoice, sink: Sink, documents: PostgresDocuments, opened: _Opened) -> None:
+    """Learn what rows hang on; indexes that need what was not known before are built anew."""
+    new = opened.relations.prepare(documents.resolver.tracked)
+    for relation in new:
+        opened.relations.seed(opened.building, relation, Lsn(0))
+    for name in sorted(documents.resolver.indexes_using(new)):
+        _rebuild(choice, sink, name)
+
+
+def _obey(command: Command, choice: DocumentsChoice, sink: Sink, store: Store) -> None:
+    if command.kind is not CommandKind.REBUILD_INDEX:
+        reason = "a pipeline that polls knows no other command than index rebuild"
+        store.answer_command(command.number, CommandStatus.REFUSED, reason)
+        return
+    for name in command.options.get("indexes", ()):
+        _rebuild(choice, sink, name)
+    store.answer_command(command.number, CommandStatus.DONE)
+
+
+def _rebuild(choice: DocumentsChoice, sink: Sink, name: str) -> None:
+    mapping = index_mapping(choice.index(name).specification)
+    sink.ensure_index(mapping)
+    if sink.is_seeded(name):
+        sink.reindex(mapping)
+
+
+class _Told(Observer):
+    """Says what happens, and remembers it for `index list` and `index quarantine`."""
+
+    def __init__(self, choice: DocumentsChoice, store: Store, quarantine: QuarantineStore, display: Display) -> None:
+        self._choice = choice
+        self._store = store
+        self._quarantine = quarantine
+        self._display = display
+
+    def on_indexes_ensured(self, count: int) -> None:
+        # What the sink says is complete, if it says so, is not told again.
+        known = self._store.get_index_builds()
+        for each in self._choice.indexes:
+            if each.name not in known:
+                self._note(each.name, IndexStatus.WANTED)
+
+    def on_backfill_started(self, indexes: Sequence[str]) -> None:
+        for name in indexes:
+            self._note(name, IndexStatus.FILLING)
+            self._display.say(f"filling index {name}")
+
+    def on_index_seeded(self, index: str) -> None:
+        self._note(index, IndexStatus.SEEDED)
+        self._display.say(f"index {index} is complete, and serves")
+
+    def on_document_quarantined(self, rejection: Rejection) -> None:
+        self._quarantine.add([rejection], None)
+
+    def _note(self, name: str, status: IndexStatus) -> None:
+        mark = fingerprint(self._choice.index(name).specification)
+        self._store.store_index_build(IndexBuild(name, "polling", mark, status, "changes are polled"))

@@ -1,0 +1,88 @@
+"""`penstock run` with `[polling]`, on a server that does not decode its log."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.testing.postgres import PostgresServer
+from tests.integration.cli.support import PATIENCE, Site, check_discreet
+
+CONFIG = """
+[pipeline]
+id = "shop"
+[source]
+url = "${SOURCE_URL}"
+[polling]
+interval = "100ms"
+tables = {orders = "updated_at"}
+[[index]]
+specification = "orders.schema.yml"
+[sink]
+type = "stdout"
+skip_backfill = true
+"""
+ORDERS = """
+version: 1
+table: orders
+fields:
+  - {text: note}
+  - {has_many: items, table: items, foreign_key: order_id, primary_key: id, fields: [{text: note}]}
+"""
+
+
+def make_site(make_server: Callable[..., PostgresServer], folder: Path) -> Site:
+    server = make_server(settings={"wal_level": "replica"})
+    with server.connect() as connection:
+        connection.execute(
+            """
+            create table orders (id int primary key, note text, updated_at timestamptz not null default now());
+            create table items (id int primary key, order_id int, note text);
+            insert into orders values (1, 'one'), (2, 'two');
+            insert into items values (1, 1, 'first');
+            """
+        )
+
+    def execute(statement: str) -> Any:
+        with server.connect() as connection:
+            return connection.execute(statement)
+
+    (folder / "penstock.toml").write_text(CONFIG)
+    (folder / "orders.schema.yml").write_text(ORDERS)
+    return Site(SimpleNamespace(dsn=server.dsn(), execute=execute, name="polled"), folder)
+
+
+def test_documents_follow_without_logical_decoding(make_server: Callable[..., PostgresServer], tmp_path: Path) -> None:
+    site = make_site(make_server, tmp_path)
+    checked = json.loads(site.run("index", "check", "--json").stdout)
+    said = " ".join(each["what"] for each in checked["indexes"][0]["checks"])
+    assert checked["ready"] is True
+    assert "polling does not see rows that are deleted" in said
+    assert "a change that does not set updated_at is not seen" in said
+    assert "public.items is polled by xmin: all of it is read each time" in said
+    assert "public.orders has no index on (updated_at)" in said
+
+    assert "not needed, changes are polled" in site.run("run", "--plan").stdout
+    filled = site.run("run", "--once", "-q", environment={})
+    assert filled.returncode == 0, filled.stderr
+    process = site.start("run")
+    site.wait_output(process, "polling 2 tables")
+    site.database.execute("update items set order_id = 2 where id = 1")
+    for id_ in ("1", "2"):
+        site.wait_output(process, f'"id": "{id_}"')
+    documents = [json.loads(line) for line in site.output(process).splitlines() if line.startswith("{")]
+    last = {each["id"]: each["document"] for each in documents}
+    assert last["1"]["items"] == [], "the order that the item hung on, too"
+    assert last["2"]["items"] == [{"note": "first"}]
+    second = site.run("run", "--once", "-q")
+    assert second.returncode == 1
+    assert "runs already" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 0, site.output(process)
+    check_discreet(site, site.output(process))
+    assert "does not run" in site.run("status").stdout
+    assert site.run("teardown", "--yes").returncode == 0
