@@ -41,8 +41,6 @@ from draining import (
 from harness import (
     BenchmarkFailed,
     Watch,
-    cleaned_up,
-    describe_machine,
     format_table,
     load_average,
     median,
@@ -51,6 +49,7 @@ from harness import (
     spread,
     take_turns,
 )
+from stages import open_stage
 from workloads import PUBLICATION, WORKLOADS, Workload
 
 from penstock.capture import CaptureProcess, CaptureSettings
@@ -68,24 +67,14 @@ def main() -> None:
     arguments = _parse_arguments()
     results: dict[str, dict[str, float]] = {}
     summary: list[list[str]] = []
-    try:
-        with (
-            cleaned_up(),
-            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-        ):
-            print(f"PostgreSQL {server.version}; {describe_machine()}")
-            for name in arguments.workload or WORKLOADS:
-                workload = WORKLOADS[name]
-                load, drains = run(server, workload, arguments.changes, arguments.rounds, Path(folder))
-                result = _result(load, drains)
-                results[name] = result
-                print(f"\n{_describe(workload, load, drains)}\n", flush=True)
-                summary.append([name, *(f"{result[key]:,.{digits}f}" for key, digits in _SUMMARY.values())])
-    except BenchmarkFailed as error:
-        raise SystemExit(f"benchmark failed: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+        for name in arguments.workload or WORKLOADS:
+            workload = WORKLOADS[name]
+            load, drains = run(stage.server, workload, arguments.changes, arguments.rounds, stage.folder)
+            result = _result(load, drains)
+            results[name] = result
+            print(f"\n{_describe(workload, load, drains)}\n", flush=True)
+            summary.append([name, *(f"{result[key]:,.{digits}f}" for key, digits in _SUMMARY.values())])
     print(format_table(["capture", *_SUMMARY], summary))
     print_result(results)
 

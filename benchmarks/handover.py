@@ -16,7 +16,6 @@ in the lake is compared with what the writer has made.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ import psycopg
 import pyarrow.parquet as pq
 from harness import (
     BenchmarkFailed,
-    cleaned_up,
-    describe_machine,
     format_table,
     load_average,
     print_result,
@@ -38,13 +35,12 @@ from harness import (
 from numpy.typing import NDArray
 from processes import PYTHON_WORKER, merge_peaks
 from runs import Run, Site, Writer
+from stages import CORES, open_stage
 from workloads import PUBLICATION, create_orders
 
 from penstock.destinations.parquet.folder import Generation, RootFolder
 from penstock.destinations.parquet.manifests import ManifestKind
-from penstock.testing.postgres import PostgresServer
 
-CORES = 2
 LARGE = "large"
 SMALL_ROWS = 1000
 ROWS_PER_TRANSACTION = 5
@@ -96,24 +92,14 @@ class Measured:
 
 def main() -> None:
     arguments = _parse_arguments()
-    try:
-        with (
-            cleaned_up(),
-            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-        ):
-            print(f"PostgreSQL {server.version}; {describe_machine()}")
-            site = Site(server, server.create_database(), Path(folder) / "site", f"local[{CORES}]")
-            site.configure()
-            _make_tables(site, arguments)
-            with site.start() as run:
-                measured = measure(site, run, arguments)
-                run.terminate()
-            print(f"\n{_describe(arguments, measured)}\n\n{merge_peaks([run.watch])}\n", flush=True)
-    except BenchmarkFailed as error:
-        raise SystemExit(f"benchmark failed: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+        site = Site(stage.server, stage.server.create_database(), stage.folder / "site", f"local[{CORES}]")
+        site.configure()
+        _make_tables(site, arguments)
+        with site.start() as run:
+            measured = measure(site, run, arguments)
+            run.terminate()
+        print(f"\n{_describe(arguments, measured)}\n\n{merge_peaks([run.watch])}\n", flush=True)
     print_result({"handover": _result(measured, run)})
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +29,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from harness import (
     BenchmarkFailed,
-    cleaned_up,
-    describe_machine,
     format_table,
     load_average,
     print_result,
@@ -41,11 +38,9 @@ from lakes import query_delta
 from numpy.typing import NDArray
 from processes import TreeWatch, merge_peaks
 from runs import Run, Site, Writer
+from stages import CORES, open_stage
 from workloads import PUBLICATION, create_orders
 
-from penstock.testing.postgres import PostgresServer
-
-CORES = 2
 WARM_UP_SECONDS = 5.0
 """Of the writer, for each table, before anything counts."""
 SERVER_SETTINGS = {"shared_buffers": "1GB", "max_wal_size": "64GB", "checkpoint_timeout": "1h", "autovacuum": "off"}
@@ -56,30 +51,20 @@ def main() -> None:
     arguments = _parse_arguments()
     results: dict[str, dict[str, float]] = {}
     table: list[Sequence[str]] = []
-    try:
-        with (
-            cleaned_up(),
-            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-        ):
-            print(f"PostgreSQL {server.version}; {describe_machine()}")
-            options = {} if arguments.maintenance else {"maintenance": "false"}
-            database = server.create_database()
-            site = Site(server, database, Path(folder) / "site", f"local[{CORES}]", "delta", options)
-            site.configure()
-            _make_tables(site, arguments.rows)
-            with site.start() as run:
-                run.wait_for(site.all_ready, "the copies", seconds=0.5)
-                for rows in arguments.rows:
-                    result = measure(site, run, rows, arguments)
-                    results[f"rows_{rows}"] = result
-                    table.append([f"{rows:,}", *(f"{value:,.2f}" for value in result.values())])
-                run.terminate()
-            _require_equal(site, arguments.rows)
-    except BenchmarkFailed as error:
-        raise SystemExit(f"benchmark failed: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+        options = {} if arguments.maintenance else {"maintenance": "false"}
+        database = stage.server.create_database()
+        site = Site(stage.server, database, stage.folder / "site", f"local[{CORES}]", "delta", options)
+        site.configure()
+        _make_tables(site, arguments.rows)
+        with site.start() as run:
+            run.wait_for(site.all_ready, "the copies", seconds=0.5)
+            for rows in arguments.rows:
+                result = measure(site, run, rows, arguments)
+                results[f"rows_{rows}"] = result
+                table.append([f"{rows:,}", *(f"{value:,.2f}" for value in result.values())])
+            run.terminate()
+        _require_equal(site, arguments.rows)
     print(
         f"\n{arguments.rate:g} transactions/s of one row for {arguments.seconds:g} s into Delta on local[{CORES}]; "
         f"load average {load_average():.1f}"

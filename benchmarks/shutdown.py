@@ -16,18 +16,14 @@ At the end the writer stops, and every table in the lake is compared with the so
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psycopg
 from harness import (
     BenchmarkFailed,
-    cleaned_up,
-    describe_machine,
     format_table,
     load_average,
     median,
@@ -36,11 +32,11 @@ from harness import (
 )
 from processes import merge_peaks
 from runs import Run, Site, Writer
+from stages import open_stage
 from workloads import PUBLICATION, create_orders
 
 from penstock.destinations.parquet import ParquetReader
 from penstock.state import DataSync
-from penstock.testing.postgres import PostgresServer
 
 MASTERS = {"spark": "local[2]", "none": "none"}
 LARGE = "large"
@@ -66,25 +62,15 @@ def main() -> None:
     arguments = _parse_arguments()
     results: dict[str, dict[str, float]] = {}
     rows: list[Sequence[str]] = []
-    try:
-        with (
-            cleaned_up(),
-            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-        ):
-            print(f"PostgreSQL {server.version}; {describe_machine()}")
-            for mode in arguments.mode:
-                database = server.create_database()
-                site = Site(server, database, Path(folder) / mode, MASTERS[mode])
-                site.configure()
-                measured = measure(site, mode, arguments)
-                server.drop_database(database)
-                results[mode] = _result(measured)
-                rows.append([mode, *(f"{value:.2f}" for value in results[mode].values())])
-    except BenchmarkFailed as error:
-        raise SystemExit(f"benchmark failed: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+        for mode in arguments.mode:
+            database = stage.server.create_database()
+            site = Site(stage.server, database, stage.folder / mode, MASTERS[mode])
+            site.configure()
+            measured = measure(site, mode, arguments)
+            stage.server.drop_database(database)
+            results[mode] = _result(measured)
+            rows.append([mode, *(f"{value:.2f}" for value in results[mode].values())])
     print(f"\n{arguments.rate:g} transactions/s into {TABLES} tables; load average {load_average():.1f}")
     header = ["seconds", "SIGTERM → exit", "at most", "while copying", "restart → durable", "after SIGKILL"]
     print(format_table(header, rows), flush=True)

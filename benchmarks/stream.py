@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,8 +43,6 @@ from draining import (
 )
 from harness import (
     BenchmarkFailed,
-    cleaned_up,
-    describe_machine,
     format_table,
     load_average,
     median,
@@ -56,19 +53,18 @@ from harness import (
 )
 from lakes import query_delta
 from processes import TreeWatch, merge_peaks
+from stages import CORES, open_stage, spark_session
 from workloads import PUBLICATION, create_orders, prepare_many, prepare_mixed_into
 
 from penstock.destinations.registry import create_destination
 from penstock.lsn import Lsn, reaches
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
-from penstock.spark.session import SparkSettings, build_session
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import Errored, Ready, open_store
 from penstock.testing.postgres import PostgresServer
 
-CORES = 2
 PIPELINE = "pipeline"
 MANY_TABLES = 100
 BATCH_CHANGES = 10_000
@@ -129,30 +125,16 @@ class Bench:
 def main() -> None:
     arguments = _parse_arguments()
     results: dict[str, dict[str, float]] = {}
-    try:
-        with (
-            cleaned_up(),
-            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-        ):
-            print(f"PostgreSQL {server.version}; {describe_machine()}")
-            session = build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-stream"))
-            try:
-                for name in arguments.workload:
-                    bench = _bench(server, Path(folder) / name, session, arguments)
-                    load, drains = run(bench, name, arguments)
-                    results[name] = _result(load, drains)
-                    print(f"\n{_describe(name, load, drains)}\n", flush=True)
-                    server.drop_database(bench.database)
-                if arguments.large:
-                    bench = _bench(server, Path(folder) / "large", session, arguments)
-                    results |= run_large(bench, arguments.large_rows, arguments.rounds)
-            finally:
-                session.stop()
-    except BenchmarkFailed as error:
-        raise SystemExit(f"benchmark failed: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage, spark_session("bench-stream") as session:
+        for name in arguments.workload:
+            bench = _bench(stage.server, stage.folder / name, session, arguments)
+            load, drains = run(bench, name, arguments)
+            results[name] = _result(load, drains)
+            print(f"\n{_describe(name, load, drains)}\n", flush=True)
+            stage.server.drop_database(bench.database)
+        if arguments.large:
+            bench = _bench(stage.server, stage.folder / "large", session, arguments)
+            results |= run_large(bench, arguments.large_rows, arguments.rounds)
     if {"mixed", "many"} <= results.keys():
         share = results["many"]["per_second"] / results["mixed"]["per_second"]
         print(f"{MANY_TABLES} tables at once: {share:.2f} of the throughput of one")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from typing import Any
 import psycopg
 from harness import (
     BenchmarkFailed,
-    cleaned_up,
-    describe_machine,
     format_table,
     load_average,
     median,
@@ -42,6 +39,7 @@ from harness import (
 )
 from lakes import KEYS
 from processes import PYTHON_WORKER, TreeWatch, merge_peaks
+from stages import CORES, open_stage, spark_session
 from workloads import PUBLICATION, create_orders
 
 from penstock.copy import CopySettings, prepare_copy
@@ -49,12 +47,10 @@ from penstock.destinations.base import Destination, DestinationContext
 from penstock.destinations.registry import create_destination
 from penstock.source.connections import SourceSettings
 from penstock.source.snapshots import take_snapshot
-from penstock.spark.session import SparkSettings, build_session
 from penstock.spark.tasks import SparkTasks
 from penstock.state.memory import MemoryStore
 from penstock.testing.postgres import PostgresServer
 
-CORES = 2
 PSQL = "psql"
 TABLE, SMALL_TABLE = "orders", "few_orders"
 SMALL_ROWS = 50_000
@@ -81,30 +77,17 @@ class Copied:
 def main() -> None:
     arguments = _parse_arguments()
     results: dict[str, dict[str, float]] = {}
-    try:
-        with (
-            cleaned_up(),
-            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-        ):
-            print(f"PostgreSQL {server.version}; {describe_machine()}")
-            database = server.create_database()
-            size = make_tables(server, database, arguments.rows)
-            began = time.monotonic()
-            session = build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-copy"))
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+        database = stage.server.create_database()
+        size = make_tables(stage.server, database, arguments.rows)
+        began = time.monotonic()
+        with spark_session("bench-copy") as session:
             say(f"Spark started in {time.monotonic() - began:.1f} s")
-            try:
-                tasks = SparkTasks(session, copy_tasks=arguments.tasks)
-                for name in arguments.destination:
-                    copies = run(server, database, tasks, name, arguments, Path(folder))
-                    results[name] = _result(arguments.rows, copies, name)
-                    print(f"\n{_describe(name, arguments, size, copies)}\n", flush=True)
-            finally:
-                session.stop()
-    except BenchmarkFailed as error:
-        raise SystemExit(f"benchmark failed: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+            tasks = SparkTasks(session, copy_tasks=arguments.tasks)
+            for name in arguments.destination:
+                copies = run(stage.server, database, tasks, name, arguments, stage.folder)
+                results[name] = _result(arguments.rows, copies, name)
+                print(f"\n{_describe(name, arguments, size, copies)}\n", flush=True)
     print_result(results)
 
 

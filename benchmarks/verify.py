@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from typing import Any
 
 from harness import (
     BenchmarkFailed,
-    cleaned_up,
-    describe_machine,
     format_table,
     load_average,
     median,
@@ -39,8 +36,8 @@ from harness import (
     take_turns,
 )
 from processes import PYTHON_WORKER, TreeWatch, merge_peaks
+from stages import CORES, open_stage, spark_session
 from table_copy import (
-    CORES,
     SERVER_SETTINGS,
     SMALL_RANGE_BYTES,
     SMALL_ROWS,
@@ -60,11 +57,9 @@ from penstock.destinations.registry import create_destination
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.source.snapshots import take_snapshot
-from penstock.spark.session import SparkSettings, build_session
 from penstock.spark.tasks import SparkTasks
 from penstock.state.memory import MemoryStore
 from penstock.testing.destinations.script import ScriptedSource
-from penstock.testing.postgres import PostgresServer
 from penstock.verify.compare import compare_table
 from penstock.verify.report import Counts, Kind, TableReport
 
@@ -94,28 +89,15 @@ class Place:
 def main() -> None:
     arguments = _parse_arguments()
     results: dict[str, dict[str, float]] = {}
-    try:
-        with (
-            cleaned_up(),
-            PostgresServer(major=arguments.server, settings=SERVER_SETTINGS) as server,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-        ):
-            print(f"PostgreSQL {server.version}; {describe_machine()}")
-            database = server.create_database()
-            size = make_tables(server, database, arguments.rows)
-            session = build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-verify"))
-            try:
-                tasks = SparkTasks(session, copy_tasks=arguments.tasks)
-                for name in arguments.destination:
-                    timed = run(SourceSettings(server.dsn(database)), tasks, name, arguments, Path(folder))
-                    results[name] = _result(arguments.rows, timed)
-                    print(f"\n{_describe(name, arguments, size, timed)}\n", flush=True)
-            finally:
-                session.stop()
-    except BenchmarkFailed as error:
-        raise SystemExit(f"benchmark failed: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+        database = stage.server.create_database()
+        size = make_tables(stage.server, database, arguments.rows)
+        with spark_session("bench-verify") as session:
+            tasks = SparkTasks(session, copy_tasks=arguments.tasks)
+            for name in arguments.destination:
+                timed = run(SourceSettings(stage.server.dsn(database)), tasks, name, arguments, stage.folder)
+                results[name] = _result(arguments.rows, timed)
+                print(f"\n{_describe(name, arguments, size, timed)}\n", flush=True)
     print_result(results)
 
 
