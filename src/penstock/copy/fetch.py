@@ -13,13 +13,14 @@ import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, SegmentColumn, segment_layout
-from penstock.changes.texts import join_texts, split_texts
+from penstock.changes.cells import TEXT, settle_columns
+from penstock.changes.segment import UNREPRESENTABLE, SegmentColumn, segment_layout
+from penstock.changes.texts import split_texts
 from penstock.errors import SourceError
 from penstock.schema import TableSchema
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
-from penstock.values import TypeSettings, apply_policy
+from penstock.values import TypeSettings
 
 _KEYS_AT_ONCE = 10_000
 
@@ -53,29 +54,9 @@ class SourceFetch:
                     for number, values in enumerate(cells):
                         value = result.get_value(row, number)
                         values.append(None if value is None else value.decode())
-        return self._decode(schema, columns, cells)
-
-    def _decode(
-        self, schema: TableSchema, columns: tuple[SegmentColumn, ...], cells: list[list[str | None]]
-    ) -> pa.Table:
-        arrays: dict[str, pa.Array] = {}
-        kept: dict[str, pa.Array] = {}
-        for column, values in zip(columns, cells, strict=True):
-            text = pa.array(values, pa.large_string())
-            settled = apply_policy(
-                column.codec.decode(text),
-                text,
-                self.types.out_of_range,
-                table=str(schema),
-                column=column.column.name,
-            )
-            arrays[column.field_name] = settled.array
-            if settled.kept is not None:
-                kept[column.field_name] = settled.kept
-        count = len(cells[0]) if cells else 0
-        maps = join_texts(kept, count)
-        arrays[UNREPRESENTABLE] = pa.nulls(count, UNREPRESENTABLE_TYPE) if maps is None else maps
-        return pa.table(arrays)
+        arrays = [pa.array(values, TEXT) for values in cells]
+        settled = settle_columns(columns, arrays, len(arrays[0]), self.types.out_of_range, str(schema))
+        return pa.table(settled, names=[*(column.field_name for column in columns), UNREPRESENTABLE])
 
 
 def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[SegmentColumn]) -> sql.Composed:

@@ -17,15 +17,14 @@ import pyarrow as pa
 import pyarrow.csv as csv
 from psycopg import pq
 
+from penstock.changes.cells import TEXT, settle_columns
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, XID, SegmentColumn, segment_layout
-from penstock.changes.texts import join_texts
 from penstock.copy import CopyRange, RangeReader
 from penstock.copy.copy_out import CONSUME_TIMES, failure_of, start_copy_out
 from penstock.errors import DecodeError
 from penstock.schema import TypeKind, resolve_domain
 from penstock.source.connections import Role, connect
 from penstock.source.faults import Place, from_exception
-from penstock.values import apply_policy
 from penstock.values.text import TextCodec
 
 _READ_BY_ARROW: dict[str, pa.DataType] = {
@@ -81,24 +80,9 @@ class SourceReader:
         types = [_read_as(column) for column in columns]
         types += [pa.int64()] if self.with_transactions else []
         cells = parse_csv(text, types, str(self.heap.schema))
-        arrays: list[pa.Array] = []
-        texts: dict[str, pa.Array] = {}
-        for column, read in zip(columns, cells.columns, strict=False):
-            array = read.combine_chunks()
-            if not _is_final(column):
-                settled = apply_policy(
-                    column.codec.decode(array),
-                    array,
-                    self.heap.types.out_of_range,
-                    table=str(self.heap.schema),
-                    column=column.column.name,
-                )
-                array = settled.array
-                if settled.kept is not None:
-                    texts[column.field_name] = settled.kept
-            arrays.append(array)
-        maps = join_texts(texts, cells.num_rows)
-        arrays.append(pa.nulls(cells.num_rows, UNREPRESENTABLE_TYPE) if maps is None else maps)
+        read = [column.combine_chunks() for column in cells.columns[: len(columns)]]
+        policy, table = self.heap.types.out_of_range, str(self.heap.schema)
+        arrays = settle_columns(columns, read, cells.num_rows, policy, table)
         fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
         fields.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE))
         if self.with_transactions:
@@ -134,7 +118,7 @@ def parse_csv(text: bytes | bytearray, types: list[pa.DataType], table: str) -> 
 
 
 def _read_as(column: SegmentColumn) -> pa.DataType:
-    return column.codec.arrow_type if _is_final(column) else pa.large_string()
+    return column.codec.arrow_type if _is_final(column) else TEXT
 
 
 def _is_final(column: SegmentColumn) -> bool:
