@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +17,7 @@ from penstock.source import SourceSettings
 from penstock.source.snapshots import take_snapshot
 from penstock.spark.tasks import SparkTasks
 from penstock.testing.destinations import ScriptedSource, make_context
-from penstock.testing.destinations.contract import ORDERS
+from tests.integration.destinations.one_bad_table import check_one_bad_table
 from tests.unit.changes.random_changes import COMPOSITE, KEYLESS, RandomTable
 
 ROWS = 5_000
@@ -68,25 +67,8 @@ def test_a_table_of_postgres_is_copied_by_tasks(
 def test_many_tables_are_one_job_and_a_bad_one_does_not_stop_the_others(
     spark: Any, destination: DeltaDestination, tmp_path: Path
 ) -> None:
-    source = ScriptedSource(tmp_path / "segments")
-    schemas = [replace(ORDERS, table_id=30_000 + number, name=f"t{number}") for number in range(20)]
-    for schema in schemas:
-        destination.drop_table_for_copy(schema, "attempt-1")
-        destination.write_table_rows(schema, source.copy(schema, [], ranges=0))
-    with source.transaction() as transaction:
-        for schema in schemas:
-            transaction.insert(schema, {"id": 1, "note": schema.name, "due": None})
-    batch = source.batch()
-    bad = batch.tables[7].steps[0].segments[0].path
-    Path(bad).write_bytes(b"not a file of changes")
-    tracker = spark.sparkContext.statusTracker()
-    before = len(tracker.getJobIdsForGroup(None))
-    result = destination.write_events(batch).result()
-    assert len(tracker.getJobIdsForGroup(None)) == before + 1
-    assert list(result.tables) == [schemas[7].table_id]
     reader = DeltaReader(tmp_path / "lake")
-    counts = {schema.name: reader.read_table(str(schema)).num_rows for schema in schemas}
-    assert counts == {schema.name: int(schema is not schemas[7]) for schema in schemas}
+    check_one_bad_table(spark, destination, tmp_path, lambda schema: reader.read_table(str(schema)).num_rows)
 
 
 @pytest.mark.trap(39)
