@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from pydantic.json_schema import GenerateJsonSchema
 
+from penstock.cli.index_look import schema as print_index_schema
 from penstock.config.models import ConfigFile
 
 schema = typer.Typer(
@@ -31,6 +32,9 @@ def print_config_schema() -> None:
         sed -i '1i #:schema ./penstock.schema.json' penstock.toml
     """
     typer.echo(json.dumps(config_schema(), indent=2, ensure_ascii=False))
+
+
+schema.command("index")(print_index_schema)
 
 
 def config_schema() -> dict[str, Any]:
