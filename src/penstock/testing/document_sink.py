@@ -111,17 +111,14 @@ class FileSink(Sink):
 
     def count(self, index: str) -> int | None:
         """See `Sink`."""
-        generation = self._only or self.facts(index).generation
         with self._transaction() as connection:
-            text = "select count(*) from documents where generation = ? and body is not null"
-            return connection.execute(text, [generation]).fetchone()[0]
+            return _count(connection, self._only or _by_state(connection, index).get("serving"))
 
     def facts(self, index: str) -> IndexFacts:
         """See `ReadableSink`."""
         with self._transaction() as connection:
-            rows = connection.execute("select state, generation from generations where index_name = ?", [index])
-            found = dict(rows.fetchall())
-        return IndexFacts(found.get("serving"), found.get("filling"))
+            found = _by_state(connection, index)
+            return IndexFacts(found.get("serving"), found.get("filling"), _count(connection, found.get("serving")))
 
     def documents(self, index: str) -> dict[str, Any]:
         """What a search would see, by id."""
@@ -175,3 +172,13 @@ class FileSink(Sink):
             connection.execute("commit")
         finally:
             connection.close()
+
+
+def _by_state(connection: sqlite3.Connection, index: str) -> dict[str, str]:
+    """The generations of an index; of retired ones, any."""
+    return dict(connection.execute("select state, generation from generations where index_name = ?", [index]).fetchall())
+
+
+def _count(connection: sqlite3.Connection, generation: str | None) -> int:
+    text = "select count(*) from documents where generation = ? and body is not null"
+    return connection.execute(text, [generation]).fetchone()[0]
