@@ -12,7 +12,7 @@ from penstock.cli.progress import Progress
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
 from penstock.source.slots import Blocker
-from penstock.state import DataSync, Errored, Init, Ready, RetryPolicy
+from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Ready, RetryPolicy
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
 PLAN = CopyProgress("public.a", ranges=4, bytes=4 << 20, estimated_rows=1234, clock=lambda: 10.0, since=0.0)
@@ -81,6 +81,30 @@ def test_a_look_has_tables_rate_and_lag():
     assert sorted(notice.event for notice in notices) == ["left", "left"]
     assert look is not None
     assert look.line.startswith("paused: 1 of 1 table ready; ")
+
+
+def test_indexes_are_told_when_they_are_filled_and_when_they_serve_and_each_once():
+    def build(name: str, status: IndexStatus, number: str = "1", changed: int = 0) -> IndexBuild:
+        return IndexBuild(name, number, "abc", status, "somebody asked for it", changed=changed)
+
+    output = watched({})
+    output.indexes = {"a": build("a", IndexStatus.WANTED), "b": build("b", IndexStatus.SEEDED)}
+    progress = Progress(output, lambda status: Behind(0, 0.0), prefix="documents: ")
+    said = [notice.text for _ in range(2) for notice in progress.look()[0]]
+    assert said == ["documents: filling index a: somebody asked for it"]
+    output.indexes = {"a": build("a", IndexStatus.FILLING, changed=7), "b": build("b", IndexStatus.SEEDED, changed=3)}
+    notices, look = progress.look()
+    assert notices == []
+    assert look is not None
+    assert look.line.startswith("streaming: 1 of 2 indexes complete, 1 filling; ")
+    assert (look.facts["indexes"], look.facts["seeded"]) == (2, 1)
+    output.indexes = {"a": build("a", IndexStatus.SEEDED), "b": build("b", IndexStatus.SEEDED)}
+    said = [notice.text for _ in range(2) for notice in progress.look()[0]]
+    assert said == ["documents: index a is complete, and serves"]
+    # So quick that nobody has seen it being filled.
+    output.indexes = {"a": build("a", IndexStatus.SEEDED, "2"), "b": build("b", IndexStatus.SEEDED)}
+    (notice,) = progress.look()[0]
+    assert (notice.event, notice.table) == ("seeded", "a")
 
 
 def test_quantities_for_people():
