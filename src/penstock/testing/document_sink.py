@@ -176,7 +176,9 @@ class FileSink(Sink):
 
 def _by_state(connection: sqlite3.Connection, index: str) -> dict[str, str]:
     """The generations of an index; of retired ones, any."""
-    return dict(connection.execute("select state, generation from generations where index_name = ?", [index]).fetchall())
+    return dict(
+        connection.execute("select state, generation from generations where index_name = ?", [index]).fetchall()
+    )
 
 
 def _count(connection: sqlite3.Connection, generation: str | None) -> int:

@@ -1,0 +1,28 @@
+"""Sinks that need no server do what every sink does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.documents.base import Sink
+from penstock.documents.sinks import MemorySink
+from penstock.testing.document_sink import FileSink
+from penstock.testing.sinks import SinkContract
+
+
+class TestMemorySink(SinkContract):
+    shared = False
+
+    def open(self) -> Sink:
+        return MemorySink()
+
+
+class TestFileSink(SinkContract):
+    @pytest.fixture(autouse=True)
+    def in_folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "documents.db"
+
+    def open(self) -> Sink:
+        return FileSink(self.path)
