@@ -205,6 +205,20 @@ def test_a_table_that_is_not_published_is_refused(site: Site) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ("w.people, w.teams, w.lines, w.orders where (id > 2)", "sends only some rows of w.orders"),
+        ("w.people, w.teams, w.lines, w.orders (id, status)", "does not send person_id of w.orders"),
+    ],
+)
+def test_a_table_that_is_sent_in_part_is_refused(site: Site, members: str, said: str) -> None:
+    site.stream["manage_publication"] = False
+    site.database.execute(f"create publication e2e for table {members}")
+    with pytest.raises(PublicationChanged, match=said), run(site.output()):
+        pass
+
+
 def test_an_added_column_does_not_disturb_and_a_dropped_one_stops(site: Site) -> None:
     with run(output := site.output()):
         site.wait_settled(output)

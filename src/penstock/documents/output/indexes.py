@@ -20,7 +20,9 @@ from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import Resolver
 from penstock.documents.specification import IndexSpecification
 from penstock.errors import PublicationChanged
+from penstock.source.catalog import load_tables
 from penstock.source.patterns import TableName
+from penstock.source.publications import published_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +80,29 @@ def require_published(indexes: Indexes, published: Collection[str], publication:
             hint="Name them in source.tables; if the publication is not managed, alter it to have them.",
             tables=sorted(missing),
         )
+
+
+def require_whole(connection: psycopg.Connection[Any], indexes: Indexes, publication: str) -> None:
+    """`PublicationChanged` if rows or columns that documents are found by are not sent."""
+    wanted = {str(name): each for name, each in indexes.wanted.items()}
+    published = [each for each in published_tables(connection, publication) if str(each) in wanted]
+    listed = load_tables(connection, [each.oid for each in published if each.column_attnums is not None])
+    for each in published:
+        if each.row_filter is not None:
+            raise PublicationChanged(
+                f"publication {publication!r} sends only some rows of {each}, and documents would miss the others",
+                hint="Publish the table without a row filter; documents have filters of their own.",
+                tables=[str(each)],
+            )
+        if each.oid in listed:
+            sent = {
+                column.name for column in listed[each.oid].attributes if column.attnum in (each.column_attnums or ())
+            }
+            missing = sorted({*wanted[str(each)].columns} - sent)
+            if missing:
+                names = ", ".join(missing)
+                raise PublicationChanged(
+                    f"publication {publication!r} does not send {names} of {each}, by which documents are found",
+                    hint="Add them to the column list of the publication, or publish the table without one.",
+                    tables=[str(each)],
+                )

@@ -23,7 +23,7 @@ from penstock.documents.output.builds import Builds
 from penstock.documents.output.connections import POOL, SESSION
 from penstock.documents.output.fan_out import FanOuts
 from penstock.documents.output.generations import Generations
-from penstock.documents.output.indexes import Indexes, compile_indexes, require_published
+from penstock.documents.output.indexes import Indexes, compile_indexes, require_published, require_whole
 from penstock.documents.output.judge import Judge
 from penstock.documents.output.live import LiveChanges, Session
 from penstock.documents.output.readiness import Readiness
@@ -320,6 +320,7 @@ class DocumentsOutput:
                 connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
             )
             require_published(indexes, published.tables.values(), self._settings.publication)
+            require_whole(connection, indexes, self._settings.publication)
         except BaseException:
             connection.close()
             raise
