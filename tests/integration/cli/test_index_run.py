@@ -211,3 +211,28 @@ def test_what_was_set_aside_is_listed_tried_again_and_dropped(search_site: Searc
     assert asked == {"index": site.index, "ids": ["1"], "running": False}
     assert json.loads(site.run("index", "quarantine", "drop", site.index, "2", "--json").stdout)["dropped"] == 1
     assert "1 document of" in site.run("index", "quarantine", "drop", site.index, "3").stdout
+
+
+def test_a_refused_document_is_set_aside_and_returns_when_its_row_fits(search_site: SearchSite) -> None:
+    site = search_site
+    site.database.execute("alter table orders add day date; update orders set day = 'infinity' where id = 5")
+    site.configure_search()
+    (site.folder / "orders.schema.yml").write_text(ORDERS + "  - {date: day}\n")
+
+    def set_aside() -> list[tuple[str, int, bool]]:
+        found = json.loads(site.run("index", "quarantine", "list", "--json").stdout)["documents"]
+        return [(each["id"], each["attempts"], each["wanted"]) for each in found]
+
+    result = site.run("run", "--once")
+    assert result.returncode == 0, result.stderr
+    assert set_aside() == [("5", 1, False)]
+    assert (site.index_facts()["documents"], site.index_facts()["quarantined"]) == (299, 1)
+    assert "will be tried again" in site.run("index", "quarantine", "retry", site.index, "--all").stdout
+    assert set_aside() == [("5", 1, True)]
+    assert site.run("run", "--once", "-q").returncode == 0
+    assert set_aside() == [("5", 2, False)], "refused again"
+    site.database.execute("update orders set day = '2026-11-15' where id = 5")
+    assert site.run("run", "--once", "-q").returncode == 0
+    assert set_aside() == []
+    assert site.document("5")["day"] == "2026-11-15"
+    assert site.run("index", "diff", "--full").returncode == 0
