@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.sinks.opensearch import OpenSearchSink
+from penstock.documents.sinks.opensearch.generations import paths_of
 from penstock.documents.sinks.opensearch.settings import FILLING_GC_DELETES, SERVING_GC_DELETES
 from penstock.errors import IndexUnusable
 from tests.integration.documents.opensearch.conftest import Looker, MakeSink, batch_of, mapping_of, write
@@ -297,6 +298,11 @@ def test_a_mapping_that_the_server_refuses_is_told(make_sink: MakeSink, looker: 
         make_sink().ensure_index(mapping_of(looker.index, bad={"type": "unheard_of_type"}))
     assert not isinstance(caught.value, urllib.error.URLError)
     assert looker.indexes() == []
+
+
+def test_a_server_takes_questions_about_many_indexes(looker: Looker) -> None:
+    for path in paths_of([f"{looker.index}{'-long' * 30}{number}" for number in range(60)]):
+        assert looker.request("GET", path) == {}
 
 
 def test_what_is_there_can_be_read(sink: OpenSearchSink, looker: Looker) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.opensearch.generations import describe, new_generation, path_of, read_state
+from penstock.documents.sinks.opensearch.generations import describe, new_generation, paths_of, read_state
 from penstock.errors import IndexUnusable
 
 MAPPING = IndexMapping("people", "bb22", {}, {})
@@ -91,4 +91,14 @@ def test_what_is_not_ours_is_refused_with_a_remedy(answer: dict[str, Any], messa
 
 
 def test_names_are_quoted_in_addresses() -> None:
-    assert path_of("ä/b", "c").startswith("/%C3%A4%2Fb,%C3%A4%2Fb_*,c,c_*?")
+    [path] = paths_of(["ä/b", "c"])
+    assert path.startswith("/%C3%A4%2Fb,%C3%A4%2Fb_*,c,c_*?")
+    assert list(paths_of([])) == []
+
+
+def test_many_names_take_several_requests() -> None:
+    names = [f"{'index' * 10}{number}" for number in range(300)]
+    paths = list(paths_of(names))
+    assert max(map(len, paths)) < 2_500, "a server reads 4 KB"
+    asked = [name for path in paths for name in path[1:].partition("?")[0].split(",")]
+    assert asked == [each for name in names for each in (name, f"{name}_*")]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -26,6 +26,7 @@ from penstock.errors import IndexUnusable
 OWNER = "penstock"
 WRITE_SUFFIX = "_WRITE"
 
+_LONGEST_PATH = 2_000
 _STAMP = "%Y%m%d%H%M%S"
 
 
@@ -81,11 +82,26 @@ class IndexState:
         return tuple(each for each in self.generations if each.number < self.serving.number)
 
 
-def path_of(*indexes: str) -> str:
+def paths_of(indexes: Sequence[str]) -> Iterator[str]:
     """Where to ask for the states of indexes: names, what they point to, and all that could be a generation."""
-    names = ",".join(f"{quote(each, safe='')},{quote(each, safe='')}_*" for each in indexes)
     wanted = "*.aliases,*.mappings._meta,*.settings.index.uuid"
-    return f"/{names}?ignore_unavailable=true&allow_no_indices=true&expand_wildcards=all&filter_path={wanted}"
+    for names in in_paths([f"{index},{index}_*" for index in indexes]):
+        yield f"/{names}?ignore_unavailable=true&allow_no_indices=true&expand_wildcards=all&filter_path={wanted}"
+
+
+def in_paths(names: Sequence[str]) -> Iterator[str]:
+    """Names as parts of addresses, as many in each as a server reads: the first line of a request has 4 KB at most."""
+    part: list[str] = []
+    length = 0
+    for each in names:
+        quoted = quote(each, safe=",*")
+        if part and length + len(quoted) > _LONGEST_PATH:
+            yield ",".join(part)
+            part, length = [], 0
+        part.append(quoted)
+        length += len(quoted) + 1
+    if part:
+        yield ",".join(part)
 
 
 def read_state(index: str, answer: Mapping[str, Any]) -> IndexState:

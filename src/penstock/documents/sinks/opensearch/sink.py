@@ -28,8 +28,9 @@ from penstock.documents.sinks.opensearch.generations import (
     Generation,
     IndexState,
     describe,
+    in_paths,
     new_generation,
-    path_of,
+    paths_of,
     read_state,
 )
 from penstock.documents.sinks.opensearch.lines import documents_size
@@ -150,9 +151,8 @@ class OpenSearchSink(Sink):
                     logger.warning("documents do not fit the old generation index=%s count=%d", index, len(refused))
 
     def _refresh(self, targets: Sequence[Target | None]) -> None:
-        names = [quote(each.alias, safe="") for each in targets if each is not None]
-        if names:
-            self._client.expect("POST", f"/{','.join(names)}/_refresh")
+        for names in in_paths([each.alias for each in targets if each is not None]):
+            self._client.expect("POST", f"/{names}/_refresh")
 
     # Generations
 
@@ -203,7 +203,9 @@ class OpenSearchSink(Sink):
         self._known[index] = self._survey([index])[index]
 
     def _survey(self, indexes: Sequence[str]) -> dict[str, IndexState]:
-        answer = self._client.expect("GET", path_of(*indexes), allowed=(NOT_FOUND,)) or {}
+        answer: dict[str, Any] = {}
+        for path in paths_of(indexes):
+            answer |= self._client.expect("GET", path, allowed=(NOT_FOUND,)) or {}
         return {each: read_state(each, answer) for each in indexes}
 
     def _know(self, mapping: IndexMapping, filling: Generation | None) -> None:
