@@ -40,6 +40,7 @@ from penstock.errors import IndexUnusable
 
 _LOOK_SECONDS = 1.0
 """Between two looks at the generations while documents come without a pause."""
+_FILLING = {"refresh_interval": "-1", "gc_deletes": f"{FILLING_GC_DELETES}s"}
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,10 @@ class OpenSearchSink(Sink):
             begun = not each.seeded and each.retired_at is None and each is not state.serving
             if begun and each is not filling:
                 self._delete(each)
-        if filling is None and (state.serving is None or not _is_current(state.serving, mapping)):
+        if filling is not None:
+            # A crash may have come after it was prepared to serve.
+            self._configure(filling, _FILLING)
+        elif state.serving is None or not _is_current(state.serving, mapping):
             filling = self._create(state, mapping)
         self._know(mapping, filling)
 
@@ -193,10 +197,9 @@ class OpenSearchSink(Sink):
         filling = state.find(targets.filling.generation)
         if filling is None or filling.uuid != self._uuid_of(targets.filling):
             raise _gone(index, targets.filling.generation)
-        path = f"/{quote(filling.name, safe='')}"
-        self._client.expect("POST", f"{path}/_refresh")
+        self._client.expect("POST", f"/{quote(filling.name, safe='')}/_refresh")
         serving = {"refresh_interval": self.settings.refresh_interval, "gc_deletes": f"{SERVING_GC_DELETES}s"}
-        self._client.expect("PUT", f"{path}/_settings", {"index": serving})
+        self._configure(filling, serving)
         self._remember(filling, index, seeded=filling.uuid)
         self._serve(state, filling)
         self._targets[index] = Targets(serving=targets.filling)
@@ -222,11 +225,8 @@ class OpenSearchSink(Sink):
     def _create(self, state: IndexState, mapping: IndexMapping) -> Generation:
         settings = self.settings
         name = new_generation(state, mapping, time.time())
-        body = mapping.body(shards=settings.shards, replicas=settings.replicas, refresh_interval="-1")
-        body["settings"]["index"] |= {
-            "gc_deletes": f"{FILLING_GC_DELETES}s",
-            "translog": {"durability": "request"},
-        }
+        body = mapping.body(shards=settings.shards, replicas=settings.replicas)
+        body["settings"]["index"] |= {**_FILLING, "translog": {"durability": "request"}}
         body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping.fingerprint)}
         generation = Generation(name, 0, mapping.fingerprint, "", seeded=False)
         body["aliases"] = {generation.alias: {}}
@@ -277,6 +277,9 @@ class OpenSearchSink(Sink):
     def _uuid_of(self, target: Target) -> str:
         known = self._known[target.index].find(target.generation)
         return known.uuid if known is not None else ""
+
+    def _configure(self, generation: Generation, settings: Mapping[str, str]) -> None:
+        self._client.expect("PUT", f"/{quote(generation.name, safe='')}/_settings", {"index": settings})
 
     def _remember(
         self, generation: Generation, index: str, *, seeded: str | None, retired_at: float | None = None
