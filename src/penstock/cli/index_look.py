@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
 
+import psycopg
 import typer
 from rich.text import Text
 
@@ -14,7 +16,7 @@ from penstock.cli.indexes import IndexName, IndexNames, chosen_indexes, live_doc
 from penstock.cli.options import AsJson
 from penstock.cli.tables import wide_console
 from penstock.config import Config, IndexChoice
-from penstock.documents.catalog import load_catalog
+from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.checks import check_index
 from penstock.documents.mapping import index_mapping
 from penstock.documents.polling import polled_catalog
@@ -22,7 +24,9 @@ from penstock.documents.polling_checks import check_polling
 from penstock.documents.specification.json_schema import json_schema
 from penstock.errors import PenstockError
 from penstock.source import Role, connect
-from penstock.source.preflight import Report, Severity
+from penstock.source.preflight import Check, Report, Severity, Status
+from penstock.source.preflight.report import failed
+from penstock.source.publications import inspect_publication, published_tables
 
 
 def check(names: IndexNames = None, config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False) -> None:
@@ -111,16 +115,55 @@ def _check(config: Config, indexes: tuple[IndexChoice, ...]) -> dict[str, Report
         catalog = load_catalog(connection, {table for each in indexes for table in each.specification.tables()})
         polling = config.indexes.polling
         if polling is None:
-            return {each.name: check_index(connection, each.specification, catalog) for each in indexes}
+            published = _published(connection, config)
+            return {
+                each.name: _with(
+                    check_index(connection, each.specification, catalog),
+                    _check_published(each, catalog, published, config.pipeline.publication),
+                )
+                for each in indexes
+            }
         catalog = polled_catalog(catalog)
         found: dict[str, Report] = {}
         for each in indexes:
             tables = each.specification.tables()
             cursors = {name: polling.cursors.get(name, polling.cursor) for name in tables}
             report = check_index(connection, each.specification, catalog)
-            polled = check_polling(connection, tables, catalog, cursors)
-            found[each.name] = Report(report.location, (*report.checks, *polled))
+            found[each.name] = _with(report, check_polling(connection, tables, catalog, cursors))
         return found
+
+
+def _published(connection: psycopg.Connection[Any], config: Config) -> set[str] | None:
+    """The tables whose changes the server sends; None if the pipeline sees to that itself."""
+    settings = config.pipeline
+    if settings.manage_publication or inspect_publication(connection, settings.publication) is None:
+        return None
+    return {str(table) for table in published_tables(connection, settings.publication)}
+
+
+def _check_published(
+    index: IndexChoice, catalog: SourceCatalog, published: set[str] | None, publication: str
+) -> Iterator[Check]:
+    if published is None:
+        return
+    for name in sorted(index.specification.tables()):
+        leaves = catalog.tables[name].leaves if name in catalog.tables else ()
+        sent = str(name) in published or (leaves and all(str(leaf) in published for leaf in leaves))
+        if name in catalog.tables and not sent:
+            yield failed(
+                "publication",
+                Severity.CRITICAL,
+                f"publication {publication} does not send changes of {name}",
+                f"Run: alter publication {publication} add table {name};",
+                [str(name)],
+            )
+
+
+def _with(report: Report, more: Iterable[Check]) -> Report:
+    """Further findings; what said that everything fits does not stand beside them."""
+    added = tuple(more)
+    kept = tuple(each for each in report.checks if not added or each.status is not Status.PASSED)
+    return Report(report.location, (*kept, *added))
 
 
 def _print(reports: dict[str, Report]) -> None:

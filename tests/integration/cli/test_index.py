@@ -95,6 +95,23 @@ def test_what_does_not_fit_ends_with_1_and_names_the_remedy(desk: Desk) -> None:
     assert {each["index"]: each["ready"] for each in report["indexes"]} == {"customers": True, "products": False}
 
 
+def test_tables_that_a_publication_lacks_are_named_with_the_remedy(desk: Desk) -> None:
+    path = desk.folder / "penstock.toml"
+    path.write_text(
+        path.read_text().replace(
+            "[spark]", 'publication = "narrow"\n            manage_publication = false\n            [spark]'
+        )
+    )
+    desk.database.execute("create publication narrow for table shop.products")
+    report = json.loads(desk.run("check", "products", "--json").stdout)
+    assert report["ready"] is False
+    [critical] = [each for each in report["indexes"][0]["checks"] if each["severity"] == "critical"]
+    assert critical["what"] == "publication narrow does not send changes of shop.order_items"
+    assert critical["remedy"] == "Run: alter publication narrow add table shop.order_items;"
+    desk.database.execute("alter publication narrow add table shop.order_items")
+    assert desk.run("check", "products").returncode == 0
+
+
 def test_a_specification_that_cannot_be_read_has_its_place(desk: Desk) -> None:
     desk.specify("products", "version: 1\ntable: products\nfilds: []\n")
     result = desk.run("check")
