@@ -17,6 +17,7 @@ from penstock.documents.quarantine import SqliteQuarantine
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.errors import DocumentsRejected, IndexUnusable
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.spark.tasks import SparkTasks
 from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import wait_for
@@ -81,6 +82,18 @@ def test_indexes_are_filled_follow_and_are_built_anew_while_they_follow(site: Si
         site.wait_settled(output)
         site.check()
         assert before != generations(site), "an emptied table makes a new generation"
+
+
+def test_tasks_of_spark_write_to_a_search_server(site: Site, spark: Any) -> None:
+    site.settings = DocumentsSettings(local_documents=0, chunk_documents=100, range_bytes=8192)
+    site.database.execute("insert into w.orders select n, n from generate_series(1000, 3000) n")
+    output = site.output(SparkTasks(spark))
+    with run(output):
+        site.wait_settled(output)
+        site.check()
+        change(site, 7, 10)
+        site.wait_settled(output)
+        site.check()
 
 
 def test_a_killed_search_server_loses_nothing(
