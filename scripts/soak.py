@@ -141,7 +141,9 @@ STAGES = (
         "tests/integration/destinations/delta/test_s3.py",
         "tests/integration/destinations/delta/test_destination_on_s3.py"))),
     Stage("documents", "kills of search documents under load", 100, 0.15, 12, 15, lambda count, seed: Run(
-        _soak("tests/e2e/test_documents_kills.py"), {"PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed)})),
+        _soak("tests/e2e/test_documents_kills.py", "tests/e2e/test_documents_fan_out.py"), {
+            "PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed),
+            "PENSTOCK_SOAK_FAN_OUT": str(10_000 * count)})),
     Stage("search server", "kills of documents, and of the search server", 100, 0.10, 15, 60, lambda count, seed: Run(
         _soak("tests/e2e/test_search_server_kills.py"),
         {"PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed)})),

@@ -37,6 +37,7 @@ from penstock.documents.statements import LOCKED
 from penstock.errors import LeaseLost, PenstockError, Retry
 from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
+from penstock.spool import Stopping
 from penstock.state import (
     Command,
     CommandKind,
@@ -44,7 +45,6 @@ from penstock.state import (
     IndexBuild,
     PipelineStore,
     TableReplicationPhase,
-    WorkerType,
     WorkKind,
 )
 from penstock.stream import Published, Stream, StreamSettings
@@ -95,6 +95,7 @@ class DocumentsOutput:
         self._paused = threading.Event()
         self._error: BaseException | None = None
         self._started = False
+        self._begun = False
         self._stream: Stream | None = None
         self._relations: RelationMap | None = None
         self._session: Session | None = None
@@ -153,7 +154,7 @@ class DocumentsOutput:
     @property
     def settled(self) -> bool:
         """Whether every index serves, and nothing is left to do but to follow changes."""
-        return self._live is not None and not self._builds.unfinished and not self.unfinished_work
+        return self._begun and not self._builds.unfinished and not self.unfinished_work
 
     @property
     def unfinished_work(self) -> bool:
@@ -170,7 +171,7 @@ class DocumentsOutput:
         self._store.acquire_lease(on_lost=self._lose_lease)
 
     def follow(self, stream: Stream) -> None:
-        """Prepare indexes, and start to follow; maps of relations are filled by the time that it returns."""
+        """Refuse what cannot work, prepare indexes, and start; what takes long is left to threads."""
         self._stream = stream
         position = stream.start_of(self._output).position
         self._relations = self._open_relations()
@@ -178,11 +179,16 @@ class DocumentsOutput:
         session = self._open_session(published)
         self._judge.load()
         self._readiness = Readiness(
-            self._settings, self._documents, self._store, self._sink.sink, self._relations, self._builds
+            self._settings,
+            self._documents,
+            self._store,
+            self._sink.sink,
+            self._relations,
+            self._builds,
+            self._check_wanted,
         )
-        self._readiness.prepare(session.indexes, published)
+        self._readiness.prepare(session.indexes)
         self._observer.on_indexes_ensured(len(self._specifications))
-        self._store.upsert_replication_progress(WorkerType.apply(), position)
         fan_outs = FanOuts(
             source=self._settings.source,
             store=self._store,
@@ -222,7 +228,6 @@ class DocumentsOutput:
             observer=self._observer,
             stop=self._stop,
         )
-        self._observer.on_live_started()
         self._start("changes", lambda: self._round(live))
         self._start("backfill", lambda: backfill.round(_IDLE_SECONDS))
         self._start("fan-out", lambda: fan_outs.round(_IDLE_SECONDS))
@@ -283,6 +288,8 @@ class DocumentsOutput:
                 if name == "changes":
                     self._close_session()
                 self._stop.wait(delay)
+            except Stopping:
+                return
             except BaseException as error:
                 self._fail(error)
                 return
@@ -301,11 +308,23 @@ class DocumentsOutput:
         self._stop.set()
 
     def _round(self, live: LiveChanges) -> None:
+        assert self._stream is not None
+        assert self._readiness is not None
+        if not self._begun:
+            self._check_wanted()
+            session = self._session or self._open_session()
+            self._readiness.begin(session.indexes, self._stream.look(), live.status.applied)
+            self._begun = True
+            self._observer.on_live_started()
         self._between_batches()
         if self._paused.is_set():
             self._stop.wait(_IDLE_SECONDS)
         else:
             live.round(self._session or self._open_session())
+
+    def _check_wanted(self) -> None:
+        if self._stop.is_set():
+            raise Stopping
 
     # What is compiled
 

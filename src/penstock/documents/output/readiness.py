@@ -8,7 +8,7 @@ leaves behind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from penstock import failpoints
 from penstock.documents.base import Sink
@@ -17,6 +17,7 @@ from penstock.documents.output.builds import Builds
 from penstock.documents.output.indexes import Indexes, require_published
 from penstock.documents.output.settings import DocumentsSettings
 from penstock.documents.relation_map import RelationMap
+from penstock.lsn import Lsn
 from penstock.source.connections import NO_TIMEOUTS, Role
 from penstock.source.publications import Membership, changes_between
 from penstock.source.snapshots import take_snapshot
@@ -37,30 +38,41 @@ class Readiness:
         sink: Sink,
         relations: RelationMap,
         builds: Builds,
+        check: Callable[[], None],
     ) -> None:
+        """`check` raises when nobody wants it any more."""
         self._settings = settings
         self._documents = documents
         self._store = store
         self._sink = sink
         self._relations = relations
         self._builds = builds
+        self._check = check
         self._membership: Membership | None = None
 
-    def prepare(self, indexes: Indexes, published: Published) -> None:
-        """Every index exists, and is built anew if it cannot be brought up to date; all relations are known."""
+    def prepare(self, indexes: Indexes) -> None:
+        """Every index exists, and is wanted anew if it cannot be brought up to date; nothing is built yet."""
         self._builds.load()
         self._builds.held = True
         for name in self._builds.all().keys() - indexes.specifications.keys():
             self._builds.forget(name)
         for mapping in indexes.mappings.values():
             self._sink.ensure_index(mapping)
-        is_first = self._store.get_replication_progress(WorkerType.apply()) is None
-        self._want_unseeded(indexes, is_first=is_first)
-        if is_first:
+        self._want_unseeded(indexes, is_first=self._is_first)
+
+    def begin(self, indexes: Indexes, published: Published, position: Lsn) -> None:
+        """All relations are known, which may take as long as reading their tables; from here on indexes are built."""
+        if self._is_first:
             self._relations.prepare([])  # what was learnt before means nothing: changes since then are not known
         self._learn(indexes)
         self.note(indexes, published)
+        self._store.upsert_replication_progress(WorkerType.apply(), position)
         self._builds.held = False
+
+    @property
+    def _is_first(self) -> bool:
+        """Nothing was followed yet, or what was has lost its slot."""
+        return self._store.get_replication_progress(WorkerType.apply()) is None
 
     def note(self, indexes: Indexes, published: Published) -> None:
         """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""
@@ -105,8 +117,9 @@ class Readiness:
             if not self._documents.skip_backfill and (build is None or build.status is not IndexStatus.WANTED):
                 fingerprint = indexes.mappings[name].fingerprint
                 self._builds.want(name, fingerprint, "what its rows hang on was not known")
-        with take_snapshot(self._settings.source) as snapshot:
+        with take_snapshot(self._settings.source, check=self._check) as snapshot:
             for relation in new:
+                self._check()
                 with snapshot.connect(Role.DOCUMENTS, parameters=NO_TIMEOUTS) as connection:
                     self._relations.seed(connection, relation, snapshot.position)
                 logger.info("relations are known table=%s columns=%s", relation.name, ", ".join(relation.links))

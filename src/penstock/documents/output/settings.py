@@ -22,8 +22,8 @@ class DocumentsSettings:
     wave_chunks: int = 32
     """Chunks of one job; how many keys are in memory at the same time follows from it."""
     local_documents: int = 2_000
-    """As many documents, and no more, are built without a job. These take 0.1 s; starting a Spark job takes as long on an
-    idle machine, and over a second on a busy one."""
+    """As many documents, and no more, are built without a job. These take 0.1 s; a Spark job takes as long to start on
+    an idle machine, and over a second on a busy one."""
     fan_out_documents: int = 20_000
     """Of one index and one piece of changes. If there are more, they are built beside the stream: others do not wait
     for them."""
