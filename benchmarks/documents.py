@@ -4,8 +4,9 @@
 
 A root table with two to-one relations, one to-many and two aggregates. `psql` runs the statement that builds every
 document, as COPY; the output (`penstock.documents.output`) fills an index: ranges in Spark tasks, counted and thrown
-away. Both take turns. Then changes: of rows that 1, 10 and 1000 documents show, and single transactions at a steady
-rate, from commit until the sink has the document. With `--opensearch` the index is also filled into a real server.
+away. Both take turns. Then changes, which wait in the spool: of rows that 1, 10 and 1000 documents show; and single
+transactions at a steady rate, from commit until the sink has the document. With `--opensearch` the index is also filled
+into a real server.
 
 What is timed: of `psql` the whole program; of ours, from the command to rebuild until the index would serve. Spark's
 start-up is not in it. Every round is checked: as many documents as rows, and every changed document.
@@ -51,7 +52,7 @@ from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn, reaches
 from penstock.outputs import Outputs
 from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
+from penstock.spool import SpoolReader, SpoolSettings
 from penstock.state import CommandKind, IndexStatus, MemoryStore
 from penstock.stream import StreamSettings
 from penstock.testing.postgres import PostgresServer
@@ -151,7 +152,7 @@ class Bench:
     def __init__(self, server: PostgresServer, folder: Path, rows: int, tasks: Any, sink: Sink) -> None:
         self.server = server
         self.rows = rows
-        self.sink = sink
+        self.spool = folder / "spool"
         self.observer = Counted()
         self.database = server.create_database()
         self.store = MemoryStore("bench:documents")
@@ -167,7 +168,7 @@ class Bench:
                 source=self.source,
                 publication="bench",
                 slot=f"bench_{self.database[-12:]}",
-                spool=SpoolSettings(folder / "spool", min_free_bytes=0),
+                spool=SpoolSettings(self.spool, min_free_bytes=0),
                 tables=("public.*",),
             ),
             self.store,
@@ -193,13 +194,16 @@ class Bench:
                 raise BenchmarkFailed(f"waited too long for {what}")
             time.sleep(0.01)
 
-    def wait_followed(self) -> None:
+    def _position(self) -> Lsn:
+        """Behind all that is committed; something comes after it, so that the server sends what is before."""
         with self.server.connect(self.database) as connection:
             row = connection.execute("select pg_current_wal_flush_lsn()::text").fetchone()
-            # Something behind it, so that the server sends what is before.
-            connection.execute("update regions set label = label where id = -1")
+            connection.execute("create table behind (); drop table behind")
         assert row is not None
-        end = Lsn.parse(row[0])
+        return Lsn.parse(row[0])
+
+    def wait_followed(self) -> None:
+        end = self._position()
 
         def look() -> bool:
             status = self.output.status
@@ -244,14 +248,20 @@ class Bench:
         column = "name" if table == "customers" else "label"
         count = max(1, min(documents, self.rows) // fan_out)
         self.wait_followed()
-        before, batches = self.observer.documents, self.observer.batches
-        began = time.monotonic()
+        self.store.add_command(CommandKind.PAUSE)
+        self.wait(lambda: self.output.paused, "the pause")
         with self.server.connect(self.database) as connection:
             for first in range(1, count + 1, 1000):
                 connection.execute(
                     f"update {table} set {column} = {column} || '+' where id between %s and %s".encode(),
                     [first, min(first + 999, count)],
                 )
+        end = self._position()
+        self.wait(lambda: SpoolReader(self.spool).wait(end, 0.0), "capture")
+        before, batches = self.observer.documents, self.observer.batches
+        self.store.add_command(CommandKind.RESUME)
+        self.wait(lambda: not self.output.paused, "the end of the pause")
+        began = time.monotonic()
         self.wait_followed()
         seconds = time.monotonic() - began
         made = self.observer.documents - before
