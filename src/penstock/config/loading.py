@@ -98,7 +98,7 @@ class Config:
         """An output by its name."""
         found = [output for output in self.outputs if output.name == name]
         if not found:
-            known = ", ".join(output.name for output in self.outputs)
+            known = ", ".join(output.name for output in self.every_output)
             raise ConfigError(f"{self.path} has no destination called {name!r}", hint=f"It has: {known}.")
         return found[0]
 
