@@ -201,6 +201,7 @@ class Stream:
         # Before the new slot is there: positions of the old one mean nothing in it.
         for store in outputs.values():
             store.reset_replication()
+        SpoolFolder(settings.spool.path).discard()
         failpoints.reach("before_slot")
         slot = create_slot(connection, settings.slot)
         failpoints.reach("after_slot")

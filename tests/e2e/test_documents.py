@@ -18,13 +18,15 @@ from penstock.documents.base import FlushReport, Rejection
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.policy import FailurePolicies, FailurePolicy
 from penstock.documents.quarantine import SqliteQuarantine
+from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
-from penstock.errors import DocumentsRejected, PenstockError, PublicationChanged
+from penstock.errors import DocumentsRejected, PenstockError, PublicationChanged, SlotMissing
 from penstock.lsn import reaches
 from penstock.outputs import Outputs
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import Role, SourceSettings, connect
-from penstock.state import CommandKind, CommandStatus, MemoryStore
+from penstock.state import CommandKind, CommandStatus, MemoryStore, open_store
+from penstock.stream import OnLostSlot
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import current_position, wait_for
@@ -314,3 +316,77 @@ def test_tables_and_documents_come_from_one_slot(site: Site, tmp_path: Path) -> 
         assert slots == 1
     site.check()
     assert tables.phases.keys() == {f"w.{name}" for name in world.COLUMNS}
+
+
+def test_state_and_maps_may_be_in_the_database_itself(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.store = open_store(site.database.dsn, "e2e:documents")
+    monkeypatch.setattr(site, "relations", lambda: open_relation_map(site.database.dsn, "e2e:documents"))
+    try:
+        for seed in (1, 2):
+            with run(output := site.output()):
+                site.wait_settled(output)
+                with connect(SourceSettings(site.database.dsn), Role.CATALOG) as connection:
+                    for _ in range(10):
+                        world.random_transaction(Random(seed), connection, 5, truncates=0.01)
+                site.wait_settled(output)
+                site.check()
+    finally:
+        site.store.close()
+
+
+def test_a_partitioned_root_is_filled_and_followed(database: Any, tmp_path: Path) -> None:
+    database.execute(
+        """
+        create schema w;
+        create table w.people (id int, region text, name text, primary key (id, region)) partition by list (region);
+        create table w.people_a partition of w.people for values in ('a');
+        create table w.people_b (name text, region text not null, id int not null, primary key (id, region));
+        alter table w.people attach partition w.people_b for values in ('b');
+        create table w.notes (id int primary key, person_id int, region text, body text);
+        insert into w.people select n, case n % 2 when 0 then 'a' else 'b' end, 'p' from generate_series(1, 50) n;
+        insert into w.notes select n, n, case n % 2 when 0 then 'a' else 'b' end, 'n' from generate_series(1, 50) n;
+        """
+    )
+    text = """
+version: 1
+schema: w
+table: people
+fields:
+  - {text: name}
+  - {has_many: notes, table: notes, foreign_key: [person_id, region], primary_key: id, fields: [{text: body}]}
+"""
+    sink = MemorySink()
+    site = Site(database, tmp_path, specifications(people=text), sink, sink.documents)
+    with run(output := site.output()):
+        site.wait_settled(output)
+        site.check()
+        assert len(site.read("people")) == 50
+        database.execute("update w.people set region = 'b' where id = 2")
+        database.execute("update w.people set name = 'changed' where id = 3")
+        database.execute("delete from w.people where id = 4")
+        database.execute("delete from w.notes where id = 5")
+        database.execute("update w.notes set person_id = 7 where id = 6")
+        site.wait_settled(output)
+        site.check()
+
+
+@pytest.mark.trap(10)
+def test_a_lost_slot_is_an_error_or_a_new_beginning(site: Site) -> None:
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+    site.database.execute("select pg_drop_replication_slot(%s)", [site.stream_settings().slot])
+    site.database.execute("delete from w.orders where id = 1")
+    site.database.execute("update w.orders set person_id = 3 where id = 2")
+    with pytest.raises(SlotMissing), run(site.output()):
+        pass
+    site.stream["on_lost_slot"] = OnLostSlot.RECREATE
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert {name: build.build for name, build in output.indexes.items()} != {
+            name: build.build for name, build in before.items()
+        }
+        site.check()
+        site.database.execute("delete from w.orders where id = 2")
+        site.wait_settled(output)
+        site.check()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,14 @@ class SpoolFolder:
     def create(self) -> None:
         for folder in (self.log, self.segments, self.schemas, self.readers, self.holds):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def discard(self) -> None:
+        """Forget everything: what is here belongs to a slot that is gone. Nobody reads or writes it now."""
+        # The log first: without it nothing else counts.
+        for folder in (self.log, self.readers, self.holds, self.open, self.schemas, self.segments):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in (self.lineage, self.released):
+            file.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, value: Any, *, durable: bool = False) -> None:
