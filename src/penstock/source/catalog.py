@@ -16,6 +16,7 @@ from psycopg.rows import tuple_row
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind
 from penstock.source.columns import (
     BACKFILLED,
+    FORGOTTEN,
     MISSING,
     Attribute,
     CatalogTable,
@@ -63,7 +64,7 @@ _TYPES = """
 
 _ATTRIBUTES = f"""
     select a.attrelid::int8, a.attnum::int4, a.attname, a.atttypid::int8, a.atttypmod, a.attisdropped,
-           a.attgenerated::text, a.attnotnull, {BACKFILLED}, {MISSING}
+           a.attgenerated::text, a.attnotnull, ({BACKFILLED}) or ({FORGOTTEN}), {MISSING}
     from pg_catalog.pg_attribute a
     where a.attrelid = any(%s::pg_catalog.oid[]) and a.attnum > 0
     order by a.attrelid, a.attnum

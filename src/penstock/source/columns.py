@@ -34,7 +34,7 @@ _GENERATED = -10
 
 
 # Not by `pg_partition_tree`, which waits for whoever has a partition locked.
-_IN_PARTITIONS = """
+_BELOW = """
     with recursive below (id) as (
         select i.inhrelid from pg_catalog.pg_inherits i
         join pg_catalog.pg_class p on p.oid = i.inhparent and p.relkind = 'p'
@@ -42,9 +42,13 @@ _IN_PARTITIONS = """
         union all
         select i.inhrelid from below b join pg_catalog.pg_inherits i on i.inhparent = b.id
     )
+"""
+
+_IN_PARTITIONS = f"""
+    {_BELOW}
     select pg_catalog.min(m.attmissingval::pg_catalog.text) from below b
     join pg_catalog.pg_attribute m on m.attrelid = b.id and m.attname = a.attname and m.atthasmissing
-"""
+"""  # noqa: S608 (a constant)
 
 BACKFILLED = rf"""
     a.atthasmissing or a.attidentity <> '' or a.attgenerated <> '' or exists (
@@ -55,6 +59,16 @@ BACKFILLED = rf"""
     ) or exists ({_IN_PARTITIONS} having pg_catalog.count(*) > 0)
 """
 """`Attribute.backfilled`, of a row `a` of `pg_attribute`. Of a partitioned table the partitions have the values."""
+
+FORGOTTEN = f"""
+    a.atthasdef and exists (
+        {_BELOW}
+        select from pg_catalog.pg_class c
+        where (c.oid = a.attrelid or c.oid in (select id from below)) and c.relkind = 'r' and c.relfilenode <> c.oid
+    )
+"""  # noqa: S608 (a constant)
+"""Whether a rewrite (VACUUM FULL, CLUSTER) may have put the constant of an added column into the rows. From then on the
+catalog looks as if the default had been set later. Who asks right after the DDL does not need it."""
 
 MISSING = f"""
     coalesce(a.attmissingval::pg_catalog.text, (
@@ -78,7 +92,8 @@ class Attribute:
     not_null: bool = False
     backfilled: bool = False
     """When it was added, rows that were there got a value: a default, an identity or a generation expression. In doubt
-    true: of a volatile default the catalog does not say whether it came with the column or later."""
+    true: of a volatile default the catalog does not say whether it came with the column or later, and of any default it
+    does not in a table that was rewritten."""
     missing: str | None = None
     """The text of that value, where all those rows have the same, until the table is rewritten."""
 

@@ -248,6 +248,30 @@ def test_what_rows_from_before_have_in_an_added_column_is_known(
     assert (drawn.backfilled, drawn.missing) == (True, None)
 
 
+@pytest.mark.trap(17)
+@pytest.mark.parametrize("table", ["plain", "parted"])
+def test_a_rewrite_makes_the_catalog_forget_what_rows_from_before_have(
+    any_database: Any, connection: psycopg.Connection[Any], table: str
+) -> None:
+    """Then every default is in doubt: it may be in all rows, or only in new ones."""
+    any_database.execute(
+        """
+        create table plain (id int);
+        create table parted (id int) partition by range (id);
+        create table leaf partition of parted for values from (0) to (9)
+        """
+    )
+    any_database.execute(f"insert into {table} values (1)")
+    any_database.execute(f"alter table {table} add c int default 5, add d int")
+    any_database.execute(f"vacuum full {table}")
+    found = {each.name: each for each in load_attributes(connection, table_oid(any_database, table))}
+    assert {name: (each.backfilled, each.missing) for name, each in found.items()} == {
+        "id": (False, None),
+        "c": (True, None),
+        "d": (False, None),
+    }
+
+
 def test_a_table_that_does_not_exist_is_none(connection: psycopg.Connection[Any]) -> None:
     assert load_table(connection, 4_000_000_000) is None
     assert load_attributes(connection, 4_000_000_000) == []
