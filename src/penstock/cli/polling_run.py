@@ -135,13 +135,6 @@ class _Told(Observer):
         self._quarantine = quarantine
         self._display = display
 
-    def on_indexes_ensured(self, count: int) -> None:
-        # What the sink says is complete, if it says so, is not told again.
-        known = self._store.get_index_builds()
-        for each in self._choice.indexes:
-            if each.name not in known:
-                self._note(each.name, IndexStatus.WANTED)
-
     def on_backfill_started(self, indexes: Sequence[str]) -> None:
         for name in indexes:
             self._note(name, IndexStatus.FILLING)
@@ -150,6 +143,11 @@ class _Told(Observer):
     def on_index_seeded(self, index: str) -> None:
         self._note(index, IndexStatus.SEEDED)
         self._display.say(f"index {index} is complete, and serves")
+
+    def on_backfill_completed(self) -> None:
+        # Also those that the sink had already, and those that nobody wants to be filled.
+        for each in self._choice.indexes:
+            self._note(each.name, IndexStatus.SEEDED)
 
     def on_document_quarantined(self, rejection: Rejection) -> None:
         self._quarantine.add([rejection], None)

@@ -84,5 +84,7 @@ def test_documents_follow_without_logical_decoding(make_server: Callable[..., Po
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0, site.output(process)
     check_discreet(site, site.output(process))
-    assert "does not run" in site.run("status").stdout
+    shown = site.run("status").stdout
+    assert "does not run" in shown
+    assert "seeded" in shown
     assert site.run("teardown", "--yes").returncode == 0
