@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from penstock import failpoints
 from penstock.destinations.parquet import ParquetDestination
-from penstock.documents.base import FlushReport, Rejection
+from penstock.documents.base import BatchStatistics, FlushReport, Observer, Rejection
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.policy import FailurePolicies, FailurePolicy
 from penstock.documents.quarantine import SqliteQuarantine
@@ -390,3 +392,56 @@ def test_a_lost_slot_is_an_error_or_a_new_beginning(site: Site) -> None:
         site.database.execute("delete from w.orders where id = 2")
         site.wait_settled(output)
         site.check()
+
+
+class Heard(Observer):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.lag: int | None = None
+        self.changes = 0
+        self.documents: Counter[str] = Counter()
+
+    def on_indexes_ensured(self, count: int) -> None:
+        self.events.append(f"ensured {count}")
+
+    def on_backfill_started(self, indexes: Sequence[str]) -> None:
+        self.events.append(f"filling {', '.join(indexes)}")
+
+    def on_index_seeded(self, index: str) -> None:
+        self.events.append(f"seeded {index}")
+
+    def on_backfill_completed(self) -> None:
+        self.events.append("filled")
+
+    def on_live_started(self) -> None:
+        self.events.append("live")
+
+    def on_changes_captured(self, count: int) -> None:
+        self.changes += count
+
+    def on_batch_committed(self, statistics: BatchStatistics) -> None:
+        self.documents += Counter(statistics.documents)
+
+    def on_slot_lag(self, lag: int) -> None:
+        self.lag = lag
+
+
+def test_an_observer_hears_what_happens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.documents.output.output.LAG_SECONDS", 0.1)
+    heard = Heard()
+    with run(output := site.output(observer=heard)):
+        site.wait_settled(output)
+        site.database.execute("update w.people set name = 'changed' where id in (1, 2)")
+        site.wait_settled(output)
+        wait_for(lambda: heard.lag is not None, "the lag")
+    assert sorted(heard.events) == [
+        "ensured 2",
+        "filled",
+        "filling orders, people",
+        "live",
+        "seeded orders",
+        "seeded people",
+    ]
+    assert (heard.changes, heard.documents["people"]) == (2, 2)

@@ -25,6 +25,8 @@ fields:
 """
 NOTES = "version: 1\nschema: w\ntable: notes\nfields: [{text: body}]"
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.mark.trap(48)
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ KILLS = int(os.environ.get("PENSTOCK_SOAK_KILLS", "100"))
 SEED = int(os.environ.get("PENSTOCK_SEED", "1"))
 POINTS = tuple(failpoints.DOCUMENT_POINTS)
 
+pytestmark = pytest.mark.timeout(900)
+
 
 class Load:
     """Transactions without an end, until told to stop; `wait` for so many more of them."""

@@ -6,6 +6,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from penstock.documents.output import DocumentsSettings
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spark.tasks import SparkTasks
@@ -14,6 +16,8 @@ from penstock.testing.document_sink import FileSink
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import wait_for
 from tests.integration.documents import world
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_documents_are_built_and_written_in_tasks(spark: Any, database: Any, tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ class LiveChanges:
         documents: Counter[str] = Counter()
         seconds = 0.0
         caught_up = self._has_caught_up(end)
+        if batch.row_count:
+            self._observer.on_changes_captured(batch.row_count)
         for changes in pieces_of(batch, session.indexes.wanted, self._settings.piece_changes):
             seconds += self._apply(session, changes, end, documents, caught_up=caught_up)
         self._finish(batch, end)

@@ -37,6 +37,7 @@ from penstock.documents.statements import LOCKED
 from penstock.errors import LeaseLost, PenstockError, Retry
 from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
+from penstock.source.wal import current_position
 from penstock.spool import Stopping
 from penstock.state import (
     Command,
@@ -56,6 +57,8 @@ DEFAULT_OUTPUT = "documents"
 REFRESH_SECONDS = 5.0
 """How often the publication is looked at."""
 COMMAND_SECONDS = 0.5
+LAG_SECONDS = 5.0
+"""How often an observer hears of the lag."""
 STOP_SECONDS = 60.0
 _IDLE_SECONDS = 0.5
 
@@ -86,6 +89,7 @@ class DocumentsOutput:
         self._open_relations = relations
         self._output = output
         self._observer = observer or NoopObserver()
+        self._is_observed = observer is not None
         self._sink = SharedSink(sink)
         self._generations = Generations()
         self._builds = Builds(store)
@@ -231,6 +235,8 @@ class DocumentsOutput:
         self._start("changes", lambda: self._round(live))
         self._start("backfill", lambda: backfill.round(_IDLE_SECONDS))
         self._start("fan-out", lambda: fan_outs.round(_IDLE_SECONDS))
+        if self._is_observed:
+            self._start("lag", lambda: self._tell_lag(live))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end; False when it has not come in time. Raises what ended it."""
@@ -321,6 +327,11 @@ class DocumentsOutput:
             self._stop.wait(_IDLE_SECONDS)
         else:
             live.round(self._session or self._open_session())
+
+    def _tell_lag(self, live: LiveChanges) -> None:
+        """How far what is acknowledged is behind the server: asked on a connection of its own, whatever others do."""
+        if not self._stop.wait(LAG_SECONDS):
+            self._observer.on_slot_lag(max(0, current_position(self._settings.source) - live.status.acknowledged))
 
     def _check_wanted(self) -> None:
         if self._stop.is_set():
