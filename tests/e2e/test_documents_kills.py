@@ -199,3 +199,23 @@ def test_documents_survive_a_kill_at_every_point(database: Any, tmp_path: Path) 
                 load.wait(20)
         found.check()
         assert found.process.stop() == 0
+
+
+@pytest.mark.soak
+@pytest.mark.trap(44, 45, 50)
+def test_documents_survive_kills_of_spark(database: Any, tmp_path: Path) -> None:
+    random = Random(f"spark-{SEED}")
+    limits = {"local_documents": 0, "fan_out_documents": 3, "chunk_documents": 2}
+    with driven(database, tmp_path, random, master="local[2]", documents=limits) as found:
+        with Load(database.dsn, SEED) as load:
+            for victim in (Part.WORKER, Part.JVM, Part.DRIVER, Part.WORKER, Part.CAPTURE):
+                if not found.process.running:
+                    found.process.start()
+                found.process.wait_for("its first word", lambda seen: seen.applied is not None)
+                found.rebuild()
+                load.wait(random.randint(20, 100))
+                found.process.kill(victim)
+                if victim is Part.JVM:
+                    found.process.wait_ended()
+        found.check()
+        assert found.process.stop() == 0

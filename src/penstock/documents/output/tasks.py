@@ -7,7 +7,8 @@ documents that are gone, if somebody wants to know them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,13 +129,23 @@ class RangeJob:
         documents = bodies = 0
         rejections: list[Rejection] = []
         taken: list[str] = []
-        for built in pieces:
+        for built, refused in self._overlapped(pieces):
             documents += built.num_rows
             bodies += built.num_rows - built.column("body").null_count
-            refused = self.sink.write(self.query.index, built)
             rejections += refused
             taken += _taken(built, self.aside, refused)
         return Outcome(self.query.index, documents, bodies, tuple(rejections), (), tuple(taken))
+
+    def _overlapped(self, pieces: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, tuple[Rejection, ...]]]:
+        """Write a piece while the server builds the next one; each with what was refused of it."""
+        with ThreadPoolExecutor(1, thread_name_prefix="documents-range") as writer:
+            before: tuple[pa.Table, Future[tuple[Rejection, ...]]] | None = None
+            for built in pieces:
+                if before is not None:
+                    yield before[0], before[1].result()
+                before = built, writer.submit(self.sink.write, self.query.index, built)
+            if before is not None:
+                yield before[0], before[1].result()
 
 
 def _taken(built: pa.Table, aside: frozenset[str] | None, refused: Sequence[Rejection]) -> tuple[str, ...]:
