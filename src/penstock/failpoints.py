@@ -78,6 +78,7 @@ MEASURES = {
     "canonical_keys": "43: equal keys have one text",
     "document_versions": "44: what a build has read decides which of two bodies stays",
     "recorded_removals": "45: documents that went while an index was built are looked at again",
+    "busy_tried_again": "46: what a search server is too busy for is tried again, and not refused",
     "fresh_generation": "47: an index is built into an empty generation",
     "bounded_fan_out": "48: the documents of a change are built in pieces",
     "unfiltered_changes": "49: a change of a row that fails a filter concerns its documents",

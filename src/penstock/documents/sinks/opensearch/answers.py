@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock import failpoints
+
 STALE = 409
 """A newer body is there, or a newer removal: what was wanted is done."""
 
@@ -81,6 +83,9 @@ def judge(data: bytes, said: Any, fields: frozenset[str]) -> Verdict:
         if kind in _GONE_TYPES:
             gone = kind
         elif status in _PASSING or status >= 500 or kind in _PASSING_TYPES:
+            if failpoints.is_off("busy_tried_again"):
+                refused.append((place, f"{status} {kind}"))
+                continue
             again.append(place)
             busy = f"{status} {kind}"
         elif kind in _SENTENCES:
