@@ -7,6 +7,7 @@ import sys
 
 
 def test_commands_without_spark_start_without_it():
-    code = "import sys, penstock.cli.main; print([name for name in ('pyspark', 'deltalake', 'pandas') if name in sys.modules])"
+    heavy = "('pyspark', 'deltalake', 'pandas')"
+    code = f"import sys, penstock.cli.main; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
