@@ -27,6 +27,7 @@ from typing import Any
 import psycopg
 
 from penstock.destinations.parquet import ParquetReader
+from penstock.lsn import Lsn
 from penstock.testing.drive_pipeline import DriveSettings
 from penstock.testing.oracle import current_position
 from penstock.testing.pipeline_process import HANG_SECONDS, Part, PipelineEnded, PipelineProcess
@@ -227,10 +228,7 @@ class _Trial:
             end = current_position(connection)
         report, names = self._report, [table.name for table in tables]
         for pipeline in self._pipelines:
-            self._settle(pipeline, len(names))
-            pipeline.wait_applied(end)
-            # One that was still behind then gets the rest in a later round.
-            pipeline.wait_phases("ready", len(names))
+            self._settle(pipeline, len(names), end)
             code = pipeline.stop()
             if code != 0:
                 raise PipelineEnded(f"exit code {code} after SIGTERM")
@@ -240,12 +238,19 @@ class _Trial:
             if isinstance(readback, ChangesReadBack):
                 report.changes += check_exactly_once(readback)
 
-    def _settle(self, pipeline: PipelineProcess, count: int) -> None:
-        """All tables ready; a driver whose JVM was the last victim ends first, and is started again."""
+    def _settle(self, pipeline: PipelineProcess, count: int, end: Lsn | None = None) -> None:
+        """All tables ready, and at the end if there is one.
+
+        A driver whose JVM was the last victim notices it with its next batch, ends, and is started again.
+        """
         for attempt in (1, 2):
             self._revive()
             try:
                 pipeline.wait_phases("ready", count, 2 * HANG_SECONDS)
+                if end is not None:
+                    pipeline.wait_applied(end)
+                    # One that was still behind then gets the rest in a later round.
+                    pipeline.wait_phases("ready", count)
                 return
             except PipelineEnded:
                 if attempt == 2:
