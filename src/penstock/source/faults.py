@@ -47,6 +47,12 @@ _SERVER_REPLY = re.compile(r"(?:failed: |^)[^\s:]+:  ", re.MULTILINE)
 _PID = re.compile(r"\bPID (\d+)")
 _NUMBER = re.compile(r"(?<![\w\"])(\d+)(?![\w\"])")
 _WAL_SEGMENT = re.compile(r"\b[0-9A-F]{24}\b")
+_UNMAPPED_FILE = re.compile(r"could not map filen(?:umber|ode) .* to relation OID")
+_UNMAPPED_HINT = (
+    "The server cannot decode its own log from this slot's position on: a defect of the server, met when tables were "
+    'emptied or rewritten while the slot was made. Drop the slot and run again with on_lost_slot = "recreate": the '
+    "tables are copied again."
+)
 
 _LOGIN_TEXT = (
     "password authentication failed",
@@ -216,6 +222,8 @@ def _kind_by_state(
             return SlotUnusable, "Raise max_replication_slots (needs a restart), or drop slots that nobody uses.", {}
         case "58P01" if _WAL_SEGMENT.search(text):
             return SlotLost, None, {"slot": slot}
+        case "XX000" if _UNMAPPED_FILE.search(text):
+            return SlotUnusable, _UNMAPPED_HINT, {"slot": slot}
         case "55000":
             return _kind_of_wrong_state(text, slot)
         case "53300":

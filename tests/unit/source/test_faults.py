@@ -46,6 +46,8 @@ BY_STATE = [
     ("55000", "logical decoding cannot be used while in recovery", UnsupportedServer),
     ("55000", 'replication slot "s1" was not created in this database', SlotUnusable),
     ("58P01", "requested WAL segment 000000010000000000000001 has already been removed", SlotLost),
+    ("XX000", 'could not map filenumber "base/16384/16736" to relation OID', SlotUnusable),
+    ("XX000", "cache lookup failed for relation 16736", QueryFailed),
     ("58P01", 'could not access file "pgoutput": No such file or directory', QueryFailed),
     ("53400", "all replication slots are in use", SlotUnusable),
     ("53300", "sorry, too many clients already", ServerUnavailable),
