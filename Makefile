@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
 # Tests on servers wait for most of their time.
-SERVER_WORKERS ?= 3
+SERVER_WORKERS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
@@ -61,7 +61,7 @@ unit: $(STAMP) ## the tests that need no service, in less than a minute
 
 .PHONY: integration
 integration: $(STAMP) system jars opensearch ## the tests on real servers, and whole pipelines
-	$(PYTEST) -q -n $(SERVER_WORKERS) --dist worksteal $(wildcard tests/integration tests/e2e) $(ARGS)
+	$(PYTEST) -q -n $(SERVER_WORKERS) --dist loadgroup $(wildcard tests/integration tests/e2e) $(ARGS)
 
 .PHONY: lint
 lint: ruff types imports ## ruff, types and import order

@@ -189,6 +189,13 @@ def _folder_of_the_run(factory: pytest.TempPathFactory) -> Path:
     return folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the shared Spark session run in one process: every other JVM would have to get warm first."""
+    for item in items:
+        if {"spark", "delta_spark"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("spark"))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how to repeat the order, which servers there were, and which tests were skipped for want of one."""
     seed = terminalreporter.config.getoption("randomly_seed", default=None)

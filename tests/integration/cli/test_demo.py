@@ -56,7 +56,7 @@ def is_gone(errors: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("master", ["none", "local[2]"])
+@pytest.mark.parametrize("master", ["none", pytest.param("local[2]", marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_the_demo_ends_with_equal_tables_and_leaves_a_lake(tmp_path, start, master):
     folder = tmp_path / "demo"

@@ -80,6 +80,7 @@ def test_programs_in_a_folder_that_is_closed_to_others_are_copied(
     assert not server.folder.exists()
 
 
+@pytest.mark.soak
 @needs_opensearch
 def test_a_port_that_somebody_takes_meanwhile_is_left_to_them() -> None:
     server = OpenSearchServer()
@@ -93,6 +94,7 @@ def test_a_port_that_somebody_takes_meanwhile_is_left_to_them() -> None:
             server.close()
 
 
+@pytest.mark.soak
 @needs_opensearch
 def test_one_server_for_all_who_ask_until_the_last_has_left(tmp_path: Path) -> None:
     leave = threading.Event()
