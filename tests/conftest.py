@@ -29,6 +29,10 @@ from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresSe
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 from penstock.testing.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
+# Most JVMs of a test run live for seconds: what the second compiler would save comes too late, and it takes half of the
+# processor time meanwhile.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 DEFAULT_MAJOR = 18
 MAJORS = (15, 16, 18)
 DSN_VARIABLE = "PENSTOCK_TEST_DSN"

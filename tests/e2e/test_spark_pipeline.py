@@ -354,6 +354,7 @@ class Cluster:
             "SPARK_LOCAL_IP": "127.0.0.1",
             "JAVA_HOME": str(self._java_home),
             "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": os.environ["SPARK_SUBMIT_OPTS"],
             "PYSPARK_PYTHON": sys.executable,
         }
         with open(self._folder / f"{name}.log", "wb") as log:
@@ -385,6 +386,7 @@ def test_on_a_cluster_whose_workers_are_killed_nothing_is_lost(database: Any, cl
     create_tables(database, FEW)
     options = {
         "spark.executor.memory": "600m",
+        "spark.executor.extraJavaOptions": os.environ["SPARK_SUBMIT_OPTS"],
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
     }

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.demo_parts import DemoChoice, Watch, fresh_folder, watcher
+from penstock.cli.demo_parts import SHORT_LIVED_SPARK, DemoChoice, Watch, fresh_folder, watcher
 from penstock.cli.display import Display
 from penstock.cli.formats import format_seconds
 from penstock.cli.indexes import live_documents
@@ -269,6 +269,7 @@ def _write_config(place: Path, source: str, search: str, master: str) -> Path:
     for name in INDEXES:
         shutil.copy(_SPECIFICATIONS / f"{name}.schema.yml", place)
     path = place / "penstock.toml"
+    spark = "".join(f'"{name}" = "{value}"\n' for name, value in SHORT_LIVED_SPARK.items())
     indexes = "".join(f'[[index]]\nspecification = "{name}.schema.yml"\n\n' for name in INDEXES)
     path.write_text(
         f"""# The pipeline of the demo. Its servers are gone when the demo has ended.
@@ -281,7 +282,7 @@ url = "{source}"
 
 [spark]
 master = "{master}"
-
+{spark}
 {indexes}[sink]
 type = "opensearch"
 url = "{search}"
