@@ -23,6 +23,7 @@ from penstock.cli.outputs import LookedAt, Running, is_settled, started_outputs
 from penstock.cli.run import has_reached
 from penstock.cli.tail import Ending
 from penstock.config import Config, load_config
+from penstock.config.models import NO_SPARK
 from penstock.documents.diff import IndexDiff, Kind, Patience
 from penstock.documents.reading import ReadableSink, readable
 from penstock.errors import ConfigError, PenstockError
@@ -269,7 +270,8 @@ def _write_config(place: Path, source: str, search: str, master: str) -> Path:
     for name in INDEXES:
         shutil.copy(_SPECIFICATIONS / f"{name}.schema.yml", place)
     path = place / "penstock.toml"
-    spark = "".join(f'"{name}" = "{value}"\n' for name, value in SHORT_LIVED_SPARK.items())
+    options = SHORT_LIVED_SPARK if master != NO_SPARK else {}
+    spark = "".join(f'"{name}" = "{value}"\n' for name, value in options.items())
     indexes = "".join(f'[[index]]\nspecification = "{name}.schema.yml"\n\n' for name in INDEXES)
     path.write_text(
         f"""# The pipeline of the demo. Its servers are gone when the demo has ended.
