@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from penstock.errors import StateUnusable
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
+from penstock.state.opening import file_beside
 
-_SQLITE = "sqlite:///"
-_MEMORY = "memory:"
 SUFFIX = ".polling"
 _BUSY_SECONDS = 10.0
 
@@ -52,12 +51,9 @@ class PollPositions(Protocol):
 
 def open_positions(state_url: str, owner: str) -> PollPositions:
     """Beside the state that this URL names; `owner` is the output's id."""
-    if state_url == _MEMORY:
-        return SqlitePositions(":memory:", owner)
-    if state_url.startswith(_SQLITE):
-        path = Path(state_url.removeprefix(_SQLITE))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return SqlitePositions(path.with_name(path.name + SUFFIX), owner)
+    path = file_beside(state_url, SUFFIX)
+    if path is not None:
+        return SqlitePositions(path, owner)
     return PostgresPositions(SourceSettings(state_url), owner)
 
 

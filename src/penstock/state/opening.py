@@ -10,6 +10,7 @@ from penstock.state.postgres import PostgresStore
 from penstock.state.sqlite import SqliteStore
 from penstock.state.store import Store
 
+_SQLITE = "sqlite:///"
 _HINT = (
     "Write memory:, sqlite:///file.db (sqlite:////folder/file.db from the root), or postgresql://user@host/database."
 )
@@ -27,6 +28,17 @@ def open_store(url: str, pipeline_id: str) -> Store:
     if scheme in ("postgresql", "postgres"):
         return PostgresStore(url, pipeline_id)
     raise ConfigError("the state URL is of an unknown kind", hint=_HINT)
+
+
+def file_beside(url: str, suffix: str) -> Path | None:
+    """The SQLite file of what is kept beside the state of this URL, `:memory:` included; None: in its own database."""
+    if url == "memory:":
+        return Path(":memory:")
+    if not url.startswith(_SQLITE):
+        return None
+    path = Path(url.removeprefix(_SQLITE))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(path.name + suffix)
 
 
 def _checked(path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -11,20 +10,16 @@ from penstock.documents.relation_map.contract import RelationMap
 from penstock.documents.relation_map.postgres import PostgresRelationMap
 from penstock.documents.relation_map.sqlite import SqliteRelationMap
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
+from penstock.state.opening import file_beside
 
-_SQLITE = "sqlite:///"
-_MEMORY = "memory:"
 SUFFIX = ".relations"
 
 
 def open_relation_map(state_url: str, owner: str) -> RelationMap:
     """In the same Postgres database; in a file beside the SQLite file; or in memory. `owner` is the output's id."""
-    if state_url == _MEMORY:
-        return SqliteRelationMap(Path(":memory:"), owner)
-    if state_url.startswith(_SQLITE):
-        path = Path(state_url.removeprefix(_SQLITE))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return SqliteRelationMap(path.with_name(path.name + SUFFIX), owner)
+    path = file_beside(state_url, SUFFIX)
+    if path is not None:
+        return SqliteRelationMap(path, owner)
 
     def reconnect() -> psycopg.Connection[Any]:
         return connect(SourceSettings(state_url), Role.STATE, parameters=NO_TIMEOUTS)
