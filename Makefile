@@ -116,7 +116,7 @@ bench-latency: $(STAMP) ## from commit to visible in Delta, at 200 transactions/
 	$(BIN)/python benchmarks/latency.py $(ARGS)
 
 .PHONY: bench-documents
-bench-documents: $(STAMP) ## documents filled and changed, against psql building the same; ARGS="--rows 100000" narrows it
+bench-documents: $(STAMP) opensearch ## documents filled and changed, against psql building the same; ARGS="--rows 100000" narrows it
 	$(BIN)/python benchmarks/documents.py $(ARGS)
 
 .PHONY: traps

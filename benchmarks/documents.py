@@ -1,12 +1,12 @@
 """Search documents: filled from tables, and changed, against one `psql` that builds the same JSON for /dev/null.
 
-    python benchmarks/documents.py [--rows 1000000] [--rounds 2] [--master 'local[2]' | none] [--tasks 2] [--opensearch]
+    python benchmarks/documents.py [--rows 1000000] [--rounds 2] [--master 'local[2]' | none] [--search-rows 200000]
 
 A root table with two to-one relations, one to-many and two aggregates. `psql` runs the statement that builds every
 document, as COPY; the output (`penstock.documents.output`) fills an index: ranges in Spark tasks, counted and thrown
 away. Both take turns. Then changes, which wait in the spool: of rows that 1, 10 and 1000 documents show; and single
-transactions at a steady rate, from commit until the sink has the document. With `--opensearch` the index is also filled
-into a real server.
+transactions at a steady rate, from commit until the sink has the document. Last the same with a real OpenSearch on this
+machine: how fast an index of `--search-rows` is filled, and how long after its commit a search finds a change.
 
 What is timed: of `psql` the whole program; of ours, from the command to rebuild until the index would serve. Spark's
 start-up is not in it. Every round is checked: as many documents as rows, and every changed document.
@@ -271,21 +271,28 @@ class Bench:
         say(f"fan-out {fan_out}: {made / seconds:,.0f} documents/s, {made:,} in {seconds:.2f} s, {batches} batches")
         return {"documents_per_second": made / seconds, "documents": made, "batches": batches}
 
+    def commit_steadily(self, rate: float, seconds: float) -> list[float]:
+        """Single rows that say when they were changed; these times."""
+        pause = threading.Event()
+        committed: list[float] = []
+        with self.server.connect(self.database) as connection:
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                row = connection.execute(
+                    "update customers set changed_at = clock_timestamp() where id = %s"
+                    " returning extract(epoch from changed_at)::float8",
+                    [1 + (len(committed) + 1) * 7919 % self.rows],
+                ).fetchone()
+                assert row is not None
+                committed.append(row[0])
+                pause.wait(max(0.0, began + len(committed) / rate - time.monotonic()))
+        return committed
+
     def lag(self, sink: Timed, rate: float, seconds: float) -> dict[str, float]:
         """Single rows at a steady rate: from their commit until the sink has the document."""
         self.wait_followed()
-        stop = threading.Event()
         sink.watching = True
-        with self.server.connect(self.database) as connection:
-            began = time.monotonic()
-            number = 0
-            while time.monotonic() - began < seconds:
-                number += 1
-                connection.execute(
-                    "update customers set changed_at = clock_timestamp() where id = %s",
-                    [1 + number * 7919 % self.rows],
-                )
-                stop.wait(max(0.0, began + number / rate - time.monotonic()))
+        number = len(self.commit_steadily(rate, seconds))
         self.wait_followed()
         sink.watching = False
         if len(sink.lags) < number * 0.9:
@@ -333,8 +340,8 @@ def run(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Na
         "changed": {str(each): round(found["documents_per_second"]) for each, found in changed.items()},
         "lag": {name: round(value, 4) for name, value in lag.items()},
     }
-    if arguments.opensearch:
-        result["opensearch_documents_per_second"] = round(_fill_opensearch(server, folder, tasks, arguments))
+    if arguments.search_rows:
+        result["opensearch"] = _search(server, folder, tasks, arguments)
     table = [
         *([who, f"{rates[who]:,.0f}", f"{spread(seconds[who]):.2f}"] for who in (PSQL, OURS)),
         *([f"changed, fan-out {each}", f"{found['documents_per_second']:,.0f}", ""] for each, found in changed.items()),
@@ -344,18 +351,66 @@ def run(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Na
     return result
 
 
-def _fill_opensearch(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Namespace) -> float:
+def _search(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same with a search server: filled, and from a commit until a search finds it."""
     from penstock.documents.sinks.opensearch import OpenSearchSink
     from penstock.testing.opensearch import OpenSearchServer
 
     own = folder / "opensearch"
     own.mkdir()
-    with OpenSearchServer() as search:
-        bench = Bench(server, own, arguments.rows, tasks, OpenSearchSink(search.url))
+    # With both compilers: what its quick start saves is lost many times over here.
+    with OpenSearchServer(heap_megabytes=2048, java_options=()) as search:
+        bench = Bench(server, own, arguments.search_rows, tasks, OpenSearchSink(search.url, replicas=0))
         with bench.started():
             seconds = bench.fill()
-    say(f"opensearch: {arguments.rows / seconds:,.0f} documents/s in {seconds:.1f} s")
-    return arguments.rows / seconds
+            rate = arguments.search_rows / seconds
+            say(f"opensearch: {rate:,.0f} documents/s in {seconds:.1f} s, load average {load_average():.1f}")
+            with Searching(search) as searching:
+                committed = bench.commit_steadily(arguments.rate, arguments.seconds)
+                bench.wait_followed()
+                bench.wait(lambda: searching.newest >= committed[-1], "a search that finds the last change")
+    lags = searching.lags(committed)
+    p50, p99 = (float(np.percentile(lags, each)) for each in (50, 99))
+    say(f"commit to search: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, of {len(lags)} changes")
+    return {"documents_per_second": round(rate), "searchable": {"p50_s": round(p50, 4), "p99_s": round(p99, 4)}}
+
+
+class Searching:
+    """Searches again and again for the newest change, and notes when which one was found."""
+
+    QUERY: Mapping[str, Any] = {"size": 0, "aggs": {"newest": {"max": {"field": "changed_at"}}}}
+    PAUSE_SECONDS = 0.02
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._seen: list[tuple[float, float]] = []
+
+    def __enter__(self) -> Searching:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def newest(self) -> float:
+        return self._seen[-1][1] if self._seen else 0.0
+
+    def lags(self, committed: list[float]) -> list[float]:
+        """The seconds from each commit, which come in order, to the first search that found it or a later one."""
+        times, newest = np.array(self._seen).T
+        return list(times[np.searchsorted(newest, np.array(committed))] - np.array(committed))
+
+    def _look(self) -> None:
+        while not self._stop.is_set():
+            found = self._server.request("POST", f"/{INDEX}/_search", self.QUERY)["aggregations"]["newest"]["value"]
+            # Of a millisecond that a change was made in, the search server keeps no part.
+            newest = max(self.newest, (found or 0.0) / 1000 + 0.001)
+            self._seen.append((time.time(), newest))
+            self._stop.wait(self.PAUSE_SECONDS)
 
 
 @contextmanager
@@ -390,7 +445,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0, help="of those changes")
     parser.add_argument("--master", default=f"local[{CORES}]", help="of Spark; none: no Spark")
     parser.add_argument("--tasks", type=int, default=CORES, help="that fill an index at the same time")
-    parser.add_argument("--opensearch", action="store_true", help="fill a real server, too")
+    parser.add_argument("--search-rows", type=int, default=200_000, help="filled into a real OpenSearch; 0: without")
     parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
     arguments = parser.parse_args()
     if min(arguments.rows, arguments.rounds, arguments.documents, arguments.rate, arguments.seconds) <= 0:

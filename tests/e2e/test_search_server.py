@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,14 +31,15 @@ from tests.integration.documents import world
 TOO_LONG = "x" * 40_000
 """More than a keyword can have."""
 MAKE_TOO_LONG = "update w.orders set status = %s where id = (select min(id) from w.orders)"
+PRESSED: dict[str, object] = {"node.processors": 1, "thread_pool.write.queue_size": 1}
 MAKE_SHORT = "update w.orders set status = 'short' where length(status) > 1000"
 
 
-def site_on(server: ExistingOpenSearch, prefix: str, database: Any, folder: Path, **options: Any) -> Site:
+def site_on(server: ExistingOpenSearch, prefix: str, database: Any, folder: Path, *, shards: int = 1) -> Site:
     with connect(SourceSettings(database.dsn), Role.CATALOG) as connection:
         world.create(connection)
         world.fill(Random(1), connection)
-    sink = OpenSearchSink(server.url, replicas=0)
+    sink = OpenSearchSink(server.url, replicas=0, shards=shards)
 
     def read(index: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -42,7 +48,7 @@ def site_on(server: ExistingOpenSearch, prefix: str, database: Any, folder: Path
         return found
 
     indexes = specifications(**{f"{prefix}-people": PEOPLE, f"{prefix}-orders": ORDERS})
-    return Site(database, folder, indexes, sink, read, **options)
+    return Site(database, folder, indexes, sink, read)
 
 
 @pytest.fixture
@@ -50,6 +56,38 @@ def site(opensearch: ExistingOpenSearch, index_name: str, database: Any, tmp_pat
     made = site_on(opensearch, index_name, database, tmp_path)
     yield made
     made.sink.close()  # type: ignore[attr-defined]
+
+
+class Neighbours:
+    """Others who write to the same server as fast as it lets them: nearly every bulk is told to come again."""
+
+    def __init__(self, server: OpenSearchServer) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._write, args=(number,)) for number in range(6)]
+
+    def __enter__(self) -> None:
+        self._server.request("PUT", "/neighbours", {"settings": {"number_of_shards": 8, "number_of_replicas": 0}})
+        for each in self._threads:
+            each.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for each in self._threads:
+            each.join()
+
+    def _write(self, number: int) -> None:
+        body = "".join(f'{{"index": {{"_id": "{number}-{each}"}}}}\n{{"n": {each}}}\n' for each in range(2000)).encode()
+        headers = {"Content-Type": "application/x-ndjson"}
+        while not self._stop.is_set():
+            request = urllib.request.Request(f"{self._server.url}/neighbours/_bulk", body, headers)
+            # Refused as a whole or in part: it comes again anyway.
+            with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(request, timeout=60) as answer:
+                answer.read()
+
+
+def told_of(caplog: pytest.LogCaptureFixture, what: str) -> bool:
+    return any(what in record.getMessage() for record in caplog.records)
 
 
 def change(site: Site, seed: int, count: int) -> None:
@@ -96,14 +134,23 @@ def test_tasks_of_spark_write_to_a_search_server(site: Site, spark: Any) -> None
         site.check()
 
 
-def test_a_killed_search_server_loses_nothing(
-    make_opensearch: Callable[..., OpenSearchServer], database: Any, tmp_path: Path
+@pytest.mark.trap(46)
+def test_a_search_server_that_is_pressed_and_then_killed_loses_nothing(
+    make_opensearch: Callable[..., OpenSearchServer], database: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = make_opensearch()
-    site = site_on(server, "killed", database, tmp_path)
+    caplog.set_level(logging.INFO, "penstock")
+    server = make_opensearch(settings=PRESSED)
+    site = site_on(server, "pressed", database, tmp_path, shards=8)
     output = site.output()
     with run(output):
         site.wait_settled(output)
+        with Neighbours(server):
+            for seed in count(8):
+                change(site, seed, 2)
+                if told_of(caplog, "429"):
+                    break
+        site.wait_settled(output)
+        site.check()
         writer = threading.Thread(target=change, args=(site, 4, 60))
         writer.start()
         server.kill()
@@ -111,6 +158,7 @@ def test_a_killed_search_server_loses_nothing(
         server.start()
         site.wait_settled(output)
         site.check()
+    assert told_of(caplog, "busy or away")
     site.sink.close()  # type: ignore[attr-defined]
 
 
