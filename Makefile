@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed
 JARS := $(VENV)/jars
 OPENSEARCH := $(VENV)/opensearch
 PYTEST := $(BIN)/python -m pytest
+# Tests start hundreds of processes; each would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -4,7 +4,8 @@
 its test once per version. `make_server` gives servers of one's own, for tests that restart, kill or reconfigure them.
 `spark` is a Spark session that all tests share; `delta_spark` is the same one where it can read Delta tables.
 `opensearch` is a search server that all tests of a run share (or the one that PENSTOCK_TEST_OPENSEARCH names), and
-`index_name` a name on it that is free; `make_opensearch` gives servers of one's own.
+`index_name` a name on it that is free; `pressed` is one that is overloaded, and may be killed; `make_opensearch` gives
+servers of one's own.
 `s3` is an object store with a bucket `lake`: an emulator, and in `make soak` a real server.
 """
 
@@ -182,6 +183,20 @@ def make_opensearch() -> Iterator[Callable[..., OpenSearchServer]]:
         each.close()
 
 
+@pytest.fixture(scope="session")
+def pressed() -> Iterator[OpenSearchServer]:
+    """A search server that takes little at a time. It may be killed: start it before use, and use free names."""
+    _skip_without_opensearch()
+    settings: dict[str, object] = {
+        # Of the shards that a bulk goes to, hardly two at a time get their turn; the others are told to come again.
+        "node.processors": 1,
+        "thread_pool.write.queue_size": 1,
+        "http.max_content_length": "1mb",
+    }
+    with OpenSearchServer(settings=settings) as server:
+        yield server
+
+
 def _skip_without_opensearch() -> None:
     if missing := why_not():
         pytest.skip(missing)
@@ -193,11 +208,17 @@ def _folder_of_the_run(factory: pytest.TempPathFactory) -> Path:
     return folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
 
 
+_ONE_PROCESS = {"spark": "spark", "delta_spark": "spark", "pressed": "pressed", "s3": "s3"}
+"""Fixtures whose start takes seconds, and the group that the tests on them run in."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on the shared Spark session run in one process: every other JVM would have to get warm first."""
+    """Tests on what is slow to start run in one process: every other one would start its own, and warm it up."""
     for item in items:
-        if {"spark", "delta_spark"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("spark"))
+        groups = {_ONE_PROCESS[name] for name in getattr(item, "fixturenames", ()) if name in _ONE_PROCESS}
+        if groups:
+            # A test on two of them goes where the slower one is.
+            item.add_marker(pytest.mark.xdist_group("spark" if "spark" in groups else groups.pop()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

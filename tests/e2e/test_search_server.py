@@ -7,7 +7,7 @@ import logging
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,6 @@ from tests.integration.documents import world
 TOO_LONG = "x" * 40_000
 """More than a keyword can have."""
 MAKE_TOO_LONG = "update w.orders set status = %s where id = (select min(id) from w.orders)"
-PRESSED: dict[str, object] = {"node.processors": 1, "thread_pool.write.queue_size": 1}
 MAKE_SHORT = "update w.orders set status = 'short' where length(status) > 1000"
 
 
@@ -136,10 +135,10 @@ def test_tasks_of_spark_write_to_a_search_server(site: Site, spark: Any) -> None
 
 @pytest.mark.trap(46)
 def test_a_search_server_that_is_pressed_and_then_killed_loses_nothing(
-    make_opensearch: Callable[..., OpenSearchServer], database: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pressed: OpenSearchServer, database: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")
-    server = make_opensearch(settings=PRESSED)
+    server = pressed.start()
     site = site_on(server, "pressed", database, tmp_path, shards=8)
     output = site.output()
     with run(output):

@@ -57,10 +57,10 @@ def sink_on(server: OpenSearchServer) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.trap(42, 43, 44, 45, 47)
 def test_documents_in_a_search_server_survive_kills_on_both_sides(
-    database: Any, make_opensearch: MakeServer, tmp_path: Path
+    database: Any, pressed: OpenSearchServer, tmp_path: Path
 ) -> None:
     random = Random(f"search-{SEED}")
-    server = make_opensearch()
+    server = pressed.start()
     with driven(database, tmp_path, random, sink=sink_on(server)) as found:
         with Load(database.dsn, SEED) as load:
             kill_both_at_random(found, server, load, random, 3)

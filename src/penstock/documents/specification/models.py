@@ -69,9 +69,9 @@ FieldName = Annotated[str, AfterValidator(_check_field_name)]
 
 
 class Model(BaseModel):
-    """Unknown keys are errors, and errors do not show values."""
+    """Unknown keys are errors, and errors do not show values. Built when first used: most commands load none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, defer_build=True)
 
 
 class FilterModel(Model):

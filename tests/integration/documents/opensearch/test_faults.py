@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,25 +12,9 @@ import pytest
 from penstock import failpoints
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.errors import DestinationRefused, DestinationUnavailable
-from penstock.testing.opensearch import OpenSearchServer, why_not
+from penstock.testing.opensearch import OpenSearchServer
 from penstock.testing.own_folder import free_port
 from tests.integration.documents.opensearch.conftest import Looker, batch_of, mapping_of, write
-
-PRESSED: dict[str, object] = {
-    # Of the shards that a bulk goes to, hardly two at a time get their turn; the others are told to come again.
-    "node.processors": 1,
-    "thread_pool.write.queue_size": 1,
-    "http.max_content_length": "1mb",
-}
-
-
-@pytest.fixture(scope="module")
-def pressed() -> Iterator[OpenSearchServer]:
-    """A server of this module's own that takes little at a time; it may be killed, and is started again."""
-    if missing := why_not():
-        pytest.skip(missing)
-    with OpenSearchServer(settings=PRESSED) as server:
-        yield server
 
 
 @pytest.fixture
@@ -83,10 +66,13 @@ def test_in_a_storm_of_429_every_document_arrives_and_none_is_refused(
         sink.close()
 
 
-def test_a_server_killed_in_the_middle_of_bulks_comes_back_and_has_everything(
+def test_a_server_killed_in_the_middle_of_bulks_comes_back_with_what_was_flushed_and_takes_the_rest(
     server: OpenSearchServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")
+    flushed = sink_on(server, "durable")
+    write(flushed, "durable", {"a": {"n": 1}, "b": {"n": 1}}, 1)
+    write(flushed, "durable", {"b": None}, 2)
     sink = sink_on(server, "killed", bulk_documents=50, retry_seconds=290)
     taken = threading.Event()
     refused: list[Any] = []
@@ -109,21 +95,12 @@ def test_a_server_killed_in_the_middle_of_bulks_comes_back_and_has_everything(
     assert refused == []
     assert sink.count("killed") == 10_000
     assert any("busy or away" in record.getMessage() for record in caplog.records), "it was away meanwhile"
-    sink.close()
-
-
-def test_what_was_flushed_survives_a_kill(server: OpenSearchServer) -> None:
-    sink = sink_on(server, "durable")
-    write(sink, "durable", {"a": {"n": 1}, "b": {"n": 1}}, 1)
-    write(sink, "durable", {"b": None}, 2)
-    server.kill()
-    server.start()
     assert Looker(server, "durable").stored() == {"a": {"n": 1}}
-    assert sink.is_seeded("durable")
     again = OpenSearchSink(server.url, replicas=0)
     again.ensure_index(mapping_of("durable"))
+    assert flushed.is_seeded("durable")
     assert again.is_seeded("durable")
-    for each in (sink, again):
+    for each in (sink, flushed, again):
         each.close()
 
 
