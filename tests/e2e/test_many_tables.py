@@ -167,8 +167,8 @@ def follow(
 @pytest.mark.timeout(900)
 @pytest.mark.trap(50)
 def test_a_change_per_second_in_each_of_300_tables_is_one_job_per_batch(spark, database, tmp_path):
-    growth, _ = follow(spark, database, tmp_path, warm_up=6, rounds=12, compared=40)
-    assert max(growth.values()) < 24, f"MiB in 12 rounds: {growth}"
+    growth, _ = follow(spark, database, tmp_path, warm_up=4, rounds=6, compared=40)
+    assert max(growth.values()) < 24, f"MiB in 6 rounds: {growth}"
 
 
 @pytest.mark.soak
