@@ -1,7 +1,8 @@
 """128-bit digests of rows, a column at a time: the same for the same values, from wherever they were read.
 
-Every cell is mixed with the number of its column, and a row's digest is the sum of its cells', so cells that changed
-places show. Two *lanes* of 64 bits with seeds of their own make up a digest. A lane is no secret and nobody's defence
+Every cell is mixed with the number of its column, and a row's digest is made of the sum of its cells', so cells that
+changed places show. The sum is scrambled once more: digests of rows are added up too (`scan.BucketSums`), and a value
+that changed places with that of another row must not vanish there. Two *lanes* of 64 bits with seeds of their own make up a digest. A lane is no secret and nobody's defence
 against forgery; it is there so that two rows that differ by accident have the same digest once in 2¹²⁸.
 
 What counts as the same: NULL equals NULL and nothing else; a cell that its type cannot hold is its text; NaN equals
@@ -68,6 +69,8 @@ def digest_rows(columns: Sequence[pa.Array], texts: Mapping[int, pa.Array], key:
         rows += cells
         if number in key:
             keys += cells
+    for lane in rows:
+        _scramble(lane)
     return DigestedRows(keys if key else rows, rows)
 
 

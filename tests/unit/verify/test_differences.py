@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import NotComparable
@@ -86,6 +86,7 @@ def test_around_a_snapshot_only_what_did_not_change_is_judged(
 
 
 @given(ROWS, ROWS, st.integers(1, 7))
+@example([(0, 0), (1, 1)], [(0, 1), (1, 0)], 1).via("two rows that have exchanged a value")
 def test_sums_of_buckets_differ_exactly_if_rows_do(source: list[Row], destination: list[Row], buckets: int) -> None:
     sums: list[BucketSums] = []
     for rows in (source, destination):
