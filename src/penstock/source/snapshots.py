@@ -17,7 +17,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -81,7 +81,8 @@ class Snapshot:
         self, role: Role = Role.COPY, *, parameters: Mapping[str, str] | None = None
     ) -> Iterator[psycopg.Connection[Any]]:
         """A session inside the snapshot, for reading the catalog as it was at `position`; see `connect`."""
-        with connect(self._settings, role, parameters=parameters) as connection:
+        # Closed and not committed: nothing was written, and a server that has gone by then took nothing along.
+        with closing(connect(self._settings, role, parameters=parameters)) as connection:
             enter_snapshot(connection, self.name)
             yield connection
 

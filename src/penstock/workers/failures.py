@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+import psycopg
+
 from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn
 from penstock.retry import Backoff
+from penstock.source.faults import Place, from_exception
 from penstock.state import Errored, RetryPolicy, TableReplicationPhase
 from penstock.state.transitions import fail
 
@@ -16,6 +19,9 @@ def as_error(error: BaseException) -> PenstockError:
     """A named error; of an unknown one only the class, because libraries quote values in their messages."""
     if isinstance(error, PenstockError):
         return error
+    if isinstance(error, psycopg.OperationalError):
+        # About the connection or the server, not about values; noticed where nobody expected it.
+        return from_exception(error, Place("the source"), "go on")
     return PenstockError(
         f"an unexpected {type(error).__name__}",
         hint="Please report this with the log; `penstock resync` copies the table again.",

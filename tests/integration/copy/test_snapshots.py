@@ -38,6 +38,12 @@ def test_the_snapshot_outlives_its_slot_and_shows_what_was_before(any_database: 
         snapshot.check()
 
 
+def test_a_session_that_is_cut_off_when_all_was_read_is_no_error(database: Any) -> None:
+    with take_snapshot(SourceSettings(database.dsn)) as snapshot, snapshot.connect() as inside:
+        pid = inside.info.backend_pid
+        assert database.execute("select pg_terminate_backend(%s, 30000)", [pid]) == [(True,)]
+
+
 def wait_until_gone(database: Any) -> None:
     """A temporary slot ends with its session, which ends soon after we hung up."""
     deadline = threading.Event()
