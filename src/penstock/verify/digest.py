@@ -2,8 +2,9 @@
 
 Every cell is mixed with the number of its column, and a row's digest is made of the sum of its cells', so cells that
 changed places show. The sum is scrambled once more: digests of rows are added up too (`scan.BucketSums`), and a value
-that changed places with that of another row must not vanish there. Two *lanes* of 64 bits with seeds of their own make up a digest. A lane is no secret and nobody's defence
-against forgery; it is there so that two rows that differ by accident have the same digest once in 2¹²⁸.
+that changed places with that of another row must not vanish there. Two *lanes* of 64 bits with seeds of their own make
+up a digest. A lane is no secret and nobody's defence against forgery; it is there so that two rows that differ by
+accident have the same digest once in 2¹²⁸.
 
 What counts as the same: NULL equals NULL and nothing else; a cell that its type cannot hold is its text; NaN equals
 itself, whatever its bits; 0 differs from −0; whole numbers of different widths are the same number.
