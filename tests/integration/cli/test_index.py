@@ -134,7 +134,8 @@ def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
     order = desk.database.execute("select min(order_id) from shop.order_items where line = 2")[0][0]
     one = desk.run("preview", "products", str(order), "2", "--json")
     assert json.loads(one.stdout)["id"] == f"{order}:2"
-    assert desk.run("preview", "products", f"{order}:2", "--json").stdout == one.stdout
+    other = desk.run("preview", "products", f"{order}:2", "--json")
+    assert json.loads(other.stdout)["document"] == json.loads(one.stdout)["document"]
     result = desk.run("preview", "products", "1", "2", "3")
     assert result.returncode == 1
     assert "named by 2 values: order_id, line; 3 were given" in result.stderr
