@@ -192,3 +192,18 @@ def test_rows_that_come_into_view_have_all_their_cells(database, tmp_path):
     rows = LakeReadBack(tmp_path / "lake").read_table("public.sightings").to_pylist()
     expected = database.execute("select id, seen, counter, note from sightings where seen")
     assert sorted(tuple(row[name] for name in ("id", "seen", "counter", "note")) for row in rows) == sorted(expected)
+
+
+@pytest.mark.trap(26)
+def test_keys_that_rows_may_share_for_a_while_lose_no_row(database, tmp_path):
+    """A deferrable key is checked when the transaction ends: until then it does not tell rows apart."""
+    database.execute("create table queue (place int primary key deferrable initially deferred, who text)")
+    database.execute("alter table queue replica identity full")
+    database.execute("insert into queue select i, 'w' || i from generate_series(1, 20) i")
+    with pipeline_into(database, tmp_path) as pipeline:
+        wait_ready(pipeline, 1)
+        database.execute("update queue set place = place + 1")
+        database.execute("update queue set place = 5 - place where place in (2, 3)")
+        wait_applied(pipeline, database)
+        check_equal(database.dsn, LakeReadBack(tmp_path / "lake"), ["queue"])
+        assert {phase.name for phase in pipeline.phases.values()} == {"ready"}

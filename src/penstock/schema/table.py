@@ -50,7 +50,10 @@ class TableSchema:
 
     @property
     def key(self) -> tuple[Column, ...]:
-        """The columns that identify a row: the replica identity; with FULL the primary key; empty if there is none."""
+        """The columns that identify a row: the replica identity; with FULL the primary key; empty if there is none.
+
+        A deferrable primary key is none: within a transaction, rows may share it.
+        """
         if self.replica_identity is ReplicaIdentity.FULL:
             keyed = [column for column in self.columns if column.primary_key_position is not None]
             return tuple(sorted(keyed, key=lambda column: column.primary_key_position or 0))

@@ -60,3 +60,35 @@ def numeric_precision_scale(modifier: int) -> tuple[int, int] | None:
         return None
     precision, scale = (modifier - 4) >> 16 & 0xFFFF, (modifier - 4) & 0x7FF
     return precision, scale - 0x800 if scale & 0x400 else scale
+
+
+_TEXTS = frozenset({"text", "varchar"})
+_TIMES = frozenset({"time", "timetz", "timestamp", "timestamptz"})
+_UNLIMITED, _FINEST = -1, 6
+
+
+def keeps_values(before: tuple[PostgresType, int], after: tuple[PostgresType, int]) -> bool:
+    """Whether values stay what they are when a column, of a type with a modifier, gets another.
+
+    The server tells nobody what it rewrites: a number that loses digits, a time that is rounded, a text that is padded.
+    """
+    (old, old_modifier), (new, modifier) = resolve_domain(*before), resolve_domain(*after)
+    wider = modifier == _UNLIMITED or (old_modifier != _UNLIMITED and modifier >= old_modifier)
+    if not (old.is_builtin and new.is_builtin):
+        return (old.oid, old_modifier) == (new.oid, modifier)
+    match old.name, new.name:
+        case one, other if one in _TEXTS and other in _TEXTS:
+            return wider
+        case one, other if one == other and one in _TIMES:
+            return wider or modifier == _FINEST
+        case "varbit", "varbit":
+            return wider
+        case "numeric", "numeric":
+            limits, limit = numeric_precision_scale(old_modifier), numeric_precision_scale(modifier)
+            return limit is None or (limits is not None and limits[1] == limit[1] and limits[0] <= limit[0])
+        case "interval", "interval":
+            return modifier in (_UNLIMITED, old_modifier)
+        case "cidr", "inet":
+            return True
+        case _:
+            return (old.oid, old_modifier) == (new.oid, modifier)

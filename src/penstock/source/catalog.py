@@ -137,7 +137,7 @@ def schema_from_catalog(
         chosen = [attribute for attribute in table.live_attributes if not attribute.generated]
     else:
         chosen = [attribute for attribute in table.live_attributes if attribute.attnum in set(attnums)]
-    positions = {attnum: index for index, attnum in enumerate(table.primary_key_attnums, start=1)}
+    positions = {attnum: index for index, attnum in enumerate(table.unique_key_attnums, start=1)}
     full = table.replica_identity is ReplicaIdentity.FULL
     return TableSchema(
         table_id=table.oid,
@@ -192,6 +192,7 @@ def _build_table(row: tuple[Any, ...], attributes: Sequence[Attribute]) -> Catal
         partition_parent_oid=parent or None,
         partition_root_oid=root or None,
         attributes=tuple(attributes),
+        deferrable_key=bool(primary) and not immediate,
     )
 
 

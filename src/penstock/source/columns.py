@@ -119,9 +119,16 @@ class CatalogTable:
     partition_root_oid: int | None
     """The table at the top, for partitioned tables and for partitions; the table itself if it is the top."""
     attributes: tuple[Attribute, ...]
+    deferrable_key: bool = False
+    """Whether two rows may have the same primary key until their transaction ends."""
 
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
+
+    @property
+    def unique_key_attnums(self) -> tuple[int, ...]:
+        """The primary key, if it tells rows apart at every moment: changes are followed one by one."""
+        return () if self.deferrable_key else self.primary_key_attnums
 
     @property
     def live_attributes(self) -> tuple[Attribute, ...]:
@@ -165,7 +172,7 @@ def build_schema(
     attnums = identify_columns(sent, catalog.attributes if catalog else (), previous)
     added = {attribute.attnum: attribute for attribute in catalog.attributes if attribute.backfilled} if catalog else {}
     if catalog is not None:
-        positions = {attnum: index for index, attnum in enumerate(catalog.primary_key_attnums, start=1)}
+        positions = {attnum: index for index, attnum in enumerate(catalog.unique_key_attnums, start=1)}
     else:
         known = previous.columns if previous else ()
         positions = {column.attnum: column.primary_key_position for column in known if column.primary_key_position}

@@ -49,6 +49,9 @@ begin
             select (x.indkey::int2[])[0:x.indnkeyatts - 1]
             from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary
         ),
+        'deferrable', (
+            select not x.indimmediate from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary
+        ),
         'identity_key', (
             select (x.indkey::int2[])[0:x.indnkeyatts - 1]
             from pg_catalog.pg_index x
@@ -261,6 +264,7 @@ def parse_announcement(content: bytes) -> CatalogTable:
             partition_parent_oid=None,
             partition_root_oid=None,
             attributes=tuple(Attribute(*fields) for fields in record["attributes"] or ()),
+            deferrable_key=bool(record.get("deferrable")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DecodeError(f"a record of DDL that cannot be understood ({type(error).__name__})", offset=0) from None

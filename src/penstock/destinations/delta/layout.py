@@ -45,6 +45,7 @@ from penstock.destinations.delta.schema import (
 from penstock.destinations.refusals import rejected
 from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.schema.types import keeps_values
 
 DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
@@ -125,9 +126,9 @@ class TableLayout:
         after = {column.attnum: column for column in schema.columns}
         for attnum, column in before.items():
             self._refuse(column, after.get(attnum))
-        if self.source.key and {column.attnum for column in self.source.key} != {
-            column.attnum for column in schema.key
-        }:
+        # Rows of a table without a key may be found by all their cells, so a new key tells them apart in another way.
+        is_matched = self.source.key or self.source.replica_identity is ReplicaIdentity.FULL
+        if is_matched and {column.attnum for column in self.source.key} != {column.attnum for column in schema.key}:
             raise rejected(str(schema), "its key changed", hint=_RESYNC)
         types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
         fields: list[pa.Field] = list(self.schema)
@@ -138,7 +139,8 @@ class TableLayout:
             arrow_type = _lake_type(schema, column, segment_type)
             times |= {column.attnum} if holds_times(segment_type) else set()
             if column.attnum in names:
-                if self.schema.field(names[column.attnum]).type != arrow_type:
+                fits = self.schema.field(names[column.attnum]).type == arrow_type
+                if not fits or not _keeps_values(before[column.attnum], column):
                     raise rejected(str(schema), f"the type of column {column.name!r} changed", hint=_RESYNC)
                 continue
             names[column.attnum] = _free_name(types[column.attnum], [field.name for field in fields])
@@ -263,6 +265,10 @@ def _old_type(source: TableSchema, names: Mapping[int, str], lake: pa.Schema) ->
 def _reserved(mode: Mode) -> list[str]:
     names = [UNREPRESENTABLE] if mode is Mode.MIRROR else [UNREPRESENTABLE, DELETED_AT]
     return list(RESERVED) if mode is Mode.HISTORY else names
+
+
+def _keeps_values(before: Column, after: Column) -> bool:
+    return keeps_values((before.type, before.type_modifier), (after.type, after.type_modifier))
 
 
 def _free_name(name: str, taken: list[str]) -> str:
