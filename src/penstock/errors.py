@@ -21,6 +21,7 @@ contain a secret or the value of a cell.
     │   ├── SlotInUse               another reader, named by pid: tried again
     │   ├── SlotLost
     │   ├── SlotUnusable            another plugin or database, no free slots
+    │   │   └── SlotUndecodable     the server cannot decode its log from there on
     │   ├── PositionAhead           a stored position that the server has not reached
     │   ├── LineageChanged          another system, another timeline, another slot
     │   ├── SnapshotBlocked         open transactions, named, keep a snapshot from being taken: tried again
@@ -29,6 +30,7 @@ contain a secret or the value of a cell.
     │   ├── ValuesNotSent           DDL gave rows that are there values which the stream does not carry
     │   ├── TableLocked             somebody holds a lock that keeps us from reading: tried again
     │   └── QueryFailed
+    │       └── StatementInterrupted  cancelled, timed out, deadlocked: tried again
     ├── DecodeError                 bytes that are not what the protocol promises
     ├── ValueOutOfRange             a value that its column's type cannot hold, under the policy `error`
     ├── SpoolError
@@ -194,6 +196,15 @@ class SlotUnusable(SourceError):
     default_hint = "Use another slot name, or drop the slot if nobody needs it."
 
 
+class SlotUndecodable(SlotUnusable):
+    """The server cannot decode its own log from the slot's position on."""
+
+    default_hint = (
+        "A defect of the server, met when tables are emptied or rewritten while a slot is made. If no table depends on "
+        'the slot yet, it is dropped: run again. Otherwise drop it and run with on_lost_slot = "recreate".'
+    )
+
+
 class PositionAhead(SourceError):
     """A stored position is ahead of the server: from there it would deliver nothing and say nothing."""
 
@@ -245,6 +256,13 @@ class TableLocked(SourceError):
 
 class QueryFailed(SourceError):
     """The server refused a statement for a reason that has no class of its own."""
+
+
+class StatementInterrupted(QueryFailed):
+    """The server ended a statement before it was done: cancelled, timed out, in a deadlock, or by a failing disk."""
+
+    retry = Retry.TIMED
+    default_hint = "The server's log says by whom; statement_timeout and watchers of long queries should spare copies."
 
 
 class DecodeError(PenstockError):

@@ -8,7 +8,8 @@ new, it was lost) happens to all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,7 +19,7 @@ import psycopg
 from penstock import failpoints
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
-from penstock.errors import PermissionDenied, SlotLost, SlotMissing
+from penstock.errors import PermissionDenied, SlotLost, SlotMissing, SlotUndecodable
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
@@ -92,10 +93,13 @@ class Stream:
         self._settings = settings
         self._capture: CaptureProcess | None = None
         self._starts: dict[str, Start] = {}
+        self._outputs: Mapping[str, PipelineStore] = {}
+        self._is_decodable = True
 
     def open(self, outputs: Mapping[str, PipelineStore]) -> None:
         """Returns when changes flow into the spool. The leases of these stores are held."""
         settings = self._settings
+        self._outputs = outputs
         with connect(settings.source, Role.CATALOG) as connection:
             self._ensure_publication(connection)
             self._ensure_trigger(connection)
@@ -123,7 +127,8 @@ class Stream:
             )
         )
         self._capture.start()
-        self._capture.wait_until_streaming()
+        with self._noticing():
+            self._capture.wait_until_streaming()
 
     def start_of(self, output: str) -> Start:
         """Where an output begins."""
@@ -132,7 +137,8 @@ class Stream:
     def check(self) -> None:
         """Raise what ended capture for good, if anything did."""
         if self._capture is not None:
-            self._capture.check()
+            with self._noticing():
+                self._capture.check()
 
     def look(self) -> Published:
         """The publication as it is now; brought up to date first, if it is ours."""
@@ -148,6 +154,21 @@ class Stream:
         if self._capture is not None:
             self._capture.stop()
             self._capture = None
+            if not self._is_decodable and not any(_has_tables(store) for store in self._outputs.values()):
+                # Nobody has anything from it, so the next start makes another one, and nothing is lost.
+                with connect(self._settings.source, Role.CATALOG) as connection:
+                    drop_slot(connection, self._settings.slot)
+                logger.warning(
+                    "the slot was of no use to anybody and is dropped: run again slot=%s", self._settings.slot
+                )
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except SlotUndecodable:
+            self._is_decodable = False
+            raise
 
     def _ensure_publication(self, connection: psycopg.Connection[Any]) -> None:
         settings = self._settings

@@ -29,8 +29,10 @@ from penstock.errors import (
     SlotInUse,
     SlotLost,
     SlotMissing,
+    SlotUndecodable,
     SlotUnusable,
     SourceError,
+    StatementInterrupted,
     TlsFailed,
     UnsupportedServer,
     WalLevelTooLow,
@@ -48,11 +50,6 @@ _PID = re.compile(r"\bPID (\d+)")
 _NUMBER = re.compile(r"(?<![\w\"])(\d+)(?![\w\"])")
 _WAL_SEGMENT = re.compile(r"\b[0-9A-F]{24}\b")
 _UNMAPPED_FILE = re.compile(r"could not map filen(?:umber|ode) .* to relation OID")
-_UNMAPPED_HINT = (
-    "The server cannot decode its own log from this slot's position on: a defect of the server, met when tables were "
-    'emptied or rewritten while the slot was made. Drop the slot and run again with on_lost_slot = "recreate": the '
-    "tables are copied again."
-)
 
 _LOGIN_TEXT = (
     "password authentication failed",
@@ -223,13 +220,15 @@ def _kind_by_state(
         case "58P01" if _WAL_SEGMENT.search(text):
             return SlotLost, None, {"slot": slot}
         case "XX000" if _UNMAPPED_FILE.search(text):
-            return SlotUnusable, _UNMAPPED_HINT, {"slot": slot}
+            return SlotUndecodable, None, {"slot": slot}
         case "55000":
             return _kind_of_wrong_state(text, slot)
         case "53300":
             return ServerUnavailable, "Raise max_connections or max_wal_senders, or end connections nobody needs.", {}
         case "57P01" | "57P02" | "57P03" | "57P05":
             return ServerUnavailable, None, {}
+        case "57014" | "40001" | "40P01" | "25P03" | "25P04" | "58030":
+            return StatementInterrupted, None, {}
     if state.startswith("28"):
         return AuthenticationFailed, None, {}
     if state.startswith("53") or (state.startswith("08") and state != "08P01"):
