@@ -186,7 +186,7 @@ def test_where_transactions_never_pause_what_did_not_change_is_judged(
     for _ in range(3):
         report = compare(pipeline, destination)
         assert not report.exact
-        assert report.exit_code == 0
+        assert report.exit_code == (2 if any(each.counts.unsettled for each in report.tables) else 0)
         assert all(each.counts.equal + each.counts.unsettled == 150 for each in report.tables)
         assert all(each.counts.equal >= 50 for each in report.tables)
     with destination.storage.lock:

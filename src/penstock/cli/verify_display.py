@@ -130,7 +130,8 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 def _summary(report: Report) -> str:
     results = [table.result for table in report.tables]
-    counts = {each: results.count(each) for each in ("equal", "different", "not compared") if each in results}
+    known = ("equal", "different", "unsettled", "not compared")
+    counts = {each: results.count(each) for each in known if each in results}
     found = ", ".join(f"{number:,} {what}" for what, number in counts.items()) or "nothing to compare"
     part = "" if report.sample == 1 else f" in a sample of {report.sample:.4g} of the rows"
     held = format_seconds(report.held_seconds)

@@ -6,6 +6,8 @@ exceptions may contain.
 
 from __future__ import annotations
 
+import errno
+
 from penstock.errors import (
     ConfigError,
     DestinationUnavailable,
@@ -16,6 +18,15 @@ from penstock.errors import (
     TableOwned,
     TableRejected,
 )
+
+_PASSING = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+        *(errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY),
+    }
+)
+"""What is wrong with a disk or a machine for a while: full, cut off, out of handles."""
+_MAKE_ROOM = "Look at the disk that it is about: room, and its connection; Penstock keeps trying."
 
 
 def out_of_reach(destination: str, what: str, *, table: str | None = None) -> PenstockError:
@@ -87,6 +98,8 @@ def unknown_row(table: str, what: str) -> PenstockError:
 
 def unreadable(table: str, table_id: int, error: BaseException) -> PenstockError:
     """A table's changes cannot be read from the spool."""
+    if is_passing(error):
+        return DestinationUnavailable(f"{table}: its changes cannot be read now ({_said(error)})", table=table)
     return PenstockError(
         f"{table}: its changes cannot be read ({type(error).__name__})",
         hint="Check the spool's disk; the spool can be deleted while the pipeline is stopped, nothing is lost.",
@@ -99,10 +112,23 @@ def unexpected(table: str, error: BaseException) -> PenstockError:
     """Wrap an error that nobody foresaw: it stops its table. Its text may hold values, so only its type is told."""
     if isinstance(error, PenstockError):
         return error
+    if is_passing(error):
+        return DestinationUnavailable(f"{table}: {_said(error)}", hint=_MAKE_ROOM, table=table)
     if isinstance(error, OSError):
-        return PenstockError(f"{table}: {error.strerror or type(error).__name__} ({error.filename})", table=table)
+        return PenstockError(f"{table}: {_said(error)}", table=table)
     return PenstockError(
         f"{table}: {type(error).__name__} while writing",
         hint="The destination's own log may say more; the text of the error is left out, as it may contain data.",
         table=table,
     )
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a disk or a machine may be well again soon: then nobody has to do anything but that."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
+def _said(error: BaseException) -> str:
+    if not isinstance(error, OSError):
+        return type(error).__name__
+    return f"{error.strerror or type(error).__name__} ({error.filename})"

@@ -59,8 +59,9 @@ class Around:
     """How to compare with a destination that was pinned before the snapshot: it was pinned once more, after it."""
 
     later: PinnedTable
-    horizon: int
-    """Transactions with lower numbers had ended before the destination was first pinned."""
+    recent: tuple[int, int]
+    """Transactions before the first had ended when the destination was first pinned; the snapshot shows none from the
+    second on."""
 
 
 OnProgress = Callable[[float], None]
@@ -126,7 +127,7 @@ def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings, ar
         },
         buckets=_count_buckets(rows),
         sample=settings.sample,
-        horizon=None if around is None else around.horizon,
+        recent=None if around is None else around.recent,
     )
 
 

@@ -15,6 +15,7 @@ import json
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -167,14 +168,17 @@ class _Asking:
     def __init__(self, store: PipelineStore, patience: float) -> None:
         self._store = store
         self._patience = patience
+        self._name = uuid.uuid4().hex
 
     def ask(self, step: CutStep, **options: str) -> dict[str, str]:
         """Wait for a step to be done; the tables that it leaves out."""
-        command = self._store.add_command(CommandKind.VERIFY, options={"step": step.value, **options})
-        answer = self._await(command)
+        answer = self._await(self._send(step, **options))
         if answer.status is CommandStatus.REFUSED:
             raise PenstockError(f"the pipeline refuses to be held for a comparison: {answer.reason}")
         return dict(json.loads(answer.reason)["left_out"]) if answer.reason else {}
+
+    def _send(self, step: CutStep, **options: str) -> Command:
+        return self._store.add_command(CommandKind.VERIFY, options={"step": step.value, "asker": self._name, **options})
 
     def _await(self, command: Command) -> Command:
         deadline = time.monotonic() + self._patience
@@ -183,6 +187,8 @@ class _Asking:
             if lease is None or lease.gone:
                 raise PenstockError("the pipeline does not run", hint="Start it with `penstock run`.")
             if time.monotonic() > deadline:
+                # It would hold when it gets there, and nobody would be left to look.
+                self._send(CutStep.RELEASE)
                 raise PenstockError(
                     f"the pipeline did not answer within {self._patience:g} s",
                     hint="`penstock status` shows how far it is behind.",

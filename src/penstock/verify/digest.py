@@ -187,6 +187,8 @@ def _digest_bytes(array: pa.Array, seeds: Words) -> Digests:
             mixed ^= taken
             mixed *= _MULTIPLIERS[lane]
             mixed ^= mixed >> _HALF
+            # A difference in the highest bits alone would pass all of this unmixed, and meet its like in the next word.
+            mixed *= _MULTIPLIERS[1 - lane]
         at[:ending] += _WORD
         left[:ending] -= _WORD
     digests = np.empty_like(state)

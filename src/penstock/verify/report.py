@@ -92,10 +92,12 @@ class TableReport:
 
     @property
     def result(self) -> str:
-        """`equal`, `different` or `not compared`."""
+        """`equal`, `different`, `unsettled` (equal, but for rows that could not be judged) or `not compared`."""
         if self.reason is not None:
             return "not compared"
-        return "different" if self.counts.different else "equal"
+        if self.counts.different:
+            return "different"
+        return "unsettled" if self.counts.unsettled else "equal"
 
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {"table": self.table, "result": self.result}
@@ -133,7 +135,7 @@ class Report:
     def exit_code(self) -> int:
         """0: all equal; 1: some rows differ; 2: something could not be compared, and nothing differs elsewhere."""
         results = {table.result for table in self.tables}
-        return 1 if "different" in results else 2 if "not compared" in results or not self.tables else 0
+        return 1 if "different" in results else 0 if results == {"equal"} else 2
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -34,6 +34,7 @@ _SLICE_ROWS = 1 << 15
 """Digested at a time: what fits the processor's cache."""
 _FILE_ROWS = 1 << 20
 _HALF = np.uint64(32)
+_TRANSACTIONS = 1 << 32
 _FIRST_TRANSACTION = 3
 """Lower numbers mean that a row is older than all others."""
 
@@ -76,7 +77,7 @@ class ReadRows:
     digests: DigestedRows
     buckets: NDArray[np.int64]
     recent: NDArray[np.bool_] | None = None
-    """Which rows were written since `Scan.horizon`; None where nobody asks."""
+    """Which rows were written by `Scan.recent` transactions; None where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,9 @@ class Scan:
     buckets: int
     sample: float = 1.0
     """Which fraction of the rows is looked at: the same ones on both sides."""
-    horizon: int | None = None
-    """Where sides are not at one position: transactions before this one had ended before the first was looked at."""
+    recent: tuple[int, int] | None = None
+    """Where sides are not at one position: the transactions that may have written since the first was looked at, from
+    the first of these numbers up to the second."""
 
     def read(self, piece: Piece) -> Iterator[ReadRows]:
         """The rows of a piece, some at a time."""
@@ -152,12 +154,10 @@ class Scan:
         return ReadRows(columns, texts, digests, find_buckets(digests.keys, self.buckets), recent)
 
     def _recent(self, batch: pa.RecordBatch) -> NDArray[np.bool_] | None:
-        """Which rows were written by transactions at or behind the horizon; numbers go round after 32 bits."""
-        if self.horizon is None or XID not in batch.schema.names:
+        """Which rows were written by recent transactions; numbers go round after 32 bits."""
+        if self.recent is None or XID not in batch.schema.names:
             return None
-        transactions = batch.column(XID).to_numpy()
-        ahead = (transactions - self.horizon) % (1 << 32) < (1 << 31)
-        return ahead & (transactions >= _FIRST_TRANSACTION)
+        return are_recent(batch.column(XID).to_numpy(), *self.recent)
 
     def _fit(self, column: pa.Array, wanted: pa.Field) -> pa.Array:
         try:
@@ -176,6 +176,13 @@ class Scan:
         for number in self.key or range(len(columns)):
             keys += digest_cells(columns[number], number, texts.get(number))[1]
         return keys < np.uint64(int(self.sample * 2**64))
+
+
+def are_recent(transactions: NDArray[np.int64], first: int, end: int) -> NDArray[np.bool_]:
+    """Which of these are from the first up to the end. A row keeps its number, also when it is frozen and older than
+    half of all numbers: so what is behind the first is not all that seems so."""
+    within = (transactions - first) % _TRANSACTIONS < (end - first) % _TRANSACTIONS
+    return within & (transactions >= _FIRST_TRANSACTION)
 
 
 def find_buckets(keys: Digests, count: int) -> NDArray[np.int64]:

@@ -12,7 +12,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import psycopg
 from psycopg.rows import tuple_row
 
 from penstock.copy import prepare_copy
@@ -21,7 +23,7 @@ from penstock.errors import NotComparable, PenstockError, SnapshotBlocked
 from penstock.lsn import Lsn
 from penstock.pipeline import PipelineSettings
 from penstock.schema import TableSchema
-from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.connections import Role, connect
 from penstock.source.faults import translated
 from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
@@ -170,7 +172,8 @@ def _at_one_position(asked: _Asked) -> Report:
 def _around_a_snapshot(asked: _Asked) -> Report:
     """Pin what is there before the snapshot, and what is there after it; nobody waits for open transactions but we."""
     held = _Held(asked.observer)
-    horizon = _horizon(asked.settings.source)
+    with connect(asked.settings.source, Role.VERIFY) as connection:
+        oldest, _ = _transactions(connection)
     with ExitStack() as stack:
         with hold_now(asked.store) as before:
             chosen = asked.chosen(before.tables)
@@ -179,12 +182,14 @@ def _around_a_snapshot(asked: _Asked) -> Report:
         snapshot = stack.enter_context(
             take_snapshot(asked.settings.source, timeout=asked.options.wait, on_wait=asked.observer.waiting)
         )
+        with snapshot.connect(Role.VERIFY) as connection:
+            _, end = _transactions(connection)
         with hold_now(asked.store) as after:
             later = stack.enter_context(_pinned(asked.destination, asked.chosen(after.tables)))
         reports = asked.left_out({**after.left_out, **before.left_out})
         for table_id, schema in chosen.items():
             if table_id in later:
-                reports.append(_compare(asked, snapshot, schema, pins[table_id], later[table_id], horizon))
+                reports.append(_compare(asked, snapshot, schema, pins[table_id], later[table_id], (oldest, end)))
         return asked.report(snapshot.position, reports, held, exact=False)
 
 
@@ -235,9 +240,9 @@ def _compare(
     schema: TableSchema,
     pinned: PinnedTable | PenstockError,
     later: PinnedTable | PenstockError | None = None,
-    horizon: int = 0,
+    recent: tuple[int, int] = (0, 0),
 ) -> TableReport:
-    report = _compared(asked, snapshot, schema, pinned, later, horizon)
+    report = _compared(asked, snapshot, schema, pinned, later, recent)
     asked.observer.compared(report)
     return report
 
@@ -248,7 +253,7 @@ def _compared(
     schema: TableSchema,
     pinned: PinnedTable | PenstockError,
     later: PinnedTable | PenstockError | None,
-    horizon: int,
+    recent: tuple[int, int],
 ) -> TableReport:
     table, settings = str(schema), asked.settings
     asked.observer.comparing(table, 0.0)
@@ -271,7 +276,7 @@ def _compared(
             asked.tasks,
             asked.options.compare,
             lambda fraction: asked.observer.comparing(table, fraction),
-            None if later is None else Around(later, horizon),
+            None if later is None else Around(later, recent),
         )
     except PenstockError as error:
         logger.info("table not compared table=%s error=%s", table, error)
@@ -282,10 +287,14 @@ def _compared(
         return TableReport(table, reason=f"{table} cannot be read: {error.strerror or type(error).__name__}")
 
 
-def _horizon(source: SourceSettings) -> int:
-    """The oldest transaction that has not ended yet, by the 32 bits that rows have of it."""
-    query = "select pg_catalog.txid_snapshot_xmin(pg_catalog.txid_current_snapshot()) & 4294967295"
-    with connect(source, Role.VERIFY) as connection, translated(connection, "look for open transactions"):
+def _transactions(connection: psycopg.Connection[Any]) -> tuple[int, int]:
+    """The oldest transaction that a session's snapshot knows as open, and the first one that it knows nothing of; by
+    the 32 bits that rows have of them."""
+    query = """
+        select pg_catalog.txid_snapshot_xmin(seen) & 4294967295, pg_catalog.txid_snapshot_xmax(seen) & 4294967295
+        from pg_catalog.txid_current_snapshot() seen
+    """
+    with translated(connection, "look for open transactions"):
         row = connection.cursor(row_factory=tuple_row).execute(query).fetchone()
         assert row is not None
-        return row[0]
+        return row

@@ -2,7 +2,8 @@
 
 Whoever compares the destination with the source asks in steps, each a command: `hold` (go on up to where the server is
 now, and no further), `cut` at the position of a snapshot that was taken since, `renew` while it lasts, and `release`.
-Apply is held for seconds; who asks and dies is forgotten after a while.
+Apply is held for seconds; who asks and dies is forgotten after a while. One asks at a time, by the option `asker`: for
+another one the boundary would move while it looks.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Cuts:
         self._name_of = name_of
         self._clock = clock
         self._waiting: Command | None = None
+        self._asker: str | None = None
         self._deadline = 0.0
 
     @property
@@ -64,7 +66,12 @@ class Cuts:
 
     def take(self, command: Command) -> None:
         """Carry a step out, or begin to; `settle` answers."""
-        step = CutStep(str(command.options["step"]))
+        step, asker = CutStep(str(command.options["step"])), command.options.get("asker")
+        if self.active and asker != self._asker:
+            raise PenstockError(
+                "another comparison holds it now",
+                hint=f"Wait for its end; one that has died is forgotten after {PATIENCE_SECONDS:g} s.",
+            )
         if step is not CutStep.HOLD and not self.active:
             raise PenstockError("apply is not held any more", hint="Ask again, and renew in time.")
         if self._apply.paused.is_set():
@@ -101,9 +108,10 @@ class Cuts:
         if not reaches(limit, self._board.applied):
             raise PenstockError(f"apply is beyond {limit} already")
         if self._waiting is not None:
-            self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "another one has asked since")
+            self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "it was asked again since")
         self._apply.limit = limit
         self._waiting = command
+        self._asker = command.options.get("asker")
 
     def _release(self) -> None:
         self._apply.limit = None

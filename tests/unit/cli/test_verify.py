@@ -56,7 +56,10 @@ def test_rows_that_were_not_judged_are_said(capsys: pytest.CaptureFixture[str]) 
     print_report(Report(Lsn(0x1B91DD0), (moved,), exact=False))
     assert capsys.readouterr().out.splitlines() == [
         "shop.items  1,990 rows, equal; 10 rows changed meanwhile",
-        "1 equal, at 0/1B91DD0 or around it, since some transaction was open all the time; changes waited for 0.0 s",
+        (
+            "1 unsettled, at 0/1B91DD0 or around it, since some transaction was open all the time; "
+            "changes waited for 0.0 s"
+        ),
     ]
 
 
@@ -65,6 +68,7 @@ def test_a_difference_counts_more_than_what_could_not_be_compared() -> None:
     assert report(EQUAL, DIFFERENT, LEFT_OUT).exit_code == 1
     assert report(EQUAL, LEFT_OUT).exit_code == 2
     assert report().exit_code == 2
+    assert report(EQUAL, TableReport("shop.items", Counts(equal=1990, unsettled=10))).exit_code == 2
 
 
 def test_json_has_counts_and_no_values_unless_they_were_asked_for() -> None:

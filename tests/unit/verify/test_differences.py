@@ -14,7 +14,17 @@ from penstock.errors import NotComparable
 from penstock.verify.differences import compare_around, compare_digests
 from penstock.verify.digest import DigestedRows, digest_rows
 from penstock.verify.report import Counts
-from penstock.verify.scan import BucketSums, Piece, Scan, Side, SideRows, find_buckets, fit_type, sum_piece
+from penstock.verify.scan import (
+    BucketSums,
+    Piece,
+    Scan,
+    Side,
+    SideRows,
+    are_recent,
+    find_buckets,
+    fit_type,
+    sum_piece,
+)
 
 Row = tuple[int, int]
 ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=12)
@@ -150,3 +160,10 @@ def _clock(microseconds: int | None) -> str | None:
         return None
     seconds, fraction = divmod(microseconds, 1_000_000)
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}.{fraction:06d}"
+
+
+def test_recent_is_what_is_between_two_transactions_however_often_numbers_went_round() -> None:
+    transactions = np.array([2, 500_000_000, 2_999_999_999, 3_000_000_000, 3_000_009_999, 3_000_010_000], np.int64)
+    assert are_recent(transactions, 3_000_000_000, 3_000_010_000).tolist() == [False, False, False, True, True, False]
+    around = np.array([4_294_967_290, 2, 3, 100, 101], np.int64)
+    assert are_recent(around, 4_294_967_000, 101).tolist() == [True, False, True, True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -158,3 +159,20 @@ def test_single_bits_spread_over_both_lanes() -> None:
         changed = np.bitwise_count(lane[1:] ^ lane[0])
         assert changed.min() > 12
         assert changed.max() < 52
+
+
+def test_no_few_bits_of_a_binary_make_up_for_each_other() -> None:
+    """All differences of one, two and three bits, within a word and over several."""
+    value = np.random.default_rng(1).integers(0, 256, 24, np.uint8)
+    bits = 8 * len(value)
+    flipped = [np.array(list(combinations(range(bits), count)), np.int64) for count in range(1, 4)]
+    total = sum(map(len, flipped))
+    values = np.repeat(value[None, :], total, axis=0)
+    first = 0
+    for places in flipped:
+        for place in places.T:
+            values[np.arange(first, first + len(places)), place // 8] ^= (1 << place % 8).astype(np.uint8)
+        first += len(places)
+    content = pa.py_buffer(values.tobytes())
+    digests = digest_cells(pa.FixedSizeBinaryArray.from_buffers(pa.binary(24), total, [None, content]), 0)
+    assert [len(np.unique(lane)) for lane in digests] == [total, total]

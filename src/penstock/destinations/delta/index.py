@@ -16,6 +16,7 @@ On an object store it is kept there too, and mapped from a folder of this machin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -141,11 +142,13 @@ class IndexFolder:
         try:
             return _open(str(mapped))
         except (FileNotFoundError, ValueError):
-            content = None if self.storage.local_path(path) is not None else self.storage.get(path)
-            if content is None:
-                self.write(file, build())
-            else:
-                self._keep(content, mapped)
+            pass
+        content = None if self.storage.local_path(path) is not None else self.storage.get(path)
+        if content is not None:
+            self._keep(content, mapped)
+            with contextlib.suppress(ValueError):
+                return _open(str(mapped))
+        self.write(file, build())
         return _open(str(mapped))
 
     def tidy(self, files: Collection[str]) -> None:

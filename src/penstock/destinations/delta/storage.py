@@ -29,7 +29,7 @@ import obstore.exceptions as store_errors
 import pyarrow as pa
 from obstore.store import from_url
 
-from penstock.destinations.refusals import out_of_reach, unusable
+from penstock.destinations.refusals import is_passing, out_of_reach, unusable
 from penstock.durable import sync_folder
 from penstock.errors import PenstockError
 
@@ -378,6 +378,8 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if is_passing(error):
+            raise
         raise _not_writable(path, error) from error
     for each in missing:
         sync_folder(each.parent)

@@ -8,9 +8,12 @@ import time
 import uuid
 
 import deltalake
+import pyarrow as pa
 import pytest
 
+from penstock.changes.keys import row_keys
 from penstock.destinations.delta.files import write_data_file
+from penstock.destinations.delta.index import IndexFolder, build_index
 from penstock.destinations.delta.log import DeltaLog, Lost
 from penstock.destinations.delta.maintenance.checkpoints import write_checkpoint
 from penstock.destinations.delta.maintenance.compaction import CompactionSettings, compact
@@ -63,6 +66,15 @@ def test_a_bucket_that_is_not_there_is_a_clear_error(s3: S3Server) -> None:
 def test_conditional_puts_that_are_switched_off_are_a_clear_error(s3: S3Server) -> None:
     with pytest.raises(ConfigError, match="only if it is absent"):
         open_storage("s3://lake", {**s3.options, "aws_conditional_put": "disabled"}).put_if_absent("a", b"x")
+
+
+def test_an_index_that_is_none_is_made_anew(storage: Storage) -> None:
+    keys = row_keys([pa.array([5, 6, 7], pa.int64())])
+    folder = IndexFolder.of(storage, [pa.field("id", pa.int64())])
+    storage.put(folder.path("data.parquet"), b"what an older version has left there, or half of an index")
+    found = folder.open("data.parquet", lambda: build_index(keys))
+    assert found.row_count == 3
+    assert storage.get(folder.path("data.parquet")) == build_index(keys)
 
 
 def test_of_many_who_put_one_succeeds(storage: Storage) -> None:

@@ -1,0 +1,30 @@
+"""What an error of a destination means: tried again, or for a person."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from penstock.destinations.refusals import unexpected, unreadable
+from penstock.errors import Retry, TableRejected
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_disk_that_may_be_well_again_is_tried_again(number: int) -> None:
+    error = OSError(number, "what it says", "/lake/part.parquet")
+    assert unexpected("t", error).retry is Retry.TIMED
+    assert "/lake/part.parquet" in str(unexpected("t", error))
+    assert unreadable("t", 7, error).retry is Retry.TIMED
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied", "/lake"), ValueError("cell 42")])
+def test_anything_else_is_for_a_person_and_quotes_no_cell(error: Exception) -> None:
+    assert unexpected("t", error).retry is Retry.OPERATOR
+    assert unreadable("t", 7, error).retry is Retry.OPERATOR
+    assert "42" not in str(unexpected("t", error))
+
+
+def test_an_error_with_a_name_keeps_it() -> None:
+    error = TableRejected("t was rejected", table="t")
+    assert unexpected("t", error) is error

@@ -1,0 +1,65 @@
+"""Apply is held for one comparison at a time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.lsn import Lsn
+from penstock.state import CommandKind, CommandStatus, MemoryStore
+from penstock.workers.cuts import PATIENCE_SECONDS, Cuts
+
+
+class Site:
+    """Apply, which is where it is told to go, and comparisons that ask."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore("cuts")
+        self.store.acquire_lease()
+        self.apply = SimpleNamespace(limit=None, paused=SimpleNamespace(is_set=lambda: False))
+        self.board = SimpleNamespace(applied=Lsn(100), positions=dict, phases=dict)
+        self.now = 0.0
+        apply: Any = self.apply
+        board: Any = self.board
+        self.cuts = Cuts(
+            *(apply, board, self.store),
+            server_position=lambda: Lsn(self.board.applied + 10),
+            name_of=str,
+            clock=lambda: self.now,
+        )
+
+    def ask(self, asker: str, step: str, **options: str) -> CommandStatus:
+        command = self.store.add_command(CommandKind.VERIFY, options={"step": step, "asker": asker, **options})
+        self.cuts.take(command)
+        if self.apply.limit is not None:
+            self.board.applied = max(self.board.applied, self.apply.limit)
+        self.cuts.settle()
+        answer = self.store.get_command(command.number)
+        assert answer is not None
+        return answer.status
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+@pytest.mark.parametrize("step", ["hold", "cut", "renew", "release"])
+def test_whoever_comes_second_does_not_move_the_boundary(site: Site, step: str) -> None:
+    assert site.ask("one", "hold") is CommandStatus.DONE
+    assert site.ask("one", "cut", position="0/D0") is CommandStatus.DONE
+    with pytest.raises(PenstockError, match="another comparison"):
+        site.ask("two", step, position="0/E0")
+    assert site.apply.limit == Lsn(0xD0)
+    assert site.ask("one", "release") is CommandStatus.DONE
+    assert site.ask("two", "hold") is CommandStatus.DONE
+
+
+def test_one_that_has_died_is_forgotten(site: Site) -> None:
+    site.ask("one", "hold")
+    site.now += PATIENCE_SECONDS + 1
+    site.cuts.settle()
+    assert site.ask("two", "hold") is CommandStatus.DONE
