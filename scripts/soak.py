@@ -122,7 +122,7 @@ STAGES = (
         _soak("tests/e2e/test_oracle.py"), {"PENSTOCK_SOAK_SEEDS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("trials", "pipelines with writers and kills", 60, 0.25, 25, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_trials.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
-    Stage("delta trials", "pipelines into Delta, with writers and kills", 50, 0.20, 40, 5, lambda count, seed: Run(
+    Stage("delta trials", "pipelines into Delta, with writers and kills", 56, 0.20, 40, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_delta.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("model", "worlds of the hand-over model", len(SCENARIOS), 0.15, 90, 5, _model),
     Stage("failpoints", "rounds over all points", 10, 0.10, 110, 5, _failpoints),
