@@ -59,11 +59,11 @@ class FanOuts:
         """Remember questions; stored when it returns. One that waits already is not asked twice."""
         for question in questions:
             stored = _Stored.of(question, indexes)
-            with self._lock:
+            with self._lock:  # until it is known to be stored: it may be answered at once, or not be stored at all
                 if stored in self._queued:
                     continue
+                self._store.add_index_work(question.index, WorkKind.FAN_OUT, [stored.details])
                 self._queued.append(stored)
-            self._store.add_index_work(question.index, WorkKind.FAN_OUT, [stored.details])
             logger.info("many documents are built beside the stream index=%s", question.index)
         if questions:
             self._waiting.set()
