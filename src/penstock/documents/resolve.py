@@ -134,15 +134,16 @@ class Resolver:
                 for relation in self._tracked[name]:
                     known[name].append(self._look_up(relation, links.old_keys()))
                     updates.append((relation, links.update_of(relation)))
-        cleared = frozenset(self._catalog.top(each) for each in changes.truncated).intersection(self._links)
+        truncated = frozenset(self._catalog.top(each) for each in changes.truncated)
         indexes = [each for each in self._indexes if scope is None or each.specification.name in scope]
-        emptied = [each for each in indexes if any(entry.table in cleared for entry in each.entries)]
+        emptied = [each for each in indexes if any(entry.table in truncated for entry in each.entries)]
         questions = tuple(self._questions(indexes, known, roots_only=changes.is_snapshot))
         return Resolution(
             documents=(part for question in questions for part in self.answer(connection, question)),
             whole_indexes=frozenset(each.specification.name for each in emptied),
             links=tuple(updates),
-            cleared=tuple(each for each in self.tracked if each.name in cleared),
+            # Not the table of a partition that was emptied: the others have their rows still.
+            cleared=tuple(each for each in self.tracked if each.name in changes.truncated),
             questions=questions,
         )
 

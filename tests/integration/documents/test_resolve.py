@@ -244,6 +244,20 @@ def test_changes_of_partitions_are_changes_of_their_table(shop: Shop) -> None:
     assert [part.keys for part in resolution.documents] == [(["4"],)]
 
 
+@pytest.mark.trap(32, 42)
+def test_an_emptied_partition_leaves_what_is_known_of_the_others(shop: Shop) -> None:
+    shop.source.execute("create table w.events (id int, person_id int, primary key (id)) partition by list (id)")
+    for number in (0, 1):
+        shop.source.execute(f"create table w.events_{number} partition of w.events for values in ({number})")
+    shop.source.execute("insert into w.events values (0, 3), (1, 4)")
+    resolver = shop.resolver(PEOPLE + "  - {count: events, table: events, foreign_key: person_id}\n")
+    emptied = resolver.resolve(shop.source, Changes((), frozenset({TableName("w", "events_0")})))
+    assert emptied.whole_indexes == {"index0"}
+    resolver.remember(emptied)
+    deleted = _row("events_1", Operation.DELETE, old={"id": "1"})
+    assert [part.keys for part in resolver.resolve(shop.source, Changes((deleted,))).documents] == [(["4"],)]
+
+
 def test_a_link_that_was_not_sent_is_read_from_the_row(shop: Shop) -> None:
     resolver = shop.resolver(PEOPLE + ORDERS)
     shop.source.execute("insert into w.orders values (12, 5, 'x', 1)")
