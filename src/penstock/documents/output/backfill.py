@@ -243,6 +243,11 @@ def filling_of(sink: Sink, index: str) -> str | None:
     return sink.facts(index).filling if isinstance(sink, ReadableSink) else None
 
 
+def serving_of(sink: Sink, index: str) -> str | None:
+    """What names the generation that serves; None if none does, or the sink does not say."""
+    return sink.facts(index).generation if isinstance(sink, ReadableSink) else None
+
+
 def _parts(build: IndexBuild) -> list[HeapRange]:
     ranges: list[list[Any]] = build.plan["ranges"]
     return [HeapRange(part, oid, filenode, condition) for part, (oid, filenode, condition) in enumerate(ranges)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from penstock import failpoints
 from penstock.documents.base import Sink
-from penstock.documents.output.backfill import filling_of
+from penstock.documents.output.backfill import filling_of, serving_of
 from penstock.documents.output.builds import Builds
 from penstock.documents.output.indexes import Indexes, require_published
 from penstock.documents.output.settings import DocumentsSettings
@@ -101,10 +101,12 @@ class Readiness:
                 self._builds.want(name, mapping.fingerprint, "its specification has changed")
             elif build.status is IndexStatus.SEEDED and not seeded:
                 self._builds.want(name, mapping.fingerprint, "the sink does not have it any more")
-            elif build.status is IndexStatus.FILLING and seeded:
-                self._builds.seeded(build)
-            elif build.status is IndexStatus.FILLING and build.plan["generation"] != filling_of(self._sink, name):
-                self._builds.want(name, mapping.fingerprint, "what was filled is not there any more")
+            elif build.status is IndexStatus.FILLING:
+                generation = build.plan["generation"]
+                if seeded and generation == serving_of(self._sink, name):
+                    self._builds.seeded(build)
+                elif generation != filling_of(self._sink, name):
+                    self._builds.want(name, mapping.fingerprint, "what was filled is not there any more")
 
     def _learn(self, indexes: Indexes) -> None:
         """Learn what rows hang on, for relations that are new; the indexes that use them are built after it."""

@@ -1,0 +1,39 @@
+"""What a process that starts makes of builds that an earlier one has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.documents.mapping import IndexMapping
+from penstock.documents.output.builds import Builds
+from penstock.documents.output.readiness import Readiness
+from penstock.documents.output.settings import DocumentsSettings
+from penstock.lsn import Lsn
+from penstock.source.lineage import Lineage
+from penstock.state import IndexStatus, MemoryStore, WorkerType
+from penstock.testing.document_sink import FileSink
+
+MAPPING = IndexMapping("people", "f", {}, {})
+
+
+@pytest.mark.parametrize(("vanished", "status"), [(False, IndexStatus.SEEDED), (True, IndexStatus.WANTED)])
+def test_a_build_is_complete_only_if_what_it_filled_serves(tmp_path: Path, vanished: bool, status: IndexStatus) -> None:
+    sink = FileSink(tmp_path / "sink.db")
+    sink.reindex(MAPPING)
+    sink.mark_seeded("people")
+    store = MemoryStore("tests")
+    store.acquire_lease()
+    store.use_lineage(Lineage("7000000000000000001", 1, "postgres", "penstock"))
+    store.upsert_replication_progress(WorkerType.apply(), Lsn(1))
+    builds = Builds(store)
+    generation = "one that is gone" if vanished else sink.facts("people").generation
+    builds.fill(builds.want("people", "f", "somebody asked for it"), {"generation": generation, "ranges": []})
+    nothing: Any = None
+    indexes: Any = SimpleNamespace(specifications={"people": nothing}, mappings={"people": MAPPING})
+    readiness = Readiness(nothing, DocumentsSettings(), store, sink, nothing, builds, lambda: None)
+    readiness.prepare(indexes)
+    assert builds.all()["people"].status is status
