@@ -92,6 +92,10 @@ class Engine:
         if not scopes:
             return
         indexes = [each.index for each in scopes]
+        # What an interrupted run has filled may have lost its row since.
+        for mapping in self._documents.index_mappings():
+            if mapping.index in indexes:
+                self._sink.reindex(mapping)
         self._observer.on_backfill_started(indexes)
         tables = list(dict.fromkeys(each.table for each in scopes))
         self._pump(self._source.snapshot(tables), frozenset(indexes))

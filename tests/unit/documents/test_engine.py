@@ -66,7 +66,7 @@ def piece(journal: Journal, name: str, rows: int = 1, *, truncated: bool = False
 class ListedCapture(ChangeCapture):
     """Gives what it was told to, and then ends."""
 
-    def __init__(self, journal: Journal, live: Sequence[Any], snapshot: Sequence[Change] = ()) -> None:
+    def __init__(self, journal: Journal, live: Sequence[Any], snapshot: Sequence[Any] = ()) -> None:
         self.journal = journal
         self._live = live
         self._snapshot = snapshot
@@ -75,14 +75,18 @@ class ListedCapture(ChangeCapture):
         self.journal.add("prepare")
 
     def live(self) -> Iterator[Change]:
-        for each in self._live:
-            if isinstance(each, Exception):
-                raise each
-            yield each
+        yield from _listed(self._live)
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
         self.journal.add(f"snapshot {', '.join(str(each.table) for each in tables)}")
-        yield from self._snapshot
+        yield from _listed(self._snapshot)
+
+
+def _listed(changes: Sequence[Any]) -> Iterator[Change]:
+    for each in changes:
+        if isinstance(each, Exception):
+            raise each
+        yield each
 
 
 class NamedDocuments(DocumentBuilder):
@@ -231,6 +235,17 @@ def test_indexes_that_are_not_seeded_are_seeded_first_and_only_they(journal: Jou
     assert sink.documents("one") == {"s": {"id": "s"}, "l": {"id": "l"}}
     assert sink.documents("two") == {"t": {"id": "t"}, "l": {"id": "l"}}
     assert journal.lines.index("prepare") < journal.lines.index("snapshot public.users")
+
+
+@pytest.mark.trap(47)
+def test_seeding_that_was_interrupted_begins_anew(journal: Journal) -> None:
+    sink = JournalSink(journal)
+    interrupted = [piece(journal, "a"), piece(journal, "b"), ConnectionError("the server is gone")]
+    with pytest.raises(ConnectionError):
+        engine(journal, [], sink=sink, skip_backfill=False, snapshot=interrupted, batch=BatchPolicy(1, 5)).run()
+    assert "build one b" in journal.lines
+    engine(journal, [], sink=sink, skip_backfill=False, snapshot=[piece(journal, "b")]).run()
+    assert set(sink.documents("one")) == {"b"}, "a went meanwhile"
 
 
 def test_seeding_can_be_skipped(journal: Journal) -> None:
