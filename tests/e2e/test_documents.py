@@ -120,6 +120,36 @@ def test_another_specification_builds_its_index_anew(site: Site) -> None:
         assert output.indexes.keys() == {"people"}
 
 
+OTHER_KEY = """
+alter table w.tags add tenant int not null default 1;
+alter table w.tags drop constraint tags_pkey cascade;
+alter table w.tags add primary key (tenant, id);
+insert into w.tags values (99, 'new', 2);
+"""
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_another_primary_key_builds_the_indexes_that_it_names_anew(site: Site, running: bool) -> None:
+    tags = "version: 1\nschema: w\ntable: tags\nfields: [{text: label}]\n"
+    site.specifications = specifications(tags=tags, orders=ORDERS)
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+        if running:
+            site.database.execute(OTHER_KEY)
+            wait_for(lambda: output.indexes["tags"] != before["tags"], "the index to be wanted")
+            site.wait_settled(output)
+            site.check()
+    if not running:
+        site.database.execute(OTHER_KEY)
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert output.indexes["tags"].reason == "keys of its tables have changed"
+        assert output.indexes["orders"] == before["orders"]
+        assert "2:99" in site.read("tags")
+        site.check()
+
+
 @pytest.mark.trap(21)
 def test_a_table_that_is_rewritten_while_it_is_read_is_read_anew(site: Site) -> None:
     ready, go_on = threading.Event(), threading.Event()

@@ -16,11 +16,12 @@ import pytest
 from penstock import failpoints
 from penstock.changes.steps import Segment
 from penstock.documents.base import Sink
+from penstock.documents.catalog import load_catalog
 from penstock.documents.mapping import index_mapping
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.output.tasks import BuildJob, SharedSink
 from penstock.documents.resolve import ResolvedKeys
-from penstock.source.connections import SourceSettings
+from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolReader
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.document_sink import FileSink
@@ -228,7 +229,9 @@ def test_an_index_is_filled_into_an_empty_generation(database: Any, tmp_path: Pa
     site = make_site(database, tmp_path, Countless(tmp_path / "documents.db"))
     database.execute("insert into w.people (id, name) values (1, 'a')")
     # An earlier attempt has left something, and nobody knows of it.
-    site.sink.ensure_index(index_mapping(site.specifications[0]))
+    with connect(SourceSettings(database.dsn), Role.CATALOG) as connection:
+        catalog = load_catalog(connection, site.specifications[0].tables())
+    site.sink.ensure_index(index_mapping(site.specifications[0], catalog))
     site.sink.upsert("people", "ghost", 1, "{}")
     site.sink.flush(False)
     output = site.output()

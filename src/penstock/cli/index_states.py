@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from penstock.config import Config, IndexChoice
-from penstock.documents.fingerprint import fingerprint
+from penstock.documents.fingerprint import fingerprint, is_built_from
 from penstock.documents.quarantine import open_quarantine
 from penstock.state import IndexBuild, IndexStatus, Store
 
@@ -45,16 +45,16 @@ def stored_indexes(config: Config, store: Store | None) -> list[IndexState]:
 
 
 def _state(index: IndexChoice, build: IndexBuild | None, quarantined: int) -> IndexState:
-    wanted = fingerprint(index.specification)
+    is_current = build is not None and is_built_from(build.fingerprint, index.specification)
     status = "not built" if build is None else build.status.value
-    if build is not None and build.fingerprint != wanted:
+    if build is not None and not is_current:
         status = "outdated"
     return IndexState(
         index=index.name,
         table=str(index.specification.table),
-        fingerprint=wanted,
+        fingerprint=fingerprint(index.specification),
         status=status,
-        seeded=build is not None and build.status is IndexStatus.SEEDED and build.fingerprint == wanted,
+        seeded=build is not None and is_current and build.status is IndexStatus.SEEDED,
         reason="" if build is None else build.reason,
         quarantined=quarantined,
         failure_policy=index.failure_policy.value,

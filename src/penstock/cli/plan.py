@@ -11,7 +11,8 @@ import psycopg
 
 from penstock.cli.configured import existing_store, running
 from penstock.config import Config, IndexChoice
-from penstock.documents.fingerprint import fingerprint
+from penstock.documents.catalog import SourceCatalog, load_catalog
+from penstock.documents.fingerprint import build_fingerprint
 from penstock.pipeline import OnLostSlot
 from penstock.source import Role, connect
 from penstock.source.publications import find_tables, inspect_publication, published_tables
@@ -67,6 +68,8 @@ def make_plan(config: Config) -> Plan:
         polled = config.documents is not None and config.documents.polling is not None
         slot, anew = (_POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
         tables = {} if polled else _tables(connection, config)
+        indexes = config.documents.indexes if config.documents is not None else ()
+        catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
         return Plan(
             pipeline=settings.id,
             running=None if driver is None else str(driver),
@@ -91,10 +94,7 @@ def make_plan(config: Config) -> Plan:
                 for name, table_id in tables.items()
             },
             sink=None if config.documents is None else config.documents.sink_type,
-            indexes={
-                each.name: _fate_of_index(each, builds.get(each.name), anew)
-                for each in (config.documents.indexes if config.documents is not None else ())
-            },
+            indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, anew) for each in indexes},
         )
 
 
@@ -188,11 +188,11 @@ def _builds(store: Store | None) -> Mapping[str, IndexBuild]:
     return {} if store is None else store.get_index_builds()
 
 
-def _fate_of_index(index: IndexChoice, build: IndexBuild | None, anew: bool) -> str:
+def _fate_of_index(index: IndexChoice, build: IndexBuild | None, catalog: SourceCatalog, anew: bool) -> str:
     table = index.specification.table
     if build is None:
         return f"would be built from {table}"
-    if anew or build.fingerprint != fingerprint(index.specification):
+    if anew or build.fingerprint != build_fingerprint(index.specification, catalog):
         return f"would be built again from {table}, beside the one that serves"
     if build.status is IndexStatus.SEEDED:
         return "is complete, and would be followed"

@@ -20,8 +20,8 @@ from penstock.cli.tail import Ending
 from penstock.config import Config, DocumentsChoice, PollingChoice
 from penstock.documents import Engine, Observer, PostgresDocuments, Sink
 from penstock.documents.base import Rejection
-from penstock.documents.catalog import load_catalog
-from penstock.documents.fingerprint import fingerprint
+from penstock.documents.catalog import SourceCatalog, load_catalog
+from penstock.documents.fingerprint import build_fingerprint
 from penstock.documents.mapping import index_mapping
 from penstock.documents.polling import PollingCapture, polled_catalog, polled_tables
 from penstock.documents.polling_positions import PollPositions, open_positions
@@ -61,14 +61,14 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, display:
         )
         # In this order: what changes while maps and indexes are filled comes again by polling.
         capture.prepare()
-        _seed_relations(choice, sink, documents, opened)
+        _seed_relations(choice, catalog, sink, documents, opened)
         for command in opened.store.take_commands():
-            _obey(command, choice, sink, opened.store)
+            _obey(command, choice, catalog, sink, opened.store)
         engine = Engine(
             capture,
             documents,
             sink,
-            observer=_Told(choice, opened.store, opened.quarantine, display),
+            observer=_Told(choice, catalog, opened.store, opened.quarantine, display),
             batch=choice.batch,
             queue_capacity=max(1, choice.batch.max_changes),
             skip_backfill=choice.skip_backfill,
@@ -100,27 +100,29 @@ def _opened(config: Config, choice: DocumentsChoice) -> Iterator[_Opened]:
         )
 
 
-def _seed_relations(choice: DocumentsChoice, sink: Sink, documents: PostgresDocuments, opened: _Opened) -> None:
+def _seed_relations(
+    choice: DocumentsChoice, catalog: SourceCatalog, sink: Sink, documents: PostgresDocuments, opened: _Opened
+) -> None:
     """Learn what rows hang on; indexes that need what was not known before are built anew."""
     new = opened.relations.prepare(documents.resolver.tracked)
     for relation in new:
         opened.relations.seed(opened.building, relation, Lsn(0))
     for name in sorted(documents.resolver.indexes_using(new)):
-        _rebuild(choice, sink, name)
+        _rebuild(choice, catalog, sink, name)
 
 
-def _obey(command: Command, choice: DocumentsChoice, sink: Sink, store: Store) -> None:
+def _obey(command: Command, choice: DocumentsChoice, catalog: SourceCatalog, sink: Sink, store: Store) -> None:
     if command.kind is not CommandKind.REBUILD_INDEX:
         reason = "a pipeline that polls knows no other command than index rebuild"
         store.answer_command(command.number, CommandStatus.REFUSED, reason)
         return
     for name in command.options.get("indexes", ()):
-        _rebuild(choice, sink, name)
+        _rebuild(choice, catalog, sink, name)
     store.answer_command(command.number, CommandStatus.DONE)
 
 
-def _rebuild(choice: DocumentsChoice, sink: Sink, name: str) -> None:
-    mapping = index_mapping(choice.index(name).specification)
+def _rebuild(choice: DocumentsChoice, catalog: SourceCatalog, sink: Sink, name: str) -> None:
+    mapping = index_mapping(choice.index(name).specification, catalog)
     sink.ensure_index(mapping)
     if sink.is_seeded(name):
         sink.reindex(mapping)
@@ -129,8 +131,16 @@ def _rebuild(choice: DocumentsChoice, sink: Sink, name: str) -> None:
 class _Told(Observer):
     """Says what happens, and remembers it for `index list` and `index quarantine`."""
 
-    def __init__(self, choice: DocumentsChoice, store: Store, quarantine: QuarantineStore, display: Display) -> None:
+    def __init__(
+        self,
+        choice: DocumentsChoice,
+        catalog: SourceCatalog,
+        store: Store,
+        quarantine: QuarantineStore,
+        display: Display,
+    ) -> None:
         self._choice = choice
+        self._catalog = catalog
         self._store = store
         self._quarantine = quarantine
         self._display = display
@@ -153,5 +163,5 @@ class _Told(Observer):
         self._quarantine.add([rejection], None)
 
     def _note(self, name: str, status: IndexStatus) -> None:
-        mark = fingerprint(self._choice.index(name).specification)
+        mark = build_fingerprint(self._choice.index(name).specification, self._catalog)
         self._store.store_index_build(IndexBuild(name, "polling", mark, status, "changes are polled"))

@@ -91,4 +91,4 @@ class PostgresDocuments(DocumentBuilder):
 
     def index_mappings(self) -> Sequence[IndexMapping]:
         """See `DocumentBuilder`."""
-        return [index_mapping(each) for each in self._written.values()]
+        return [index_mapping(each, self._catalog) for each in self._written.values()]

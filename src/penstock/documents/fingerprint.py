@@ -3,6 +3,9 @@
 Part of it: tables, columns, keys, relations, filters, orders, limits, transforms, defaults, constants, options, and the
 version of the mappings that this code writes. Not part of it, since neither documents nor mappings change: the index's
 name, the order in which fields stand, `required`, and how the file is written.
+
+What a specification leaves to the database, the keys of its tables, makes documents what they are as well: a build has
+the fingerprint of its specification, and behind it that of what the database has filled in.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from penstock.documents.catalog import SourceCatalog, complete
 from penstock.documents.specification import IndexSpecification
 
 MAPPING_VERSION = 1
@@ -21,13 +25,28 @@ MAPPING_VERSION = 1
 
 _IRRELEVANT = frozenset({"name", "required"})
 _LENGTH = 12
+_COMPLETED_LENGTH = 8
 
 
 def fingerprint(specification: IndexSpecification) -> str:
     """Twelve hexadecimal digits."""
+    return _digest(specification)[:_LENGTH]
+
+
+def build_fingerprint(specification: IndexSpecification, catalog: SourceCatalog) -> str:
+    """Eight more than `fingerprint` has: they change when the database fills in something else."""
+    return fingerprint(specification) + _digest(complete(specification, catalog))[:_COMPLETED_LENGTH]
+
+
+def is_built_from(build: str, specification: IndexSpecification) -> bool:
+    """Whether a build of this fingerprint has this specification, whatever the database fills in by now."""
+    return build[:_LENGTH] == fingerprint(specification)
+
+
+def _digest(specification: IndexSpecification) -> str:
     described = {"mapping_version": MAPPING_VERSION, "index": _describe(specification)}
     text = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _describe(value: Any) -> Any:

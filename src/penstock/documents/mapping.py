@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.documents.fingerprint import fingerprint
+from penstock.documents.catalog import SourceCatalog
+from penstock.documents.fingerprint import build_fingerprint, fingerprint
 from penstock.documents.specification import (
     Aggregate,
     Constant,
@@ -85,8 +86,8 @@ class IndexMapping:
         return {"settings": {"index": settings}, "mappings": self.mappings}
 
 
-def index_mapping(specification: IndexSpecification) -> IndexMapping:
-    """The index of a specification."""
+def index_mapping(specification: IndexSpecification, catalog: SourceCatalog | None = None) -> IndexMapping:
+    """The index of a specification; without the catalog only to be looked at, since its fingerprint is not whole."""
     writer = _Writer()
     properties = writer.properties(specification.fields, "")
     mappings: dict[str, Any] = {"dynamic": "strict", "properties": properties}
@@ -94,7 +95,8 @@ def index_mapping(specification: IndexSpecification) -> IndexMapping:
         mappings["dynamic_templates"] = writer.templates
     analysis = {name: {**part, **writer.analysis.get(name, {})} for name, part in _ANALYSIS.items()}
     analysis = {name: part for name, part in analysis.items() if part}
-    return IndexMapping(specification.name, fingerprint(specification), mappings, analysis)
+    mark = fingerprint(specification) if catalog is None else build_fingerprint(specification, catalog)
+    return IndexMapping(specification.name, mark, mappings, analysis)
 
 
 class _Writer:

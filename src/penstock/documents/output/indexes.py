@@ -39,7 +39,7 @@ class Indexes:
     @property
     def mappings(self) -> dict[str, IndexMapping]:
         """How each index is created."""
-        return {name: index_mapping(each) for name, each in self.specifications.items()}
+        return {name: index_mapping(each, self.catalog) for name, each in self.specifications.items()}
 
     def over(self, tables: Collection[str]) -> frozenset[str]:
         """The indexes with rows of one of these tables, as the publication names them."""

@@ -351,10 +351,13 @@ class DocumentsOutput:
             )
             require_published(indexes, published.tables.values(), self._settings.publication)
             require_whole(connection, indexes, self._settings.publication)
+            # First: whoever builds what is wanted builds it with these.
+            self._indexes = indexes
+            if self._readiness is not None:
+                self._readiness.look_again(indexes)
         except BaseException:
             connection.close()
             raise
-        self._indexes = indexes
         self._session = Session(connection, indexes)
         return self._session
 

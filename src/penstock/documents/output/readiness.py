@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 
 from penstock import failpoints
 from penstock.documents.base import Sink
+from penstock.documents.fingerprint import is_built_from
 from penstock.documents.output.backfill import filling_of, serving_of
 from penstock.documents.output.builds import Builds
 from penstock.documents.output.indexes import Indexes, require_published
@@ -21,7 +22,7 @@ from penstock.lsn import Lsn
 from penstock.source.connections import NO_TIMEOUTS, Role
 from penstock.source.publications import Membership, changes_between
 from penstock.source.snapshots import take_snapshot
-from penstock.state import IndexStatus, PipelineStore, WorkerType
+from penstock.state import IndexBuild, IndexStatus, PipelineStore, WorkerType
 from penstock.stream import Published, StreamSettings
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,13 @@ class Readiness:
         for mapping in indexes.mappings.values():
             self._sink.ensure_index(mapping)
         self._want_unseeded(indexes, is_first=self._is_first)
+
+    def look_again(self, indexes: Indexes) -> None:
+        """The indexes were compiled anew: those whose documents have other ids by now are wanted."""
+        for name, mapping in indexes.mappings.items():
+            build = self._builds.of(name)
+            if build is not None and build.fingerprint != mapping.fingerprint and not self._documents.skip_backfill:
+                self._want_changed(indexes, build)
 
     def begin(self, indexes: Indexes, published: Published, position: Lsn) -> None:
         """All relations are known, which may take as long as reading their tables; from here on indexes are built."""
@@ -98,7 +106,7 @@ class Readiness:
             elif is_first or build is None:
                 self._builds.want(name, mapping.fingerprint, "changes are followed from here on")
             elif build.fingerprint != mapping.fingerprint:
-                self._builds.want(name, mapping.fingerprint, "its specification has changed")
+                self._want_changed(indexes, build)
             elif build.status is IndexStatus.SEEDED and not seeded:
                 self._builds.want(name, mapping.fingerprint, "the sink does not have it any more")
             elif build.status is IndexStatus.FILLING:
@@ -107,6 +115,11 @@ class Readiness:
                     self._builds.seeded(build)
                 elif generation != filling_of(self._sink, name):
                     self._builds.want(name, mapping.fingerprint, "what was filled is not there any more")
+
+    def _want_changed(self, indexes: Indexes, build: IndexBuild) -> None:
+        is_same = is_built_from(build.fingerprint, indexes.specifications[build.index])
+        reason = "keys of its tables have changed" if is_same else "its specification has changed"
+        self._builds.want(build.index, indexes.mappings[build.index].fingerprint, reason)
 
     def _learn(self, indexes: Indexes) -> None:
         """Learn what rows hang on, for relations that are new; the indexes that use them are built after it."""

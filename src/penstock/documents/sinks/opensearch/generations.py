@@ -1,8 +1,8 @@
 """Generations of an index, as plain values: what is there, what serves, and what a start makes of it.
 
-    customers ─alias─▶ customers_5f1c0a9e77d2_20261115161500
-                                │            └ when it was made; never the same twice
-                                └ fingerprint of the specification
+    customers ─alias─▶ customers_5f1c0a9e77d23b90c4e1_20261115161500
+                                │                    └ when it was made; never the same twice
+                                └ fingerprint of the build
 
 A name of the specification is an alias, and the index behind it is a generation. What Penstock knows about a generation
 is in the index itself (`_meta`), so it survives whatever happens to Penstock. Who writes does so by a second alias that
