@@ -23,13 +23,13 @@ from penstock.documents.document_sql import DocumentSql, Row
 from penstock.documents.expressions import (
     canonical,
     column,
-    compare,
     conditions,
     conjunction,
     document_id,
     from_table,
     is_deleted,
     raw_conditions,
+    same_key,
     values_source,
 )
 from penstock.documents.specification import IndexSpecification
@@ -81,10 +81,7 @@ def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> 
         there.append(sql.SQL("not {}").format(is_deleted(specification.soft_delete, ROOT, root)))
     body = DocumentSql(catalog).object_of(specification.fields, Row(ROOT, root))
     requested = [column("r", f"v{number}") for number in range(len(key))]
-    matched = [
-        compare("=", column(ROOT, each.name), value, each.base, each.base)
-        for each, value in zip(key, requested, strict=True)
-    ]
+    matched = [same_key(column(ROOT, each.name), value, each) for each, value in zip(key, requested, strict=True)]
     text = sql.SQL(
         "select {id}, {version}, d.body::pg_catalog.text"
         " from {requested} left join lateral (select {body} as body from {root} where {matched}) d on true"

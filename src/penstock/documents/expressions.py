@@ -33,6 +33,8 @@ KEY_TYPES = frozenset(
 )
 """Types whose equal values can be brought to one text; enums too. Only these can name a document."""
 
+_COLLATED = ("text", "varchar", "bpchar")
+
 
 def table_name(table: TableName) -> Sql:
     return sql.Identifier(table.namespace, table.name)
@@ -88,6 +90,20 @@ def canonical(value: Sql, source: SourceColumn) -> Sql:
             return sql.SQL(r"('\x' || pg_catalog.encode({}, 'hex'))").format(value)
         case _:
             return sql.SQL("{}::pg_catalog.text").format(value)
+
+
+def same_key(left: Sql, right: Sql, source: SourceColumn) -> Sql:
+    """Whether two values of a column name the same document: they are equal, and have the same canonical text.
+
+    Under a collation that is not deterministic texts can be equal without being the same. Their equality stays in the
+    condition, since an index is found by it.
+    """
+    equal = compare("=", left, right, source.base, source.base)
+    if source.base.name not in _COLLATED:
+        return equal
+    return sql.SQL('({} and {} collate pg_catalog."C" operator(pg_catalog.=) {})').format(
+        equal, canonical(left, source), canonical(right, source)
+    )
 
 
 def document_id(parts: Sequence[Sql]) -> Sql:

@@ -15,6 +15,8 @@ import pytest
 from penstock.documents.build import BUILT, build_documents, compile_build
 from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError, QueryFailed
+from penstock.source.connections import Role, SourceSettings, connect
+from tests.conftest import Database
 from tests.integration.documents.conftest import Build, catalog_of
 
 HEAD = "version: 1\nschema: lib\ntable: books\nprimary_key: id\n"
@@ -381,3 +383,20 @@ def test_columns_and_tables_that_are_not_there_are_named(library: psycopg.Connec
     library.execute("create table lib.keyless (x int)")
     with pytest.raises(ConfigError, match=r"lib\.keyless has no primary key"):
         build("version: 1\nschema: lib\ntable: keyless\nfields: [integer: x]", [1])
+
+
+def test_keys_that_are_equal_under_their_collation_only_name_different_documents(any_database: Database) -> None:
+    collation = "create collation public.any_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"
+    with connect(SourceSettings(any_database.dsn), Role.CATALOG) as connection:
+        try:
+            connection.execute(collation)
+        except psycopg.errors.FeatureNotSupported:
+            pytest.skip("the server was built without ICU")
+        connection.execute("create table public.codes (code text collate public.any_case primary key)")
+        connection.execute("insert into public.codes values ('ADA')")
+        text = "version: 1\nschema: public\ntable: codes\nfields: [{keyword: code}]\n"
+        specification = parse_specification(text, "codes")
+        query = compile_build(specification, catalog_of(connection, specification))
+        built = build_documents(connection, query, [["Ada", "ADA"]])
+    assert built.column("id").to_pylist() == ["Ada", "ADA"]
+    assert built.column("body").to_pylist() == [None, '{"code":"ADA"}']
