@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -22,13 +23,14 @@ from penstock.documents.policy import FailurePolicies, FailurePolicy
 from penstock.documents.quarantine import SqliteQuarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
-from penstock.errors import DocumentsRejected, PenstockError, PublicationChanged, SlotMissing
-from penstock.lsn import reaches
+from penstock.errors import DocumentsRejected, PenstockError, PublicationChanged, SlotMissing, UnsupportedServer
+from penstock.lsn import Lsn, reaches
 from penstock.outputs import Outputs
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, CommandStatus, IndexBuild, MemoryStore, open_store
 from penstock.stream import OnLostSlot
+from penstock.testing.postgres import PostgresServer
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import current_position, wait_for
@@ -551,6 +553,21 @@ def test_a_lost_slot_is_an_error_or_a_new_beginning(site: Site) -> None:
         site.database.execute("delete from w.orders where id = 2")
         site.wait_settled(output)
         site.check()
+
+
+@pytest.mark.trap(44)
+def test_a_standby_is_refused(make_server: Callable[..., PostgresServer], tmp_path: Path) -> None:
+    server = make_server()
+    server.stop()
+    server.write_file("standby.signal", "")
+    server.start()
+    sink = MemorySink()
+    database = SimpleNamespace(dsn=server.dsn(), name="in_recovery")
+    output = Site(database, tmp_path, specifications(people=PEOPLE), sink, sink.documents).output()
+    stream: Any = SimpleNamespace(start_of=lambda _: SimpleNamespace(position=Lsn(0)))
+    with pytest.raises(UnsupportedServer, match="documents cannot be made from a standby"):
+        output.follow(stream)
+    output.settle()
 
 
 class Heard(Observer):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from penstock.destinations.base import Tasks
 from penstock.documents.base import NoopObserver, Observer, Sink
+from penstock.documents.build import require_primary
 from penstock.documents.catalog import load_catalog
 from penstock.documents.keys import DocumentKeys
 from penstock.documents.output.backfill import Backfill
@@ -345,6 +346,7 @@ class DocumentsOutput:
         assert self._stream is not None
         connection = connect(self._settings.source, Role.DOCUMENTS, parameters=SESSION)
         try:
+            require_primary(connection)
             indexes = compile_indexes(
                 connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
             )
