@@ -63,6 +63,9 @@ class Readiness:
             self._builds.forget(name)
         for mapping in indexes.mappings.values():
             self._sink.ensure_index(mapping)
+        for name, build in self._builds.all().items():
+            if not build.fingerprint:
+                self._builds.want(name, indexes.mappings[name].fingerprint, "another server has taken over")
         self._want_unseeded(indexes, is_first=self._is_first)
 
     def begin(self, indexes: Indexes, published: Published, position: Lsn) -> None:
