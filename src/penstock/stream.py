@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -200,6 +200,8 @@ class Stream:
                 continues = stored.lineage if stored.lineage != current else None
         finally:
             replication.finish()
+        if continues is not None:
+            _distrust_indexes(store)
         store.use_lineage(current, continues=continues)
         return current, continues
 
@@ -256,6 +258,17 @@ class Stream:
             readers.register(name, starts[name])
             readers.advance(name, starts[name])
         return starts
+
+
+def _distrust_indexes(store: PipelineStore) -> None:
+    """Let search indexes be built anew: a server that took over may give numbers of transactions that were seen before
+    to others, and those are the versions of documents.
+
+    Called before the new lineage is stored: whoever starts after a crash does not know of the failover any more. They
+    still count as indexes that need every change, so that a lost slot is said.
+    """
+    for build in store.get_index_builds().values():
+        store.store_index_build(replace(build, fingerprint=""))
 
 
 def _has_tables(store: PipelineStore) -> bool:

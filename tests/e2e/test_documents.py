@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -17,19 +18,28 @@ import pytest
 from penstock import failpoints
 from penstock.destinations.parquet import ParquetDestination
 from penstock.documents.base import BatchStatistics, FlushReport, Observer, Rejection
-from penstock.documents.output import DocumentsSettings
+from penstock.documents.output import DocumentsOutput, DocumentsSettings
 from penstock.documents.policy import FailurePolicies, FailurePolicy
 from penstock.documents.quarantine import SqliteQuarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
-from penstock.errors import DocumentsRejected, PenstockError, PublicationChanged, SlotMissing
-from penstock.lsn import reaches
+from penstock.errors import (
+    ConfigError,
+    DocumentsRejected,
+    PenstockError,
+    PublicationChanged,
+    SlotMissing,
+    UnsupportedServer,
+)
+from penstock.lsn import Lsn, reaches
 from penstock.outputs import Outputs
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import Role, SourceSettings, connect
-from penstock.state import CommandKind, CommandStatus, MemoryStore, open_store
+from penstock.state import CommandKind, CommandStatus, IndexBuild, MemoryStore, open_store
 from penstock.stream import OnLostSlot
+from penstock.testing.postgres import PostgresServer
 from penstock.workers.process_tasks import ProcessTasks
+from tests.conftest import Database
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import current_position, wait_for
 from tests.integration.documents import world
@@ -402,6 +412,165 @@ fields:
         site.check()
 
 
+@pytest.mark.trap(42)
+def test_another_replica_identity_loses_no_deletes_and_no_moves(site: Site) -> None:
+    site.database.execute("alter table w.orders replica identity full")
+    with run(output := site.output()):
+        site.wait_settled(output)
+        site.database.execute("alter table w.orders replica identity default")
+        site.database.execute("delete from w.orders where id = 1")
+        site.database.execute("update w.orders set person_id = person_id % 3 + 1")
+        site.wait_settled(output)
+        site.check()
+        site.database.execute("update w.orders set person_id = person_id % 3 + 1")
+        site.wait_settled(output)
+        site.check()
+
+
+@pytest.mark.trap(42)
+def test_a_replica_identity_that_was_another_one_for_a_moment_loses_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.documents.output.output.REFRESH_SECONDS", 3600.0)
+    site.database.execute("alter table w.orders replica identity full")
+    with run(output := site.output()):
+        site.wait_settled(output)
+        output.store.add_command(CommandKind.PAUSE)
+        wait_for(lambda: output.paused, "it to pause")
+        site.database.execute("alter table w.orders replica identity default")
+        site.database.execute("update w.orders set person_id = person_id % 3 + 1")
+        site.database.execute("alter table w.orders replica identity full")
+        output.store.add_command(CommandKind.RESUME)
+        site.wait_settled(output)
+        site.check()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.documents.output.output.REFRESH_SECONDS", 0.2)
+
+
+def wait_rebuilt(site: Site, output: DocumentsOutput, before: IndexBuild) -> None:
+    wait_for(lambda: output.wait(0) or output.indexes[before.index].build != before.build, "another build")
+    site.wait_settled(output)
+
+
+@pytest.mark.trap(18)
+@pytest.mark.usefixtures("soon")
+def test_a_table_that_another_one_has_taken_the_name_of_is_built_anew(site: Site) -> None:
+    site.stream["manage_publication"] = False
+    site.database.execute("create publication e2e for tables in schema w")
+    site.database.execute("create table w.people_new (like w.people including all)")
+    site.database.execute("insert into w.people_new (id, name, email) values (1, 'another', 'a'), (1000, 'new', 'b')")
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+        site.database.execute(
+            "begin; alter table w.people rename to people_old; alter table w.people_new rename to people; commit"
+        )
+        wait_rebuilt(site, output, before["people"])
+        assert output.indexes["orders"] == before["orders"]
+        site.check()
+        site.database.execute("update w.people set name = 'changed' where id = 1000")
+        site.wait_settled(output)
+        site.check()
+
+
+EVENTS = """
+version: 1
+schema: w
+table: events
+fields:
+  - {text: name}
+  - {has_many: notes, table: notes, foreign_key: event_id, primary_key: id, fields: [{text: body}]}
+"""
+
+
+@pytest.fixture
+def partitioned(database: Any, tmp_path: Path) -> Site:
+    database.execute(
+        """
+        create schema w;
+        create table w.events (id int primary key, name text) partition by range (id);
+        create table w.events_1 partition of w.events for values from (0) to (10);
+        create table w.events_2 partition of w.events for values from (10) to (20);
+        create table w.notes (id int primary key, event_id int, body text) partition by range (id);
+        create table w.notes_1 partition of w.notes for values from (0) to (10);
+        create table w.notes_2 partition of w.notes for values from (10) to (20);
+        insert into w.events select n, 'e' from generate_series(1, 15) n;
+        insert into w.notes select n, n, 'n' from generate_series(1, 9) n;
+        """
+    )
+    sink = MemorySink()
+    site = Site(database, tmp_path, specifications(events=EVENTS), sink, sink.documents)
+    site.stream["manage_publication"] = False
+    return site
+
+
+@pytest.mark.trap(17)
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("via_root", [False, True])
+def test_partitions_come_and_go(partitioned: Site, via_root: bool) -> None:
+    site, database = partitioned, partitioned.database
+    database.execute(
+        f"create publication e2e for table w.events, w.notes with (publish_via_partition_root = {via_root})"
+    )
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes["events"]
+        database.execute(
+            "begin; create table w.events_3 partition of w.events for values from (20) to (30);"
+            " insert into w.events values (25, 'in a new one'); commit"
+        )
+        wait_rebuilt(site, output, before)
+        site.check()
+        for statement in (
+            "drop table w.events_1",
+            "alter table w.events detach partition w.events_2",
+            "alter table w.events attach partition w.events_2 for values from (10) to (20)",
+            "alter table w.notes detach partition w.notes_1",
+            "alter table w.notes attach partition w.notes_1 for values from (0) to (10)",
+        ):
+            before = output.indexes["events"]
+            database.execute(statement)
+            wait_rebuilt(site, output, before)
+            site.check()
+        database.execute("update w.notes set event_id = 25 where id = 3")
+        database.execute("delete from w.events where id = 11")
+        site.wait_settled(output)
+        site.check()
+    before = output.indexes["events"]
+    database.execute("drop table w.events_3")
+    with run(output := site.output()):
+        wait_rebuilt(site, output, before)
+        site.check()
+
+
+@pytest.mark.trap(17)
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("via_root", [False, True])
+def test_an_empty_partition_that_comes_builds_nothing_anew(partitioned: Site, via_root: bool) -> None:
+    site, database = partitioned, partitioned.database
+    database.execute(
+        f"create publication e2e for table w.events, w.notes with (publish_via_partition_root = {via_root})"
+    )
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+        database.execute("create table w.events_3 partition of w.events for values from (20) to (30)")
+
+        def is_noticed() -> bool:
+            output.wait(0)
+            seen = site.store.get_publication_membership("e2e")
+            return seen is not None and len(seen.heaps["w.events"]) == 3
+
+        wait_for(is_noticed, "the partition to be noticed")
+        database.execute("insert into w.events values (25, 'in a new one')")
+        site.wait_settled(output)
+        site.check()
+        assert output.indexes == before
+
+
 @pytest.mark.trap(10)
 def test_a_lost_slot_is_an_error_or_a_new_beginning(site: Site) -> None:
     with run(output := site.output()):
@@ -422,6 +591,56 @@ def test_a_lost_slot_is_an_error_or_a_new_beginning(site: Site) -> None:
         site.database.execute("delete from w.orders where id = 2")
         site.wait_settled(output)
         site.check()
+
+
+@pytest.mark.trap(44)
+def test_a_standby_is_refused(make_server: Callable[..., PostgresServer], tmp_path: Path) -> None:
+    server = make_server()
+    server.stop()
+    server.write_file("standby.signal", "")
+    server.start()
+    sink = MemorySink()
+    database = SimpleNamespace(dsn=server.dsn(), name="in_recovery")
+    output = Site(database, tmp_path, specifications(people=PEOPLE), sink, sink.documents).output()
+    stream: Any = SimpleNamespace(start_of=lambda _: SimpleNamespace(position=Lsn(0)))
+    with pytest.raises(UnsupportedServer, match="documents cannot be made from a standby"):
+        output.follow(stream)
+    output.settle()
+
+
+@pytest.mark.trap(44)
+def test_a_failover_builds_every_index_anew(make_server: Callable[..., PostgresServer], tmp_path: Path) -> None:
+    server = make_server()
+    database = Database(server, server.create_database())
+    with connect(SourceSettings(database.dsn), Role.CATALOG) as connection:
+        world.create(connection)
+        world.fill(Random(1), connection)
+    sink = MemorySink()
+    site = Site(database, tmp_path, specifications(people=PEOPLE, orders=ORDERS), sink, sink.documents)
+    with run(output := site.output()):
+        site.wait_settled(output)
+        before = output.indexes
+    # Recovery that ends by itself starts a new timeline, as the promotion of a standby does.
+    server.stop()
+    server.write_file("recovery.signal", "")
+    server.write_file("postgresql.auto.conf", "restore_command = 'false'\n")
+    server.start()
+    wait_for(lambda: database.execute("select pg_is_in_recovery()") == [(False,)], "the promotion")
+    right = site.specifications
+    site.specifications = specifications(people=PEOPLE.replace("table: teams", "table: nowhere"))
+    with pytest.raises(ConfigError, match="there is no table"), run(site.output()):
+        pass
+    site.specifications = right
+    with run(output := site.output()):
+        site.wait_settled(output)
+        for name, build in output.indexes.items():
+            assert build.build != before[name].build
+            assert build.reason == "another server has taken over"
+        before = output.indexes
+        site.check()
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert output.indexes == before, "once is enough"
 
 
 class Heard(Observer):

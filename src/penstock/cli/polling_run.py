@@ -20,6 +20,7 @@ from penstock.cli.tail import Ending
 from penstock.config import Config, DocumentsChoice, PollingChoice
 from penstock.documents import Engine, Observer, PostgresDocuments, Sink
 from penstock.documents.base import Rejection
+from penstock.documents.build import require_primary
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.fingerprint import build_fingerprint
 from penstock.documents.mapping import index_mapping
@@ -50,6 +51,7 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, display:
     choice = config.indexes
     sink = choice.create_sink()
     with _opened(config, choice) as opened:
+        require_primary(opened.building)
         catalog = load_catalog(opened.building, {name for each in choice.specifications for name in each.tables()})
         catalog = polled_catalog(catalog)
         documents = PostgresDocuments(

@@ -34,8 +34,8 @@ from penstock.documents.expressions import (
 )
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import as_literal, run_statement, without_values
-from penstock.errors import ConfigError, QueryFailed
-from penstock.source.faults import translated
+from penstock.errors import ConfigError, QueryFailed, UnsupportedServer
+from penstock.source.faults import Place, translated
 
 ROOT = "root"
 BUILT = pa.schema(
@@ -53,6 +53,22 @@ _VERSION = """
             - (select pg_catalog.count(*) from pg_catalog.pg_snapshot_xip(s))
      from pg_catalog.pg_current_snapshot() s)
 """
+
+
+def is_standby(connection: psycopg.Connection[Any]) -> bool:
+    """Whether snapshots do not say which transactions still run, so that different documents have the same version."""
+    return run_statement(connection, "select pg_catalog.pg_is_in_recovery()", [], "look at the server's role")[0][0]
+
+
+def require_primary(connection: psycopg.Connection[Any]) -> None:
+    """`UnsupportedServer` where documents would have no versions."""
+    if is_standby(connection):
+        where = Place.of(connection).where
+        raise UnsupportedServer(
+            f"documents cannot be made from a standby, which does not know their versions ({where})",
+            hint="Use the primary as source.",
+            where=where,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from penstock.source.catalog import load_tables, load_types, unknown_type
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName
+from penstock.source.publications import Heap
 
 # A partitioned table and its leaves, or just the table.
 _TABLES = """
@@ -79,6 +80,7 @@ class SourceTable:
     """The columns of each; an expression is an empty name."""
     unique: tuple[frozenset[str], ...] = ()
     leaves: tuple[TableName, ...] = ()
+    heaps: frozenset[Heap] = frozenset()
 
     def column(self, name: str) -> SourceColumn:
         """The column; an error if there is none (any more)."""
@@ -115,6 +117,11 @@ class SourceCatalog:
     def top(self, name: TableName) -> TableName:
         """The table that a leaf is a partition of, if it is one; otherwise the same."""
         return next((each.name for each in self.tables.values() if name in each.leaves), name)
+
+    @property
+    def heaps(self) -> dict[str, frozenset[Heap]]:
+        """Where the rows of each table are."""
+        return {str(each.name): each.heaps for each in self.tables.values()}
 
 
 def load_catalog(connection: psycopg.Connection[Any], names: Iterable[TableName]) -> SourceCatalog:
@@ -210,7 +217,13 @@ def _build(
         indexes=tuple(each for _, each in indexes),
         unique=tuple(frozenset(each) for unique, each in indexes if unique and "" not in each),
         leaves=tuple(TableName(each.namespace, each.name) for each in leaves if each.oid != table.oid),
+        heaps=frozenset(_heap(each) for each in leaves or [table]),
     )
+
+
+def _heap(table: CatalogTable) -> Heap:
+    attnums = ",".join(str(each) for each in sorted(table.identity_attnums))
+    return Heap(table.oid, f"{table.replica_identity.value} {attnums}".rstrip())
 
 
 def _identity_columns(table: CatalogTable) -> frozenset[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psycopg
 
-from penstock.documents.build import compile_build
+from penstock.documents.build import compile_build, is_standby
 from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.expressions import KEY_TYPES
 from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
@@ -50,6 +50,9 @@ def check_index(
     """All findings about one index; those of the second half only if the first half found nothing critical."""
     name = specification.name
     checks = [*_check_tables(specification, catalog)]
+    if is_standby(connection):
+        what = "the server is a standby, which does not know the versions of documents"
+        checks.append(failed("server_role", Severity.CRITICAL, what, "Use the primary as source."))
     if not checks:
         checks += _check_root(specification, catalog.table(specification.table))
         checks += _Walk(catalog).check(specification)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
@@ -165,12 +165,23 @@ class RowVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class Heap:
+    """Where rows of a table are: the table itself, or one of its partitions."""
+
+    oid: int
+    identity: str
+    """What is sent of a row before it is updated or deleted; to be compared."""
+
+
+@dataclass(frozen=True, slots=True)
 class Membership:
     """A publication's tables, each with the versions of the catalog rows that put it there."""
 
     publication: RowVersion
     tables: Mapping[int, frozenset[RowVersion]]
     names: Mapping[int, str]
+    heaps: Mapping[str, frozenset[Heap]] = field(default_factory=dict[str, frozenset[Heap]])
+    """Of some tables, by name, for those who want to know that rows came or went with a partition."""
 
 
 @dataclass(frozen=True, slots=True)

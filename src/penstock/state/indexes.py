@@ -42,6 +42,7 @@ class IndexBuild:
     build: str
     """Names it among all builds of the index."""
     fingerprint: str
+    """Of the specification that it is for; empty when its documents cannot be trusted any more."""
     status: IndexStatus
     reason: str = ""
     """Why it was built anew, for people."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.source.publications import Membership, RowVersion
+from penstock.source.publications import Heap, Membership, RowVersion
 from penstock.state.core import StoreCore
 from penstock.state.records import PublicationRecord, Transaction
 
@@ -34,6 +34,9 @@ def _to_json(membership: Membership) -> dict[str, Any]:
             str(table_id): {"name": membership.names[table_id], "rows": sorted(version(each) for each in rows)}
             for table_id, rows in membership.tables.items()
         },
+        "heaps": {
+            name: sorted([each.oid, each.identity] for each in heaps) for name, heaps in membership.heaps.items()
+        },
     }
 
 
@@ -43,4 +46,5 @@ def _from_json(stored: dict[str, Any]) -> Membership:
         RowVersion(*stored["publication"]),
         {table_id: frozenset(RowVersion(*row) for row in table["rows"]) for table_id, table in tables.items()},
         {table_id: table["name"] for table_id, table in tables.items()},
+        {name: frozenset(Heap(*heap) for heap in heaps) for name, heaps in stored.get("heaps", {}).items()},
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from penstock.testing.postgres import PostgresServer
 from tests.integration.cli.support import PATIENCE, Site, check_discreet
 
@@ -88,3 +90,18 @@ def test_documents_follow_without_logical_decoding(make_server: Callable[..., Po
     assert "does not run" in shown
     assert "seeded" in shown
     assert site.run("teardown", "--yes").returncode == 0
+
+
+@pytest.mark.trap(44)
+def test_a_standby_is_refused(make_server: Callable[..., PostgresServer], tmp_path: Path) -> None:
+    server = make_server()
+    site = make_site(lambda **_: server, tmp_path)
+    server.stop()
+    server.write_file("standby.signal", "")
+    server.start()
+    checked = json.loads(site.run("index", "check", "--json").stdout)
+    assert checked["ready"] is False
+    assert "the server is a standby" in " ".join(each["what"] for each in checked["indexes"][0]["checks"])
+    refused = site.run("run", "--once", environment={})
+    assert refused.returncode != 0
+    assert "documents cannot be made from a standby" in refused.stderr

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,15 @@ class Builds:
         """Those that are still to be done, by name."""
         with self._changed:
             return [each for _, each in sorted(self._builds.items()) if each.status is not IndexStatus.SEEDED]
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Nothing is begun meanwhile."""
+        held, self.held = self.held, True
+        try:
+            yield
+        finally:
+            self.held = held
 
     def wait(self, timeout: float) -> bool:
         """Wait until something is to be built; False when nothing was in time."""

@@ -37,6 +37,8 @@ from penstock.documents.output.writer import DocumentWriter
 from penstock.documents.resolve import Question, ResolvedKeys
 from penstock.documents.visibility import wait_until_visible
 from penstock.lsn import Lsn, reaches
+from penstock.schema import ReplicaIdentity, TableSchema
+from penstock.source.patterns import TableName
 from penstock.spool import Entry, SpoolReader
 from penstock.state import PipelineStore, WorkerType
 from penstock.workers import ApplyStatus
@@ -76,7 +78,7 @@ class LiveChanges:
         stop: threading.Event,
         altered: Callable[[], None],
     ) -> None:
-        """`name` is the reader's in the spool. `altered` hears that a table's columns are not what they were."""
+        """`name` is the reader's in the spool. `altered` hears that a table is not what was compiled for."""
         self._name = name
         self._spool = spool
         self._reader = SpoolReader(spool)
@@ -119,6 +121,7 @@ class LiveChanges:
             self._observer.on_changes_captured(batch.row_count)
         for changes in pieces_of(batch, session.indexes.wanted, self._settings.piece_changes):
             seconds += self._apply(session, changes, end, documents, caught_up=caught_up)
+        self._want_unidentified(taken, session.indexes)
         self._finish(batch, end)
         if batch.row_count or documents:
             self._batches += 1
@@ -154,21 +157,27 @@ class LiveChanges:
 
     def _is_altered(self, entries: Sequence[Entry], indexes: Indexes) -> bool:
         """Whether rows come in a schema that was not seen before, and that is not what was compiled for."""
-        wanted = {str(name): name for name in indexes.wanted}
         altered = False
-        for entry in entries:
-            for step in entry.steps:
-                if not isinstance(step, Segment) or step.table not in wanted:
-                    continue
-                if (step.table_id, step.version) in self._versions:
-                    continue
-                self._versions.add((step.table_id, step.version))
-                schema = self._reader.load_schema(step.table_id, step.version)
-                known = indexes.catalog.table(indexes.catalog.top(wanted[step.table])).columns
-                altered |= any(
-                    each.name not in known or known[each.name].type.oid != each.type.oid for each in schema.columns
-                )
+        for (table_id, version), name in _versions_of(entries, indexes).items():
+            if (table_id, version) in self._versions:
+                continue
+            self._versions.add((table_id, version))
+            schema = self._reader.load_schema(table_id, version)
+            known = indexes.catalog.table(indexes.catalog.top(name)).columns
+            altered |= not _is_identified(schema, name, indexes) or any(
+                each.name not in known or known[each.name].type.oid != each.type.oid for each in schema.columns
+            )
         return altered
+
+    def _want_unidentified(self, entries: Sequence[Entry], indexes: Indexes) -> None:
+        """A replica identity that was another one for a while: nobody knows what those rows hung on before."""
+        tables = {
+            str(name)
+            for (table_id, version), name in _versions_of(entries, indexes).items()
+            if not _is_identified(self._reader.load_schema(table_id, version), name, indexes)
+        }
+        for index in sorted(indexes.over(tables)):
+            self._builds.want(index, indexes.mappings[index].fingerprint, "a table of it had another replica identity")
 
     def _apply(
         self, session: Session, changes: Changes, end: Lsn, documents: Counter[str], *, caught_up: bool
@@ -219,6 +228,30 @@ class LiveChanges:
     def _has_caught_up(self, end: Lsn) -> bool:
         captured = self._reader.captured
         return captured is None or reaches(end, captured)
+
+
+def _versions_of(entries: Sequence[Entry], indexes: Indexes) -> dict[tuple[int, str], TableName]:
+    """In which schemas rows of these indexes come: table id and version, with the table's name."""
+    names = {str(name): name for name in indexes.wanted}
+    return {
+        (step.table_id, step.version): names[step.table]
+        for entry in entries
+        for step in entry.steps
+        if isinstance(step, Segment) and step.table in names
+    }
+
+
+def _is_identified(schema: TableSchema, name: TableName, indexes: Indexes) -> bool:
+    """Whether as much is sent of rows before they change as was compiled for.
+
+    Of a partitioned table that is sent as a whole the schema does not say it: its partitions decide.
+    """
+    if name in indexes.catalog.tables and indexes.catalog.table(name).leaves:
+        return True
+    wanted = indexes.wanted[name]
+    is_full = schema.replica_identity is ReplicaIdentity.FULL
+    sent = {each.name for each in schema.columns if is_full or each.identity}
+    return sent >= wanted.identity.intersection(wanted.columns)
 
 
 def _gather(entries: Sequence[Entry], names: set[str], limit: int) -> tuple[list[Entry], int]:

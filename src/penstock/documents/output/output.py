@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from penstock.destinations.base import Tasks
 from penstock.documents.base import NoopObserver, Observer, Sink
+from penstock.documents.build import require_primary
+from penstock.documents.catalog import load_catalog
 from penstock.documents.keys import DocumentKeys
 from penstock.documents.output.backfill import Backfill
 from penstock.documents.output.builds import Builds
@@ -48,7 +50,7 @@ from penstock.state import (
     TableReplicationPhase,
     WorkKind,
 )
-from penstock.stream import Published, Stream, StreamSettings
+from penstock.stream import Stream, StreamSettings
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
 logger = logging.getLogger(__name__)
@@ -179,8 +181,7 @@ class DocumentsOutput:
         self._stream = stream
         position = stream.start_of(self._output).position
         self._relations = self._open_relations()
-        published = stream.look()
-        session = self._open_session(published)
+        session = self._open_session()
         self._judge.load()
         self._readiness = Readiness(
             self._settings,
@@ -339,16 +340,18 @@ class DocumentsOutput:
 
     # What is compiled
 
-    def _open_session(self, published: Published | None = None) -> Session:
+    def _open_session(self) -> Session:
         """A connection, and the indexes as its database has them."""
         self._close_session()
         assert self._stream is not None
-        published = published or self._stream.look()
         connection = connect(self._settings.source, Role.DOCUMENTS, parameters=SESSION)
         try:
+            require_primary(connection)
             indexes = compile_indexes(
                 connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
             )
+            # After what is compiled: a partition that has just come is in both.
+            published = self._stream.look()
             require_published(indexes, published.tables.values(), self._settings.publication)
             require_whole(connection, indexes, self._settings.publication)
             # First: whoever builds what is wanted builds it with these.
@@ -359,6 +362,9 @@ class DocumentsOutput:
             connection.close()
             raise
         self._session = Session(connection, indexes)
+        if self._begun:
+            assert self._readiness is not None
+            self._readiness.resume(indexes, published)
         return self._session
 
     def _close_session(self) -> None:
@@ -394,8 +400,19 @@ class DocumentsOutput:
             self._try_refused_again()
         if now >= self._refresh_at:
             self._refresh_at = now + REFRESH_SECONDS
-            assert self._readiness is not None
-            self._readiness.note(self._compiled(), self._stream.look())
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Notice what nobody sends: tables that are others, partitions that came or went."""
+        assert self._stream is not None
+        assert self._readiness is not None
+        session = self._session or self._open_session()
+        published = self._stream.look()
+        catalog = load_catalog(session.connection, session.indexes.catalog.tables)
+        if catalog.heaps == session.indexes.catalog.heaps:
+            self._readiness.note(session.indexes, published)
+        else:
+            self._open_session()
 
     def _try_refused_again(self) -> None:
         """Build documents that somebody wants to be tried again; those that are refused again stay set aside."""

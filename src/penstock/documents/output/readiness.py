@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import psycopg
 
 from penstock import failpoints
 from penstock.documents.base import Sink
@@ -18,9 +22,10 @@ from penstock.documents.output.builds import Builds
 from penstock.documents.output.indexes import Indexes, require_published
 from penstock.documents.output.settings import DocumentsSettings
 from penstock.documents.relation_map import RelationMap
+from penstock.documents.statements import run_statement
 from penstock.lsn import Lsn
-from penstock.source.connections import NO_TIMEOUTS, Role
-from penstock.source.publications import Membership, changes_between
+from penstock.source.connections import NO_TIMEOUTS, Role, connect
+from penstock.source.publications import Heap, Membership, changes_between
 from penstock.source.snapshots import take_snapshot
 from penstock.state import IndexBuild, IndexStatus, PipelineStore, WorkerType
 from penstock.stream import Published, StreamSettings
@@ -59,6 +64,9 @@ class Readiness:
             self._builds.forget(name)
         for mapping in indexes.mappings.values():
             self._sink.ensure_index(mapping)
+        for name, build in self._builds.all().items():
+            if not build.fingerprint:
+                self._builds.want(name, indexes.mappings[name].fingerprint, "another server has taken over")
         self._want_unseeded(indexes, is_first=self._is_first)
 
     def look_again(self, indexes: Indexes) -> None:
@@ -86,17 +94,34 @@ class Readiness:
         """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""
         publication = self._settings.publication
         seen = self._membership or self._store.get_publication_membership(publication)
-        if published.membership == seen:
+        now = replace(published.membership, heaps=indexes.catalog.heaps)
+        if now == seen:
             self._membership = seen
             return
         require_published(indexes, published.tables.values(), publication)
         if seen is not None:
-            change = changes_between(seen, published.membership)
+            change = changes_between(seen, now)
             names = {published.tables[each] for each in change.readded | change.added if each in published.tables}
-            self._start_over(indexes, names.intersection(seen.names.values()))
+            self._start_over(indexes, names.intersection(seen.names.values()) | self._moved(seen, now))
         # Last: what was not acted upon is noticed again, also by the next process.
-        self._store.store_publication_membership(publication, published.membership)
-        self._membership = published.membership
+        self._store.store_publication_membership(publication, now)
+        self._membership = now
+
+    def resume(self, indexes: Indexes, published: Published) -> None:
+        """Indexes were compiled anew, and tables may have become others: what they need now is known afterwards."""
+        self.note(indexes, published)
+        with self._builds.holding():
+            self._learn(indexes)
+
+    def _moved(self, seen: Membership, now: Membership) -> set[str]:
+        """Tables whose rows are elsewhere, or sent with other old values; a partition that is new and empty is fine."""
+        moved: set[str] = set()
+        with connect(self._settings.source, Role.CATALOG) as connection:
+            for name in seen.heaps.keys() & now.heaps.keys():
+                added = now.heaps[name] - seen.heaps[name]
+                if seen.heaps[name] - now.heaps[name] or any(_has_rows(connection, each) for each in added):
+                    moved.add(name)
+        return moved
 
     def _want_unseeded(self, indexes: Indexes, *, is_first: bool) -> None:
         for name, mapping in indexes.mappings.items():
@@ -146,12 +171,15 @@ class Readiness:
         if not names:
             return
         tops = {indexes.catalog.top(name) for name in indexes.wanted if str(name) in tables}
-        held, self._builds.held = self._builds.held, True
-        try:
+        with self._builds.holding():
             self._relations.prepare([each for each in indexes.resolver.tracked if each.name not in tops])
             for name in sorted(names):
-                reason = "a table of it was away for a while"
+                reason = "a table of it was away for a while, or is another one"
                 self._builds.want(name, indexes.mappings[name].fingerprint, reason)
             self._learn(indexes)
-        finally:
-            self._builds.held = held
+
+
+def _has_rows(connection: psycopg.Connection[Any], heap: Heap) -> bool:
+    """By its size: rows that nobody can see yet count, too."""
+    statement = "select pg_catalog.pg_relation_size($1::int8::pg_catalog.oid::pg_catalog.regclass) > 0"
+    return run_statement(connection, statement, [heap.oid], "look whether a partition is empty")[0][0] is not False

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, StateError
 from penstock.lsn import Lsn, OrderKey
 from penstock.source.lineage import Lineage
-from penstock.source.publications import Membership, RowVersion
+from penstock.source.publications import Heap, Membership, RowVersion
 from penstock.state import (
     Catchup,
     CommandKind,
@@ -372,7 +372,9 @@ class StoreContract(IndexStoreContract):
         assert store.get_publication_membership("p") is None
         rows = frozenset({RowVersion(7, "700"), RowVersion(8, "42")})
         for version in ("1", "2"):
-            seen = Membership(RowVersion(5, version), {1: rows, 2: frozenset()}, {1: "public.a", 2: "public.b"})
+            names = {1: "public.a", 2: "public.b"}
+            heaps = {"public.a": frozenset({Heap(1, "d 1,2")}), "public.b": frozenset({Heap(3, "f"), Heap(4, "f")})}
+            seen = Membership(RowVersion(5, version), {1: rows, 2: frozenset()}, names, heaps)
             store.store_publication_membership("p", seen)
             assert store.get_publication_membership("p") == self.reader().get_publication_membership("p") == seen
         assert store.get_publication_membership("another") is None
