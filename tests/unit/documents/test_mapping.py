@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.fingerprint import fingerprint
+from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable
+from penstock.documents.fingerprint import build_fingerprint, fingerprint, is_built_from
 from penstock.documents.mapping import index_mapping
 from penstock.documents.specification import load_specification, parse_specification
+from penstock.schema import PostgresType, ReplicaIdentity
+from penstock.source.patterns import TableName
 
 FOLDER = Path(__file__).parent / "specifications"
 HEAD = "version: 1\ntable: users\nprimary_key: id\n"
@@ -151,3 +154,18 @@ def test_what_changes_documents_or_mappings_needs_one(old: str, new: str) -> Non
     assert old in BASE
     changed = BASE.replace(old, new)
     assert fingerprint(parse_specification(changed, "users")) != fingerprint(parse_specification(BASE, "users"))
+
+
+def with_key(*columns: str) -> SourceCatalog:
+    name, whole = TableName("public", "users"), PostgresType(23, "int4")
+    there = {each: SourceColumn(each, whole, True) for each in ("tenant", "id")}
+    return SourceCatalog({name: SourceTable(name, "r", there, columns, ReplicaIdentity.DEFAULT, frozenset(columns))})
+
+
+def test_a_key_that_is_left_to_the_database_is_part_of_what_was_built() -> None:
+    left = parse_specification("version: 1\ntable: users\nfields: [{integer: id}]\n", "users")
+    named = parse_specification("version: 1\ntable: users\nprimary_key: id\nfields: [{integer: id}]\n", "users")
+    assert build_fingerprint(left, with_key("id")) != build_fingerprint(left, with_key("tenant", "id"))
+    assert build_fingerprint(named, with_key("id")) == build_fingerprint(named, with_key("tenant", "id"))
+    assert is_built_from(build_fingerprint(left, with_key("id")), left)
+    assert not is_built_from(build_fingerprint(left, with_key("id")), named)
