@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
 # Tests on servers wait for most of their time.
-SERVER_WORKERS ?= 6
+SERVER_WORKERS ?= 5
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
