@@ -107,12 +107,14 @@ def _watch(config: Config, outputs: Outputs, ending: Ending, looked_at: LookedAt
         if outputs.wait(0):
             return False
         looked_at.look()
+        # Before it is asked who is paused: a pause that is carried out meanwhile must not pass for having caught up.
+        settled = once and all(is_settled(pipeline) for pipeline in outputs)
         if once and any(pipeline.paused for pipeline in outputs):
             raise PenstockError(
                 "paused by a command: it would never catch up",
                 hint="Run it again: a pause ends with the process that was paused.",
             )
-        if once and all(is_settled(pipeline) for pipeline in outputs):
+        if settled:
             target = target or current_position(config.pipeline.source)
             if all(has_reached(pipeline, target) for pipeline in outputs):
                 looked_at.look()

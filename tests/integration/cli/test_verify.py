@@ -35,7 +35,7 @@ def writers(site: Site) -> Iterator[None]:
                     connection.execute(
                         "update orders set note = 'n' || %s where id %% 10 = %s and id > 100", [number, number % 10]
                     )
-                    connection.execute("insert into items values (%s, 'new')", [10_000 + number])
+                    connection.execute("insert into items values (%s, 'new') on conflict do nothing", [10_000 + number])
                     connection.execute("delete from items where id = %s", [10_000 + number - 20])
                 seen.set()
 
