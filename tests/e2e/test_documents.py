@@ -486,10 +486,10 @@ fields:
 """
 
 
-@pytest.fixture
-def partitioned(database: Any, tmp_path: Path) -> Site:
+@pytest.fixture(params=[False, True], ids=["by partitions", "via root"])
+def partitioned(request: pytest.FixtureRequest, database: Any, tmp_path: Path) -> Site:
     database.execute(
-        """
+        f"""
         create schema w;
         create table w.events (id int primary key, name text) partition by range (id);
         create table w.events_1 partition of w.events for values from (0) to (10);
@@ -499,6 +499,7 @@ def partitioned(database: Any, tmp_path: Path) -> Site:
         create table w.notes_2 partition of w.notes for values from (10) to (20);
         insert into w.events select n, 'e' from generate_series(1, 15) n;
         insert into w.notes select n, n, 'n' from generate_series(1, 9) n;
+        create publication e2e for table w.events, w.notes with (publish_via_partition_root = {request.param});
         """
     )
     sink = MemorySink()
@@ -509,12 +510,8 @@ def partitioned(database: Any, tmp_path: Path) -> Site:
 
 @pytest.mark.trap(17)
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("via_root", [False, True])
-def test_partitions_come_and_go(partitioned: Site, via_root: bool) -> None:
+def test_partitions_come_and_go(partitioned: Site) -> None:
     site, database = partitioned, partitioned.database
-    database.execute(
-        f"create publication e2e for table w.events, w.notes with (publish_via_partition_root = {via_root})"
-    )
     with run(output := site.output()):
         site.wait_settled(output)
         before = output.indexes["events"]
@@ -548,12 +545,8 @@ def test_partitions_come_and_go(partitioned: Site, via_root: bool) -> None:
 
 @pytest.mark.trap(17)
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("via_root", [False, True])
-def test_an_empty_partition_that_comes_builds_nothing_anew(partitioned: Site, via_root: bool) -> None:
+def test_an_empty_partition_that_comes_builds_nothing_anew(partitioned: Site) -> None:
     site, database = partitioned, partitioned.database
-    database.execute(
-        f"create publication e2e for table w.events, w.notes with (publish_via_partition_root = {via_root})"
-    )
     with run(output := site.output()):
         site.wait_settled(output)
         before = output.indexes

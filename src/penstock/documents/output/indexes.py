@@ -30,16 +30,13 @@ class Indexes:
     """What specifications mean in this database."""
 
     specifications: Mapping[str, IndexSpecification]
+    mappings: Mapping[str, IndexMapping]
+    """How each index is created."""
     catalog: SourceCatalog
     queries: Mapping[str, BuildQuery]
     resolver: Resolver
     wanted: Mapping[TableName, WantedColumns]
     """What is read of changes; partitions are listed under their own names, too."""
-
-    @property
-    def mappings(self) -> dict[str, IndexMapping]:
-        """How each index is created."""
-        return {name: index_mapping(each, self.catalog) for name, each in self.specifications.items()}
 
     def over(self, tables: Collection[str]) -> frozenset[str]:
         """The indexes with rows of one of these tables, as the publication names them."""
@@ -59,6 +56,7 @@ def compile_indexes(
     resolver = Resolver(specifications, catalog, relations, chunk=chunk)
     return Indexes(
         {each.name: each for each in specifications},
+        {each.name: index_mapping(each, catalog) for each in specifications},
         catalog,
         {each.name: compile_build(each, catalog) for each in specifications},
         resolver,
