@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -29,23 +29,50 @@ from penstock.testing.oracle import capture_until
 from tests.e2e.support import PUBLICATION, Stream, Writers, wait_for, watch_connection, write_rows
 
 
+class Link:
+    """A connection through the proxy. Each direction has its thread: one that is full does not hold up another."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self._ends = (client, server)
+        self.abandoned = False
+        directions = ((client, server), (server, client))
+        self._threads = [threading.Thread(target=self._forward, args=each, name="link") for each in directions]
+        for each in self._threads:
+            each.start()
+
+    def cut(self) -> None:
+        for each in self._ends:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        for each in self._threads:
+            each.join()
+        for each in self._ends:
+            each.close()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(1 << 16):
+                if not self.abandoned:
+                    target.sendall(content)
+        if not self.abandoned:
+            self.cut()
+
+
 class Proxy:
     """Between capture and the server: can cut all connections, refuse new ones, or swallow what is sent."""
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._peers: dict[socket.socket, socket.socket] = {}
+        self._links: list[Link] = []
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self.refuse = False
-        self._abandoned: list[socket.socket] = []
         self.attempts: list[float] = []
         """When somebody tried to connect."""
-        self._thread = threading.Thread(target=self._run, name="proxy")
+        self._thread = threading.Thread(target=self._accept, name="proxy")
         self._thread.start()
 
     @property
@@ -55,64 +82,34 @@ class Proxy:
     def cut(self) -> None:
         """Break all connections, as a network does: without a word."""
         with self._lock:
-            for each in list(self._peers):
-                self._drop(each)
+            for each in self._links:
+                each.cut()
 
     def abandon(self) -> None:
         """Forward nothing more on the connections that are there, without closing them."""
         with self._lock:
-            for each in self._peers:
-                self._selector.unregister(each)
-                self._abandoned.append(each)
-            self._peers.clear()
+            for each in self._links:
+                each.abandoned = True
 
     def close(self) -> None:
-        self._stop.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self.cut()
-        for each in self._abandoned:
-            each.close()
         self._listener.close()
-        self._selector.close()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            for key, _ in self._selector.select(0.02):
-                with self._lock:
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj in self._peers:
-                        self._forward(key.fileobj)  # type: ignore[arg-type]
+        for each in self._links:
+            each.close()
 
     def _accept(self) -> None:
-        client, _ = self._listener.accept()
-        self.attempts.append(time.monotonic())
-        if self.refuse:
-            client.close()
-            return
-        server = socket.create_connection(("127.0.0.1", self._target))
-        for one, other in ((client, server), (server, client)):
-            one.setblocking(True)
-            self._peers[one] = other
-            self._selector.register(one, selectors.EVENT_READ)
-
-    def _forward(self, source: socket.socket) -> None:
-        try:
-            content = source.recv(1 << 16)
-            if content:
-                self._peers[source].sendall(content)
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
                 return
-        except OSError:
-            pass
-        self._drop(source)
-
-    def _drop(self, one: socket.socket) -> None:
-        other = self._peers.pop(one, None)
-        if other is not None:
-            del self._peers[other]
-            for each in (one, other):
-                self._selector.unregister(each)
-                each.close()
+            with self._lock:
+                self.attempts.append(time.monotonic())
+                if self.refuse:
+                    client.close()
+                else:
+                    self._links.append(Link(client, socket.create_connection(("127.0.0.1", self._target))))
 
 
 @pytest.fixture
