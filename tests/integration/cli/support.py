@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.destinations.parquet.reader import ParquetReader
+from tests.integration.cli.program import PATIENCE, Command, penstock
 
-PATIENCE = 300.0
-"""A guard against hangs, not a measure."""
 ONE = '[destination]\ntype = "parquet"\npath = "lake"'
 SECOND = '[[destination]]\nname = "second"\ntype = "parquet"\npath = "second"'
 BOTH = f'[{ONE.replace("]", "]]", 1)}\nname = "tables"\n{SECOND}'
@@ -31,7 +30,7 @@ class Site:
 
     database: Any
     folder: Path
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[Command] = field(default_factory=list[Command])
 
     @property
     def slot(self) -> str:
@@ -56,41 +55,26 @@ class Site:
             """
         )
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        log = open(self.folder / f"stderr-{len(self.processes)}", "w+")  # noqa: SIM115 (closed below)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", *arguments],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        log.close()
+    def start(self, *arguments: str) -> Command:
+        with open(self.folder / f"stderr-{len(self.processes)}", "wb") as log:
+            process = Command(*arguments, environment=self.environment, folder=self.folder, output=log, errors=log)
         self.processes.append(process)
         return process
 
     def run(
         self, *arguments: str, answer: str = "", environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "penstock", *arguments],
-            cwd=self.folder,
-            env={**self.environment, **(environment or {})},
-            input=answer,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
+        everything = {**self.environment, **(environment or {})}
+        return penstock(*arguments, environment=everything, folder=self.folder, answer=answer)
 
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, "SOURCE_URL": self.database.dsn, "COLUMNS": "160"}
 
-    def output(self, process: subprocess.Popen[str]) -> str:
+    def output(self, process: Command) -> str:
         return (self.folder / f"stderr-{self.processes.index(process)}").read_text()
 
-    def wait_output(self, process: subprocess.Popen[str], text: str) -> None:
+    def wait_output(self, process: Command, text: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while text not in self.output(process):
             assert process.poll() is None, self.output(process)

@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from tests.integration.cli.program import penstock
+
 
 def run(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", "check", *arguments],
-        env={**os.environ, "PENSTOCK_URL": url, "COLUMNS": "180"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return penstock("check", *arguments, environment={**os.environ, "PENSTOCK_URL": url, "COLUMNS": "180"})
 
 
 def test_a_ready_source_ends_with_0(database: Any) -> None:
@@ -55,13 +50,7 @@ def test_a_config_says_what_is_looked_at(database: Any, tmp_path: Path) -> None:
         'destination.type = "memory"\n'
     )
     environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_URL"}
-    result = subprocess.run(
-        [sys.executable, "-m", "penstock", "check", "-c", str(config), "--json"],
-        env={**environment, "SOURCE": database.dsn},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = penstock("check", "-c", str(config), "--json", environment={**environment, "SOURCE": database.dsn})
     assert result.returncode == 0, result.stdout + result.stderr
     found = {each["id"]: each for each in json.loads(result.stdout)["checks"]}
     for kind in ("publication", "slot"):

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.testing.shop import create_shop, fill_shop
+from tests.integration.cli.program import penstock
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,14 +46,8 @@ class Desk:
         )
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "penstock", "index", *arguments],
-            cwd=self.folder,
-            env={**os.environ, "SOURCE_URL": self.database.dsn, "COLUMNS": "180", **environment},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        everything = {**os.environ, "SOURCE_URL": self.database.dsn, "COLUMNS": "180", **environment}
+        return penstock("index", *arguments, environment=everything, folder=self.folder)
 
     def specify(self, name: str, text: str) -> None:
         (self.folder / f"{name}.schema.yml").write_text(text)
@@ -202,12 +196,6 @@ def test_a_config_without_indexes_says_so(desk: Desk) -> None:
 
 def test_the_shell_completes_the_names_of_indexes(desk: Desk) -> None:
     asked = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock index preview cu", "COMP_CWORD": "3"}
-    result = subprocess.run(
-        [sys.executable, "-m", "penstock"],
-        cwd=desk.folder,
-        env={**os.environ, "SOURCE_URL": desk.database.dsn, **asked},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    everything = {**os.environ, "SOURCE_URL": desk.database.dsn, **asked}
+    result = penstock(environment=everything, folder=desk.folder)
     assert result.stdout.split() == ["customers"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from penstock.config import load_config
+from tests.integration.cli.program import penstock
 from tests.integration.cli.support import Terminal
 
 SECRET = "pa ss'w@rd/2%"
@@ -50,15 +50,7 @@ def address(database: Any) -> tuple[str, str]:
 
 
 def run(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments],
-        cwd=folder,
-        env=environment(**more),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = penstock(*arguments, environment=environment(**more), folder=folder)
     for secret in (SECRET, quote(SECRET, safe="")):
         assert secret not in result.stdout + result.stderr
     assert "Traceback" not in result.stderr

@@ -13,13 +13,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psycopg
 import pytest
 
+from tests.integration.cli.program import Command
+
 FOLLOWING = "following publication"
 PATIENCE = 60.0
+
+
+def _pipe() -> tuple[IO[str], IO[bytes]]:
+    reading, writing = os.pipe()
+    return open(reading), open(writing, "wb")
 
 
 class Tail:
@@ -28,19 +35,16 @@ class Tail:
     def __init__(self, dsn: str, folder: Path, *arguments: str, follow: bool = True) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "tail", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PENSTOCK_URL": dsn, "TMPDIR": str(folder), "TZ": "UTC"},
-        )
+        (reading, output), (reading_errors, errors) = (_pipe() for _ in range(2))
+        with output, errors:
+            environment = os.environ | {"PENSTOCK_URL": dsn, "TMPDIR": str(folder), "TZ": "UTC"}
+            self.process = Command("tail", *arguments, environment=environment, output=output, errors=errors)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._notices: queue.Queue[str | None] = queue.Queue()
         self.errors = ""
         self._threads = [
-            threading.Thread(target=self._read, args=(self.process.stdout, self._lines), daemon=True),
-            threading.Thread(target=self._read, args=(self.process.stderr, self._notices), daemon=True),
+            threading.Thread(target=self._read, args=(reading, self._lines), daemon=True),
+            threading.Thread(target=self._read, args=(reading_errors, self._notices), daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -54,9 +58,8 @@ class Tail:
         lines.put(None)
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        self.process.kill()
+        self.process.wait(PATIENCE)
         for thread in self._threads:
             thread.join()
 

@@ -89,7 +89,7 @@ def test_equal_while_writers_and_pipeline_go_on_and_faults_are_found(site: Site,
 
     plant_in(destination, site.folder / "lake", "shop", schema, faults)
     process = site.start("run")
-    site.wait_ready(3)
+    site.wait_output(process, "following publication")
     with writers(site):
         result = site.run("verify")
     assert result.returncode == 1, result.stdout + result.stderr
