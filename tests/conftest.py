@@ -34,6 +34,9 @@ from penstock.testing.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 # processor time meanwhile.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
+# Of hundreds of processes that import numpy, none does linear algebra; each would start threads for it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 DEFAULT_MAJOR = 18
 MAJORS = (15, 16, 18)
 DSN_VARIABLE = "PENSTOCK_TEST_DSN"

@@ -182,7 +182,7 @@ class Writers:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, stream: Stream, count: int = 3, *, seed: int = 0, big: int = 0, pause: float = 0.002) -> None:
+    def __init__(self, stream: Stream, count: int = 3, *, seed: int = 0, big: int = 0, pause: float = 0.02) -> None:
         self._stream = stream
         self._stop = threading.Event()
         self._pause = pause

@@ -51,7 +51,7 @@ def busy(database: Any, pipeline: Any) -> Iterator[None]:
     def write() -> None:
         with psycopg.connect(database.dsn, autocommit=True) as connection:
             number = 0
-            while not stop.is_set():
+            while not stop.wait(0.01):
                 number += 1
                 with connection.transaction():
                     connection.execute("update a set n = %s where id %% 7 = %s", [number, number % 7])

@@ -151,7 +151,7 @@ class Sightings:
     def _run(self) -> None:
         chance = Random(5)
         with self._database.connect() as connection:
-            while not self._stop.wait(0.002):
+            while not self._stop.wait(0.01):
                 number = chance.randrange(40)
                 statement = chance.choices(
                     [

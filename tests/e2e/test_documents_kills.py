@@ -69,7 +69,7 @@ class Load:
                     with self._changed:
                         self.count += 1
                         self._changed.notify_all()
-                    self._stop.wait(0.005)
+                    self._stop.wait(0.02)
         except BaseException as error:
             self._error = error
             with self._changed:

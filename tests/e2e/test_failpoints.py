@@ -60,7 +60,7 @@ class Writer:
     def _run(self) -> None:
         chance = self._chance
         with self._database.connect() as connection:
-            while not self._stop.wait(0.005):
+            while not self._stop.wait(0.02):
                 key = chance.randrange(40)
                 try:
                     with connection.transaction():

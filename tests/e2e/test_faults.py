@@ -160,7 +160,7 @@ def test_network_cuts_under_load_lose_nothing(stream, proxy):
     stream.slot()
     with CaptureProcess(stream.settings(work_mem="64kB")) as capture:
         with Writers(stream, 2, big=1):
-            for _ in range(5):
+            for _ in range(3):
                 before = capture.wait_until_streaming()
                 wait_for(lambda: capture.status.captured != before.captured, "progress")  # noqa: B023
                 proxy.cut()

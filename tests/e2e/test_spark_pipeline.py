@@ -168,7 +168,7 @@ def writers(
     count: int,
     shapes: tuple[Shape, ...] = SHAPES,
     *,
-    pause: float = 0.01,
+    pause: float = 0.03,
     truncating: bool = False,
 ) -> Iterator[None]:
     """Threads that change all tables at random; every tenth transaction is rolled back, and some parts of others."""

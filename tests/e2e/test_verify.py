@@ -47,7 +47,7 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
     def write() -> None:
         with psycopg.connect(database.dsn, autocommit=True) as connection:
             number = 0
-            while not stop.is_set():
+            while not stop.wait(0.01):
                 number += 1
                 with connection.transaction():
                     connection.execute("update a set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])

@@ -21,7 +21,7 @@ from penstock.testing.workload import Truth, Workload
 
 HANG_SECONDS = 120.0
 """Far longer than a server takes to recover, or a statement to end."""
-_PAUSE_SECONDS = 0.002
+_PAUSE_SECONDS = 0.005
 _LOSSES = ("57", "08")
 """Classes of SQLSTATE: the server ends or starts, the connection is gone. Without one it was cut off."""
 

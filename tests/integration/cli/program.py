@@ -9,6 +9,7 @@ start it.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -112,6 +113,8 @@ def _waiting_interpreter() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 def _serve(connection: socket.socket) -> None:
     import penstock.cli.main  # noqa: F401
 
+    # What is never collected is not copied for each command.
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_MESSAGE, 4)

@@ -29,7 +29,7 @@ def writers(site: Site) -> Iterator[None]:
     def write() -> None:
         with psycopg.connect(site.database.dsn, autocommit=True) as connection:
             number = 0
-            while not stop.is_set():
+            while not stop.wait(0.01):
                 number += 1
                 with connection.transaction():
                     connection.execute(
@@ -63,7 +63,7 @@ def schema_of(site: Site, table: str) -> Any:
         return schema_from_catalog(found, types)
 
 
-@pytest.mark.parametrize("destination", ["parquet", "delta"])
+@pytest.mark.parametrize("destination", [pytest.param("parquet", marks=pytest.mark.soak), "delta"])
 def test_equal_while_writers_and_pipeline_go_on_and_faults_are_found(site: Site, destination: str) -> None:
     site.configure(destination=DELTA.replace("delta", destination))
     process = site.start("run")
