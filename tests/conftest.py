@@ -24,15 +24,15 @@ from hypothesis import settings as hypothesis_settings
 
 from penstock.errors import ConfigError
 from penstock.testing.delta_jars import delta_spark_options, find_delta_jars
-from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer, why_not
+from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, why_not
 from penstock.testing.opensearch_shared import shared_opensearch
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 from penstock.testing.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
 # Most JVMs of a test run live for seconds: what the second compiler would save comes too late, and it takes half of the
-# processor time meanwhile.
-os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+# processor time meanwhile. Classes are not verified again, either.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", f"{' '.join(QUICK_START)} -XX:+UseSerialGC")
 
 # Of hundreds of processes that import numpy, none does linear algebra; each would start threads for it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -211,17 +211,29 @@ def _folder_of_the_run(factory: pytest.TempPathFactory) -> Path:
     return folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
 
 
+_LONG_SECONDS = 900
+"""The limit of tests that are known to be long."""
 _ONE_PROCESS = {"spark": "spark", "delta_spark": "spark", "pressed": "pressed", "s3": "s3"}
 """Fixtures whose start takes seconds, and the group that the tests on them run in."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on what is slow to start run in one process: every other one would start its own, and warm it up."""
+    """Tests on what is slow to start run in one process: every other one would start its own, and warm it up.
+
+    Tests that may take longer than others begin first, so that nobody waits for one of them alone in the end.
+    """
     for item in items:
         groups = {_ONE_PROCESS[name] for name in getattr(item, "fixturenames", ()) if name in _ONE_PROCESS}
         if groups:
             # A test on two of them goes where the slower one is.
             item.add_marker(pytest.mark.xdist_group("spark" if "spark" in groups else groups.pop()))
+    items.sort(key=lambda item: not _is_long(item))
+
+
+def _is_long(item: pytest.Item) -> bool:
+    limit = item.get_closest_marker("timeout")
+    return limit is not None and limit.args[0] >= _LONG_SECONDS
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
