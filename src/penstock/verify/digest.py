@@ -35,8 +35,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SEEDS = np.array([0x243F6A8885A308D3, 0x13198A2E03707344], np.uint64)
 _COLUMN_STEP = np.array([0xA4093822299F31D1, 0x082EFA98EC4E6C8B], np.uint64)
 _LENGTH_STEP = np.uint64(0xD1B54A32D192ED03)
-_NULL, _TEXT = np.uint64(0x452821E638D01377), np.uint64(0xBE5466CF34E90C6D)
-"""Added to a seed for what is not a plain value."""
+_NULL = np.array([0x452821E638D01377, 0xC0AC29B7C97C50DD], np.uint64)
+_TEXT = np.array([0xBE5466CF34E90C6D, 0x3F84D5B5B5470917], np.uint64)
+"""Added to seeds for what is not a plain value. The number that looks like NULL in one lane does not in the other."""
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
