@@ -49,7 +49,7 @@ class Command:
             files = (answer or nothing, output, errors, theirs)
             socket.send_fds(_waiting_interpreter()[0], [message], [each.fileno() for each in files])
         self._told.settimeout(PATIENCE)
-        self.pid = int.from_bytes(self._told.recv(_NUMBER))
+        self.pid = self._number()
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -64,7 +64,7 @@ class Command:
         if self.returncode is None:
             self._told.settimeout(timeout)
             try:
-                self.returncode = int.from_bytes(self._told.recv(_NUMBER), signed=True)
+                self.returncode = self._number()
             except BlockingIOError:
                 raise TimeoutError from None
             self._told.close()
@@ -76,6 +76,11 @@ class Command:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def _number(self) -> int:
+        content = self._told.recv(_NUMBER)
+        assert content, "the interpreter that waits for commands is gone"
+        return int.from_bytes(content, signed=True)
 
 
 def penstock(
@@ -137,7 +142,7 @@ def _run_and_tell(command: tuple[list[str], dict[str, str], str], descriptors: l
             os.dup2(descriptor, number)
             os.close(descriptor)
         _run(*command)
-    os.write(teller, pid.to_bytes(_NUMBER))
+    os.write(teller, pid.to_bytes(_NUMBER, signed=True))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.write(teller, status.to_bytes(_NUMBER, signed=True))
     os._exit(0)
