@@ -67,6 +67,7 @@ class SparkSettings:
             "spark.scheduler.mode": "FAIR",
             "spark.scheduler.allocation.file": (_FOLDER / "pools.xml").as_uri(),
             "spark.sql.session.timeZone": "UTC",
+            "spark.python.daemon.module": "penstock.spark.daemon",
             # Without it Spark 4.1 refuses columns of type time, also when it only reads a file that has one.
             "spark.sql.timeType.enabled": "true",
         }
