@@ -34,9 +34,9 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 TASKS_PER_CORE = 1
-"""More items than that share tasks. A Python task costs 0.1 s before it does anything, more on a busy machine: a batch
-of 20 small tables took three times as long with four tasks per core. Items are dealt out in turn and none is very
-large, so more tasks would hardly balance better."""
+"""More items than that share tasks. A batch of 20 small tables took three times as long with four tasks per core, when
+a Python task cost 0.2 s by itself (it does not any more: docs/decisions/0013). Items are dealt out in turn and none is
+very large, so more tasks would hardly balance better."""
 COPY_TASK_BYTES = 4 * RANGE_BYTES
 """Of a table in one task, at most, unless a single item has more: some seconds of work, which nobody can interrupt."""
 COPY_TASK_ITEMS = 4
