@@ -7,17 +7,23 @@ for a task that does nothing. Here all is imported, archives are read once, and 
 """
 
 import gc
+import importlib
 import zipimport
 
 import pyspark.daemon
 
-import penstock.copy.reader
-import penstock.destinations.delta.destination
-import penstock.destinations.parquet.destination
-import penstock.documents.build  # noqa: F401
+NEEDED = (
+    "penstock.copy.reader",
+    "penstock.destinations.delta.destination",
+    "penstock.destinations.parquet.destination",
+    "penstock.documents.build",
+)
+"""By name: they stand above this package, which only has them ready for whoever sends them as tasks."""
 
 
 def main() -> None:
+    for each in NEEDED:
+        importlib.import_module(each)
     # Archives that Spark distributes do not change under a worker.
     zipimport.zipimporter.invalidate_caches = lambda self: None
     gc.collect()
