@@ -14,6 +14,8 @@ from pathlib import Path
 
 from harness import SAMPLE_SECONDS, format_table, read_usage
 
+from penstock.spark import PYTHON_DAEMON
+
 DRIVER, JVM, PYTHON_WORKER, CAPTURE = "driver", "Spark JVM", "Spark Python worker", "capture"
 _PYTHON_DAEMON = "Spark Python daemon"
 _SERVER = "postgres"
@@ -70,9 +72,8 @@ class TreeWatch:
         return sum(each.cpu_seconds for each in self._seen.values())
 
     def peak_rss_mib(self, kind: str | None = None) -> float:
-        """The most that a single process has had."""
-        peaks = (each.peak_rss_mib for each in self._seen.values() if kind in (None, each.kind))
-        return max(peaks, default=0.0)
+        """The most that a single process has had; one of that kind must have been there."""
+        return max(each.peak_rss_mib for each in self._seen.values() if kind in (None, each.kind))
 
     def _run(self) -> None:
         rounds = itertools.count(1)
@@ -138,7 +139,7 @@ def _kind(pid: int, parent: str) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
         command = [""]
-    if "pyspark.daemon" in command:
+    if PYTHON_DAEMON in command:
         return PYTHON_WORKER if parent == _PYTHON_DAEMON else _PYTHON_DAEMON
     if "penstock.capture" in command:
         return CAPTURE

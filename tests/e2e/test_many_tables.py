@@ -21,7 +21,7 @@ import pytest
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
-from penstock.spark.tasks import SparkTasks
+from penstock.spark import PYTHON_DAEMON, SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
 from penstock.testing.processes import command_of, descendants_of, resident_bytes
@@ -62,7 +62,7 @@ class Memory:
         return cls(
             driver=resident_bytes(os.getpid()) / MEBIBYTE,
             capture=largest("penstock.capture"),
-            workers=largest("pyspark.daemon"),
+            workers=largest(PYTHON_DAEMON),
             heap=(runtime.totalMemory() - runtime.freeMemory()) / MEBIBYTE,
         )
 

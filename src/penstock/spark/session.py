@@ -22,6 +22,8 @@ from penstock.spark.java import find_java
 
 _FOLDER = Path(__file__).parent
 APPLY_POOL, COPY_POOL = "apply", "copy"
+PYTHON_DAEMON = "penstock.spark.daemon"
+"""Also in the command line of every Python worker, which is forked from it."""
 _LOOPBACK = "127.0.0.1"
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class SparkSettings:
             "spark.scheduler.mode": "FAIR",
             "spark.scheduler.allocation.file": (_FOLDER / "pools.xml").as_uri(),
             "spark.sql.session.timeZone": "UTC",
-            "spark.python.daemon.module": "penstock.spark.daemon",
+            "spark.python.daemon.module": PYTHON_DAEMON,
             # Without it Spark 4.1 refuses columns of type time, also when it only reads a file that has one.
             "spark.sql.timeType.enabled": "true",
         }
