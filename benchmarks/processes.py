@@ -14,7 +14,8 @@ from pathlib import Path
 
 from harness import SAMPLE_SECONDS, format_table, read_usage
 
-from penstock.spark import PYTHON_DAEMON
+from penstock.testing.parts import Part, part_of
+from penstock.testing.processes import command_of
 
 DRIVER, JVM, PYTHON_WORKER, CAPTURE = "driver", "Spark JVM", "Spark Python worker", "capture"
 _PYTHON_DAEMON = "Spark Python daemon"
@@ -135,13 +136,12 @@ def _find_tree(root: int) -> list[tuple[int, str]]:
 
 
 def _kind(pid: int, parent: str) -> str:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except (FileNotFoundError, ProcessLookupError):
-        command = [""]
-    if PYTHON_DAEMON in command:
-        return PYTHON_WORKER if parent == _PYTHON_DAEMON else _PYTHON_DAEMON
-    if "penstock.capture" in command:
-        return CAPTURE
-    name = Path(command[0]).name
-    return JVM if name == "java" else name or "ended"
+    match part_of(pid):
+        case Part.WORKER:
+            return PYTHON_WORKER if parent == _PYTHON_DAEMON else _PYTHON_DAEMON
+        case Part.CAPTURE:
+            return CAPTURE
+        case Part.JVM:
+            return JVM
+        case _:
+            return Path(next(iter(command_of(pid)), "ended")).name

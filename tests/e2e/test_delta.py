@@ -18,7 +18,7 @@ from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.planned_tables import Size, plan_tables
 from penstock.testing.readback import check_equal, check_exactly_once
 from penstock.testing.samples import available_samples
-from penstock.testing.trial import TrialSettings, run_trial
+from penstock.testing.trial import TrialReport, TrialSettings, add_up, run_trial
 from penstock.testing.writers import Writers
 from penstock.workers import BatchSettings
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
@@ -109,7 +109,7 @@ SOAK_MODES = [
 def test_whoever_is_killed_the_lake_equals_the_source_for_many_seeds(tmp_path, record_property):
     """The modes take turns; every fifth trial runs on Spark."""
     failures: list[str] = []
-    totals = {"kills": 0, "statements": 0, "rows": 0, "changes": 0}
+    reports: list[TrialReport] = []
     seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
     for seed in seeds:
         options, read = SOAK_MODES[seed % len(SOAK_MODES)]
@@ -117,16 +117,13 @@ def test_whoever_is_killed_the_lake_equals_the_source_for_many_seeds(tmp_path, r
         settings = TrialSettings(seed, kills=6, master=master, destination="delta", options=options)
         folder = tmp_path / str(seed)
         try:
-            report = run_trial(settings, folder, readback_of=lambda driven, read=read: read(driven.lake))
+            reports.append(run_trial(settings, folder, readback_of=lambda driven, read=read: read(driven.lake)))
         except Exception as error:
             failures.append(f"seed {seed}, {options}: {type(error).__name__}: {error}")
             continue
-        totals["kills"] += sum(report.kills.values())
-        for name in ("statements", "rows", "changes"):
-            totals[name] += getattr(report, name)
         shutil.rmtree(folder)
     record_property("seeds", f"{seeds[0]}–{seeds[-1]}")
-    for name, count in totals.items():
+    for name, count in add_up(reports).items():
         record_property(name, count)
     assert not failures, "\n".join(failures)
 

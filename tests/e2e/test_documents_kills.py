@@ -20,7 +20,8 @@ from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, open_store
 from penstock.testing.document_sink import FileSink
 from penstock.testing.drive_pipeline import DriveSettings
-from penstock.testing.pipeline_process import Part, PipelineProcess
+from penstock.testing.parts import Part
+from penstock.testing.pipeline_process import PipelineProcess
 from tests.e2e.documents import documents_of
 from tests.e2e.support import current_position
 from tests.integration.documents import world
@@ -214,7 +215,7 @@ def test_documents_survive_kills_of_spark(database: Any, tmp_path: Path) -> None
                 found.process.wait_for("its first word", lambda seen: seen.applied is not None)
                 found.rebuild()
                 load.wait(random.randint(20, 100))
-                found.process.kill(victim)
+                assert found.process.kill(victim)
                 if victim is Part.JVM:
                     found.process.wait_ended()
         found.check()

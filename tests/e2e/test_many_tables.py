@@ -21,10 +21,11 @@ import pytest
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
-from penstock.spark import PYTHON_DAEMON, SparkTasks
+from penstock.spark import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
-from penstock.testing.processes import command_of, descendants_of, resident_bytes
+from penstock.testing.parts import Part, part_of
+from penstock.testing.processes import descendants_of, resident_bytes
 from penstock.workers import BatchSettings
 from tests.e2e.support import current_position, wait_for
 from tests.e2e.test_spark_pipeline import CountingTasks, job_description, job_ids
@@ -54,15 +55,15 @@ class Memory:
         jvm = spark.sparkContext._jvm
         jvm.java.lang.System.gc()
         runtime = jvm.java.lang.Runtime.getRuntime()
-        below = {pid: " ".join(command_of(pid)) for pid in descendants_of(os.getpid())}
+        below = {pid: part_of(pid) for pid in descendants_of(os.getpid())}
 
-        def largest(name: str) -> float:
-            return max(resident_bytes(pid) for pid, command in below.items() if name in command) / MEBIBYTE
+        def largest(part: Part) -> float:
+            return max(resident_bytes(pid) for pid, found in below.items() if found is part) / MEBIBYTE
 
         return cls(
             driver=resident_bytes(os.getpid()) / MEBIBYTE,
-            capture=largest("penstock.capture"),
-            workers=largest(PYTHON_DAEMON),
+            capture=largest(Part.CAPTURE),
+            workers=largest(Part.WORKER),
             heap=(runtime.totalMemory() - runtime.freeMemory()) / MEBIBYTE,
         )
 

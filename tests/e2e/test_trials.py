@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 
 import pytest
 
-from penstock.testing.trial import TrialSettings, run_trial
+from penstock.testing.trial import TrialReport, TrialSettings, add_up, run_trial
 
 SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "60"))
 SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))
@@ -24,6 +25,8 @@ def test_whoever_is_killed_nothing_is_lost_or_doubled(settings, make_server, tmp
     report = run_trial(settings, tmp_path, server=make_server())
     assert report.changes > 0
     assert report.starts > settings.pipelines
+    # A part that is not found is not killed, and the rest would hold all the same.
+    assert report.kills == Counter(kill.victim.value for kill in settings.plan_kills())
 
 
 @pytest.mark.soak
@@ -31,7 +34,7 @@ def test_whoever_is_killed_nothing_is_lost_or_doubled(settings, make_server, tmp
 def test_whoever_is_killed_nothing_is_lost_or_doubled_for_many_seeds(tmp_path, record_property):
     """Every fifth trial runs on Spark, every third has two pipelines."""
     failures: list[str] = []
-    totals = {"kills": 0, "statements": 0, "rows": 0, "changes": 0}
+    reports: list[TrialReport] = []
     seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
     for seed in seeds:
         settings = TrialSettings(
@@ -39,15 +42,12 @@ def test_whoever_is_killed_nothing_is_lost_or_doubled_for_many_seeds(tmp_path, r
         )
         folder = tmp_path / str(seed)
         try:
-            report = run_trial(settings, folder)
+            reports.append(run_trial(settings, folder))
         except Exception as error:
             failures.append(f"{settings.command}\n{type(error).__name__}: {error}")
             continue
-        totals["kills"] += sum(report.kills.values())
-        for name in ("statements", "rows", "changes"):
-            totals[name] += getattr(report, name)
         shutil.rmtree(folder)
     record_property("seeds", f"{seeds[0]}–{seeds[-1]}")
-    for name, count in totals.items():
+    for name, count in add_up(reports).items():
         record_property(name, count)
     assert not failures, "\n".join(failures)

@@ -21,27 +21,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from penstock import failpoints
 from penstock.lsn import Lsn, reaches
 from penstock.testing.drive_pipeline import DriveSettings
-from penstock.testing.processes import command_of, descendants_of, wait_until_gone
+from penstock.testing.parts import Part, part_of
+from penstock.testing.processes import descendants_of, wait_until_gone
 
 HANG_SECONDS = 240.0
 """Far longer than anything here takes: a guard, not a measure."""
-
-
-class Part(StrEnum):
-    """A process of a pipeline."""
-
-    DRIVER = "driver"
-    CAPTURE = "capture"
-    JVM = "jvm"
-    WORKER = "worker"
-    """A Python process that runs Spark's tasks."""
 
 
 class PipelineEnded(AssertionError):
@@ -119,13 +109,9 @@ class PipelineProcess:
         """The processes that live, by what they are."""
         found: dict[Part, list[int]] = {Part.DRIVER: [self.pid]} if self.running else {}
         for pid in descendants_of(self.pid) if self.running else ():
-            command = " ".join(command_of(pid))
-            if "penstock.capture" in command:
-                found.setdefault(Part.CAPTURE, []).append(pid)
-            elif "org.apache.spark.deploy" in command:
-                found.setdefault(Part.JVM, []).append(pid)
-            elif "pyspark" in command:
-                found.setdefault(Part.WORKER, []).append(pid)
+            part = part_of(pid)
+            if part is not None:
+                found.setdefault(part, []).append(pid)
         return found
 
     def kill(self, part: Part = Part.DRIVER) -> bool:

@@ -16,7 +16,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -30,7 +31,8 @@ from penstock.destinations.parquet import ParquetReader
 from penstock.lsn import Lsn
 from penstock.testing.drive_pipeline import DriveSettings
 from penstock.testing.oracle import current_position
-from penstock.testing.pipeline_process import HANG_SECONDS, Part, PipelineEnded, PipelineProcess
+from penstock.testing.parts import Part
+from penstock.testing.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess
 from penstock.testing.planned_tables import PlannedTable, Size, plan_tables
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
@@ -117,8 +119,10 @@ class TrialReport:
     """What happened."""
 
     seed: int
-    kills: dict[str, int] = field(default_factory=dict[str, int])
-    """By victim; `nobody` where there was none of the kind just then."""
+    kills: Counter[str] = field(default_factory=Counter[str])
+    """By victim."""
+    missed: int = 0
+    """Where there was none of the kind just then."""
     starts: int = 0
     statements: int = 0
     transactions: int = 0
@@ -126,6 +130,15 @@ class TrialReport:
     tables: int = 0
     rows: int = 0
     changes: int = 0
+
+
+def add_up(reports: Iterable[TrialReport]) -> dict[str, int | str]:
+    """What happened in several trials."""
+    reports = list(reports)
+    kills = sum((report.kills for report in reports), Counter[str]())
+    victims = ", ".join(f"{name} {count}" for name, count in kills.most_common())
+    sums = {name: sum(getattr(report, name) for report in reports) for name in ("statements", "rows", "changes")}
+    return {"kills": f"{kills.total()} ({victims})", **sums}
 
 
 def run_trial(
@@ -214,8 +227,10 @@ class _Trial:
             struck = _kill_one(writers.backends)
         else:
             struck = pipeline.kill(Part(kill.victim.value))
-        name = kill.victim.value if struck else "nobody"
-        self._report.kills[name] = self._report.kills.get(name, 0) + 1
+        if struck:
+            self._report.kills[kill.victim.value] += 1
+        else:
+            self._report.missed += 1
 
     def _revive(self) -> None:
         for pipeline in self._pipelines:
