@@ -217,17 +217,19 @@ _ONE_PROCESS = {"spark": "spark", "delta_spark": "spark", "pressed": "pressed", 
 """Fixtures whose start takes seconds, and the group that the tests on them run in."""
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Tests on what is slow to start run in one process: every other one would start its own, and warm it up.
 
     Tests that may take longer than others begin first, so that nobody waits for one of them alone in the end.
     """
+    # Before groups are looked at, and after the order was drawn.
     for item in items:
         groups = {_ONE_PROCESS[name] for name in getattr(item, "fixturenames", ()) if name in _ONE_PROCESS}
         if groups:
             # A test on two of them goes where the slower one is.
             item.add_marker(pytest.mark.xdist_group("spark" if "spark" in groups else groups.pop()))
+    yield
     items.sort(key=lambda item: not _is_long(item))
 
 
