@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.demo_parts import SHORT_LIVED_SPARK, DemoChoice, fresh_folder, watcher
+from penstock.cli.demo_parts import DemoChoice, fresh_folder, watcher
 from penstock.cli.display import Display, opened_display
 from penstock.cli.outputs import LookedAt, Running, started_outputs
 from penstock.cli.tail import Ending
@@ -178,11 +178,7 @@ def _write_config(place: Path, url: str, master: str) -> Path:
     path = place / "penstock.toml"
     options = delta_options() if master != NO_SPARK else None
     # Spark's defaults are for tables of another size: hundreds of tasks for some thousand rows.
-    small = {
-        "spark.sql.shuffle.partitions": "4",
-        "spark.databricks.delta.snapshotPartitions": "2",
-        **SHORT_LIVED_SPARK,
-    }
+    small = {"spark.sql.shuffle.partitions": "4", "spark.databricks.delta.snapshotPartitions": "2"}
     spark = "".join(f'"{name}" = "{value}"\n' for name, value in {**options, **small}.items()) if options else ""
     path.write_text(
         f"""# The pipeline of the demo. Its server is gone when the demo has ended.

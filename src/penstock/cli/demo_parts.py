@@ -15,8 +15,6 @@ from penstock.errors import ConfigError
 from penstock.outputs import Outputs
 
 MARKER = ".penstock-demo"
-SHORT_LIVED_SPARK = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
-"""A minute is too short for the JVM's second compiler, which would take half of the processor time meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

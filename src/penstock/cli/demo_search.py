@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.demo_parts import SHORT_LIVED_SPARK, DemoChoice, Watch, fresh_folder, watcher
+from penstock.cli.demo_parts import DemoChoice, Watch, fresh_folder, watcher
 from penstock.cli.display import Display
 from penstock.cli.formats import format_seconds
 from penstock.cli.indexes import live_documents
@@ -23,7 +23,6 @@ from penstock.cli.outputs import LookedAt, Running, is_settled, started_outputs
 from penstock.cli.run import has_reached
 from penstock.cli.tail import Ending
 from penstock.config import Config, load_config
-from penstock.config.models import NO_SPARK
 from penstock.documents.diff import IndexDiff, Kind, Patience
 from penstock.documents.reading import ReadableSink, readable
 from penstock.errors import ConfigError, PenstockError
@@ -270,8 +269,6 @@ def _write_config(place: Path, source: str, search: str, master: str) -> Path:
     for name in INDEXES:
         shutil.copy(_SPECIFICATIONS / f"{name}.schema.yml", place)
     path = place / "penstock.toml"
-    options = SHORT_LIVED_SPARK if master != NO_SPARK else {}
-    spark = "".join(f'"{name}" = "{value}"\n' for name, value in options.items())
     indexes = "".join(f'[[index]]\nspecification = "{name}.schema.yml"\n\n' for name in INDEXES)
     path.write_text(
         f"""# The pipeline of the demo. Its servers are gone when the demo has ended.
@@ -284,7 +281,7 @@ url = "{source}"
 
 [spark]
 master = "{master}"
-{spark}
+
 {indexes}[sink]
 type = "opensearch"
 url = "{search}"

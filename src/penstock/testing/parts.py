@@ -20,9 +20,10 @@ class Part(StrEnum):
 
 def part_of(pid: int) -> Part | None:
     """What a process below a driver is; None for those that belong to no pipeline, or are gone."""
-    command = " ".join(command_of(pid))
-    if "penstock.capture" in command:
+    program, *arguments = command_of(pid) or [""]
+    if "penstock.capture" in arguments:
         return Part.CAPTURE
-    if "org.apache.spark.deploy" in command:
+    # Shells start it, with the same arguments.
+    if program.endswith("java") and any(each.startswith("org.apache.spark.deploy") for each in arguments):
         return Part.JVM
-    return Part.WORKER if PYTHON_DAEMON in command else None
+    return Part.WORKER if PYTHON_DAEMON in arguments else None

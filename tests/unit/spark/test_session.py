@@ -21,6 +21,9 @@ def test_a_persons_settings_win() -> None:
     assert (found["spark.master"], found["spark.ui.enabled"], found["spark.local.dir"]) == ("local[*]", "true", "/x")
     assert found["spark.driver.memory"] == "3g"
     assert found["spark.driver.extraJavaOptions"].endswith(" -Dx=1")
+    # The last of several counts.
+    given = SparkSettings(options={"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=4"}).configuration()
+    assert given["spark.driver.extraJavaOptions"].endswith("-XX:TieredStopAtLevel=1 -XX:TieredStopAtLevel=4")
     assert found["spark.driver.host"] == "127.0.0.1"
 
 
