@@ -19,6 +19,7 @@ from penstock.testing.planned_tables import Size, plan_tables
 from penstock.testing.readback import check_equal, check_exactly_once
 from penstock.testing.samples import available_samples
 from penstock.testing.trial import TrialReport, TrialSettings, add_up, run_trial
+from penstock.testing.workload import Ddl
 from penstock.testing.writers import Writers
 from penstock.workers import BatchSettings
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
@@ -86,7 +87,7 @@ def test_random_tables_are_followed(database, tmp_path, options, read):
 @pytest.mark.parametrize(
     ("settings", "read"),
     [
-        (TrialSettings(31, kills=4, destination="delta"), LakeReadBack),
+        (TrialSettings(31, kills=3, destination="delta", ddl=Ddl.ANY), LakeReadBack),
         (TrialSettings(32, kills=2, destination="delta", options={"mode": "history"}), HistoryReadBack),
     ],
     ids=["mirror", "history"],
@@ -107,19 +108,21 @@ SOAK_MODES = [
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_whoever_is_killed_the_lake_equals_the_source_for_many_seeds(tmp_path, record_property):
-    """The modes take turns; every fifth trial runs on Spark."""
+    """The modes take turns, and what happens to columns; every fifth trial runs on Spark."""
     failures: list[str] = []
     reports: list[TrialReport] = []
     seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
     for seed in seeds:
         options, read = SOAK_MODES[seed % len(SOAK_MODES)]
         master = "local[2]" if seed % 5 == 0 else None
-        settings = TrialSettings(seed, kills=6, master=master, destination="delta", options=options)
+        settings = TrialSettings(
+            seed, kills=6, master=master, destination="delta", options=options, ddl=[*Ddl][seed % len(Ddl)]
+        )
         folder = tmp_path / str(seed)
         try:
             reports.append(run_trial(settings, folder, readback_of=lambda driven, read=read: read(driven.lake)))
         except Exception as error:
-            failures.append(f"seed {seed}, {options}: {type(error).__name__}: {error}")
+            failures.append(f"{settings.command} into Delta, {options}: {type(error).__name__}: {error}")
             continue
         shutil.rmtree(folder)
     record_property("seeds", f"{seeds[0]}–{seeds[-1]}")

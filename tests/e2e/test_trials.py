@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from penstock.testing.trial import TrialReport, TrialSettings, add_up, run_trial
+from penstock.testing.workload import Ddl
 
 SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "60"))
 SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))
@@ -32,13 +33,16 @@ def test_whoever_is_killed_nothing_is_lost_or_doubled(settings, make_server, tmp
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_whoever_is_killed_nothing_is_lost_or_doubled_for_many_seeds(tmp_path, record_property):
-    """Every fifth trial runs on Spark, every third has two pipelines."""
+    """Every fifth trial runs on Spark, every third has two pipelines, every other one changes columns."""
     failures: list[str] = []
     reports: list[TrialReport] = []
     seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
     for seed in seeds:
         settings = TrialSettings(
-            seed, pipelines=2 if seed % 3 == 0 else 1, master="local[2]" if seed % 5 == 0 else None
+            seed,
+            pipelines=2 if seed % 3 == 0 else 1,
+            master="local[2]" if seed % 5 == 0 else None,
+            ddl=Ddl.ANY if seed % 2 else Ddl.NONE,
         )
         folder = tmp_path / str(seed)
         try:

@@ -1,6 +1,6 @@
 """A trial: random tables, random writers, pipelines, SIGKILLs, and in the end the destination equals the source.
 
-    python -m penstock.testing.trial --seed 7 --kills 6 --pipelines 2 --master 'local[2]'
+    python -m penstock.testing.trial --seed 7 --kills 6 --pipelines 2 --master 'local[2]' --ddl any
 
 Everything random comes from the seed: the tables, the statements and their order, whom a kill strikes and after how
 many statements. How far a pipeline is at that moment is up to the machine, so a seed that failed fails again often, not
@@ -29,6 +29,8 @@ import psycopg
 
 from penstock.destinations.parquet import ParquetReader
 from penstock.lsn import Lsn
+from penstock.state import open_store
+from penstock.state.commands import CommandKind
 from penstock.testing.drive_pipeline import DriveSettings
 from penstock.testing.oracle import current_position
 from penstock.testing.parts import Part
@@ -36,8 +38,18 @@ from penstock.testing.pipeline_process import HANG_SECONDS, PipelineEnded, Pipel
 from penstock.testing.planned_tables import PlannedTable, Size, plan_tables
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
+from penstock.testing.replay import Discrepancy
 from penstock.testing.samples import available_samples
+from penstock.testing.workload import Ddl
 from penstock.testing.writers import Writers
+
+_COLUMNS = """
+    select c.relname, array_agg(a.attname::text)
+    from pg_catalog.pg_class c join pg_catalog.pg_attribute a on a.attrelid = c.oid
+    where c.relnamespace = 'public'::regnamespace and c.relkind = 'r'
+        and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+    group by c.oid
+"""
 
 
 class Victim(StrEnum):
@@ -89,6 +101,8 @@ class TrialSettings:
     destination: str = "parquet"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of the destination."""
+    ddl: Ddl = Ddl.NONE
+    """Tables that it stops are copied again."""
 
     @property
     def command(self) -> str:
@@ -96,7 +110,7 @@ class TrialSettings:
         master = f" --master '{self.master}'" if self.master else ""
         return (
             f"python -m penstock.testing.trial --seed {self.seed} --kills {self.kills} "
-            f"--pipelines {self.pipelines}{master}"
+            f"--pipelines {self.pipelines}{master} --ddl {self.ddl}"
         )
 
     def plan_kills(self) -> list[Kill]:
@@ -123,6 +137,8 @@ class TrialReport:
     """By victim."""
     missed: int = 0
     """Where there was none of the kind just then."""
+    resyncs: int = 0
+    """Of tables whose columns changed in a way that their destination does not follow."""
     starts: int = 0
     statements: int = 0
     transactions: int = 0
@@ -137,7 +153,9 @@ def add_up(reports: Iterable[TrialReport]) -> dict[str, int | str]:
     reports = list(reports)
     kills = sum((report.kills for report in reports), Counter[str]())
     victims = ", ".join(f"{name} {count}" for name, count in kills.most_common())
-    sums = {name: sum(getattr(report, name) for report in reports) for name in ("statements", "rows", "changes")}
+    sums = {
+        name: sum(getattr(report, name) for report in reports) for name in ("statements", "resyncs", "rows", "changes")
+    }
     return {"kills": f"{kills.total()} ({victims})", **sums}
 
 
@@ -178,7 +196,7 @@ class _Trial:
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             samples = available_samples(connection)
         tables = plan_tables(Random(f"{settings.seed}-tables"), samples, settings.size)
-        writers = Writers(self._dsn, Random(f"{settings.seed}-writes"), tables, settings.size)
+        writers = Writers(self._dsn, Random(f"{settings.seed}-writes"), tables, settings.size, ddl=settings.ddl)
         for pipeline in self._pipelines:
             stack.callback(pipeline.close)
             pipeline.start()
@@ -250,8 +268,19 @@ class _Trial:
             readback = self._readback_of(pipeline.settings)
             report.tables += len(names)
             report.rows += check_equal(self._dsn, readback, names)
+            self._check_columns(readback)
             if isinstance(readback, ChangesReadBack):
                 report.changes += check_exactly_once(readback)
+
+    def _check_columns(self, readback: ReadBack) -> None:
+        """The last rows of all tables came after the last change of their columns: none is missing, none too many."""
+        with psycopg.connect(self._dsn) as connection:
+            wanted = dict(connection.execute(_COLUMNS).fetchall())
+        for table in readback.tables():
+            schema = readback.schema(table)
+            found = {column.name for column in schema.columns}
+            if found != set(wanted[schema.name]):
+                raise Discrepancy(f"{table} has the columns {sorted(found)} instead of {sorted(wanted[schema.name])}")
 
     def _settle(self, pipeline: PipelineProcess, count: int, end: Lsn | None = None) -> None:
         """All tables ready, and at the end if there is one.
@@ -261,15 +290,38 @@ class _Trial:
         for attempt in (1, 2):
             self._revive()
             try:
-                pipeline.wait_phases("ready", count, 2 * HANG_SECONDS)
+                self._wait_ready(pipeline, count)
                 if end is not None:
                     pipeline.wait_applied(end)
                     # One that was still behind then gets the rest in a later round.
-                    pipeline.wait_phases("ready", count)
+                    self._wait_ready(pipeline, count)
                 return
             except PipelineEnded:
                 if attempt == 2:
                     raise
+
+    def _wait_ready(self, pipeline: PipelineProcess, count: int) -> None:
+        """All tables ready. Those that were stopped are copied again, as often as it takes."""
+        if self._settings.ddl is Ddl.NONE:
+            pipeline.wait_phases("ready", count, 2 * HANG_SECONDS)
+            return
+        while True:
+            pipeline.wait_for(
+                "tables ready or stopped",
+                lambda seen: len(seen.phases) == count and set(seen.phases.values()) <= {"ready", "errored"},
+                2 * HANG_SECONDS,
+            )
+            stopped = [name for name, phase in pipeline.seen.phases.items() if phase == "errored"]
+            if not stopped:
+                return
+            self._report.resyncs += len(stopped)
+            with open_store(pipeline.settings.state_url, pipeline.settings.id) as store:
+                store.add_command(CommandKind.RESYNC, stopped)
+            pipeline.wait_for(
+                "what was stopped to be copied",
+                lambda seen: not any(seen.phases.get(name) == "errored" for name in stopped),  # noqa: B023
+                HANG_SECONDS,
+            )
 
 
 def _kill_one(backends: list[int]) -> bool:
@@ -287,8 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--pipelines", type=int, default=1)
     parser.add_argument("--master", default=None, help="of Spark; without it tasks run in the pipelines' processes")
+    parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)
     given = parser.parse_args(arguments)
-    settings = TrialSettings(given.seed, given.kills, given.pipelines, given.master)
+    settings = TrialSettings(given.seed, given.kills, given.pipelines, given.master, ddl=Ddl(given.ddl))
     with tempfile.TemporaryDirectory(prefix="penstock-trial-") as folder:
         report = run_trial(settings, Path(folder))
     sys.stdout.write(json.dumps(asdict(report)) + "\n")

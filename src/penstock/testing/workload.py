@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from random import Random
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 from psycopg import pq, sql
@@ -21,12 +22,50 @@ from psycopg import pq, sql
 from penstock.lsn import Lsn
 from penstock.source.connections import PINNED_PARAMETERS
 from penstock.testing.planned_tables import PlannedColumn, PlannedTable, Size
+from penstock.testing.samples import Sample
 
 LOCK_TIMEOUT = "30ms"
 MESSAGE_PREFIX = "oracle"
+_EXPECTED = (
+    psycopg.errors.LockNotAvailable,
+    psycopg.errors.IntegrityError,
+    psycopg.errors.DeadlockDetected,
+    # Columns that somebody else has just changed, or of a table that has checks of its own pending.
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.ObjectInUse,
+)
+"""What sessions do to each other."""
 _PREPARED = "select gid from pg_prepared_xacts where database = current_database()"
 
+_ADDED = "added "
+"""How the names of columns begin that a workload has added."""
+_ADDED_COLUMNS = """
+    select a.attname, pg_catalog.format_type(a.atttypid, a.atttypmod)
+    from pg_catalog.pg_attribute a join pg_catalog.pg_class c on c.oid = a.attrelid
+    where c.relname = %s and c.relnamespace = 'public'::regnamespace and a.attname like %s and not a.attisdropped
+    order by a.attnum
+"""
+_ADDED_SAMPLES = {
+    "integer": Sample("int4", ("0", "-7", "2147483647")),
+    "text": Sample("text", ("", "added", "\u00fc")),
+    "numeric(12,3)": Sample("numeric(12,3)", ("1.500", "-0.001", "NaN")),
+    "timestamp with time zone": Sample("timestamptz", ("2024-02-29 12:00:00+00", "infinity")),
+    "boolean": Sample("bool", ("t", "f")),
+    "jsonb": Sample("jsonb", ('{"a": 1}', "null")),
+}
+"""By the server's names of their types."""
+
 Rows = list[tuple[str | None, ...]]
+
+
+class Ddl(StrEnum):
+    """What happens to the columns of tables, in the middle of transactions."""
+
+    NONE = "none"
+    ADDED = "added"
+    """Columns come, some of them with a value for the rows that are there, and get values."""
+    ANY = "any"
+    """Those that came get other names, or go again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +112,21 @@ class Workload:
     """Runs random transactions; close it, or use it as a context manager."""
 
     def __init__(
-        self, dsn: str, random: Random, tables: Sequence[PlannedTable], size: Size, *, truncates: bool = True
+        self,
+        dsn: str,
+        random: Random,
+        tables: Sequence[PlannedTable],
+        size: Size,
+        *,
+        truncates: bool = True,
+        ddl: Ddl = Ddl.NONE,
     ) -> None:
         self._dsn = dsn
         self._random = random
         self._tables = list(tables)
         self._size = size
         self.truncates = truncates
+        self._ddl = ddl
         self._observer = self._connect()
         self._sessions = [_Session(self._connect(LOCK_TIMEOUT)) for _ in range(size.sessions)]
         self._prepared: list[tuple[str, _Session]] = []
@@ -146,6 +193,11 @@ class Workload:
             self._commit_prepared(name, session, truth)
         self._prepared.clear()
 
+    def insert_everywhere(self) -> None:
+        """A row into each table: from here on the stream has said what their columns are now."""
+        for table in self._tables:
+            self._insert(self._observer, table, 1, key=self._new_key(table, reuse=False))
+
     def sweep(self, truth: Truth) -> None:
         """Every value of every column: inserted, changed into the next one, and deleted in part."""
         session = self._sessions[0]
@@ -200,6 +252,10 @@ class Workload:
             self._do_message: 2,
             self._do_noise: 3,
         }
+        if self._ddl is not Ddl.NONE:
+            actions |= {self._do_add_column: 3, self._do_fill_column: 8}
+        if self._ddl is Ddl.ANY:
+            actions |= {self._do_rename_column: 1, self._do_drop_column: 1}
         if session.savepoints:
             actions |= {self._do_roll_back_to: 6, self._do_release: 3}
         ends = {self._end: 12}
@@ -209,7 +265,7 @@ class Workload:
             return
         try:
             chosen(session)  # pyright: ignore[reportCallIssue]
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.IntegrityError, psycopg.errors.DeadlockDetected):
+        except _EXPECTED:
             self._recover(session)
 
     def _recover(self, session: _Session) -> None:
@@ -291,6 +347,53 @@ class Workload:
         restart = sql.SQL(self._random.choice([" restart identity", ""]))
         session.connection.execute(sql.SQL("truncate {}{} cascade").format(names, restart))
         session.changes += 1
+
+    # Columns
+
+    def _do_add_column(self, session: _Session) -> None:
+        table, sample = self._random.choice(self._tables), self._random.choice([*_ADDED_SAMPLES.values()])
+        default = sql.SQL(" default {}").format(sql.Literal(sample.value(self._random)))
+        self._alter(
+            session,
+            table,
+            "add column {} {}{}",
+            *(self._new_column(), sql.SQL(sample.type), self._random.choice([sql.SQL(""), default])),
+        )
+
+    def _do_fill_column(self, session: _Session) -> None:
+        """Give some rows a value in a column that was added."""
+        table = self._changeable()
+        for name, type_ in self._one_added(session, table):
+            sample = _ADDED_SAMPLES[type_]
+            rows = self._pick(session, table, self._some())
+            statement = sql.SQL("update {} set {} = %s::{} where ctid = any(%s::tid[])").format(
+                table.identifier, sql.Identifier(name), sql.SQL(sample.type)
+            )
+            values = [sample.value(self._random), [row[0] for row in rows]]
+            session.changes += session.connection.execute(statement, values).rowcount
+
+    def _do_rename_column(self, session: _Session) -> None:
+        table = self._random.choice(self._tables)
+        for name, _ in self._one_added(session, table):
+            self._alter(session, table, "rename column {} to {}", sql.Identifier(name), self._new_column())
+
+    def _do_drop_column(self, session: _Session) -> None:
+        table = self._random.choice(self._tables)
+        for name, _ in self._one_added(session, table):
+            self._alter(session, table, "drop column {}", sql.Identifier(name))
+
+    def _alter(self, session: _Session, table: PlannedTable, what: LiteralString, *parts: sql.Composable) -> None:
+        statement = sql.SQL("alter table {} ").format(table.identifier) + sql.SQL(what).format(*parts)
+        session.connection.execute(statement)
+
+    def _new_column(self) -> sql.Identifier:
+        self._number += 1
+        return sql.Identifier(f"{_ADDED}{self._number}")
+
+    def _one_added(self, session: _Session, table: PlannedTable) -> list[tuple[str, str]]:
+        """A column that was added and its type; none if there is none."""
+        found = session.connection.execute(_ADDED_COLUMNS, [table.name, f"{_ADDED}%"]).fetchall()
+        return self._random.sample(found, min(1, len(found)))
 
     # Everything else
 

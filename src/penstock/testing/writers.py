@@ -17,7 +17,7 @@ from random import Random
 import psycopg
 
 from penstock.testing.planned_tables import PlannedTable, Size
-from penstock.testing.workload import Truth, Workload
+from penstock.testing.workload import Ddl, Truth, Workload
 
 HANG_SECONDS = 120.0
 """Far longer than a server takes to recover, or a statement to end."""
@@ -38,9 +38,10 @@ class Writers:
         *,
         truncates: bool = True,
         pause: float = _PAUSE_SECONDS,
+        ddl: Ddl = Ddl.NONE,
     ) -> None:
         """`pause` stands between two statements. Tables are created here, with their first rows."""
-        self._workload = Workload(dsn, random, tables, size, truncates=truncates)
+        self._workload = Workload(dsn, random, tables, size, truncates=truncates, ddl=ddl)
         self._pause = pause
         self._truth = self._workload.create()
         self._stop = threading.Event()
@@ -102,6 +103,7 @@ class Writers:
                     self._moved.notify_all()
             while not self._through_losses(self._workload.end):
                 pass
+            self._workload.insert_everywhere()
         except BaseException as error:
             with self._moved:
                 self._error = error
