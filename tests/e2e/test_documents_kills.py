@@ -67,6 +67,8 @@ class Load:
                     # Now and then one that is larger than a batch.
                     statements = 300 if self._random.random() < 0.02 else self._random.randint(1, 6)
                     world.random_transaction(self._random, connection, statements, truncates=0.0005)
+                    if self._random.random() < 0.05:
+                        world.random_ddl(self._random, connection)
                     with self._changed:
                         self.count += 1
                         self._changed.notify_all()

@@ -274,6 +274,19 @@ def random_transaction(
             _try(connection, *_statement(random, truncates))
 
 
+def random_ddl(random: Random, connection: psycopg.Connection[Any]) -> None:
+    """What no specification speaks of: a column comes or goes, old rows are sent as a whole or not."""
+    what = random.choice(
+        [
+            "add column if not exists unseen int default 7",
+            "drop column if exists unseen",
+            "replica identity full",
+            "replica identity default",
+        ]
+    )
+    connection.execute(f"alter table w.{random.choice(list(COLUMNS))} {what}".encode())
+
+
 def _statement(random: Random, truncates: float) -> tuple[Any, list[Any]]:
     table = random.choice(list(COLUMNS))
     columns = COLUMNS[table]
