@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.destinations.parquet.reader import ParquetReader
-from tests.integration.cli.program import PATIENCE, Command, penstock
+from tests.program import PATIENCE, Command, penstock
 
 ONE = '[destination]\ntype = "parquet"\npath = "lake"'
 SECOND = '[[destination]]\nname = "second"\ntype = "parquet"\npath = "second"'

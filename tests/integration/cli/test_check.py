@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.integration.cli.program import penstock
+from tests.program import penstock
 
 
 def run(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.testing.shop import create_shop, fill_shop
-from tests.integration.cli.program import penstock
+from tests.program import penstock
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,8 +11,8 @@ from urllib.parse import quote
 import pytest
 
 from penstock.config import load_config
-from tests.integration.cli.program import penstock
 from tests.integration.cli.support import Terminal
+from tests.program import penstock
 
 SECRET = "pa ss'w@rd/2%"
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 import psycopg
 import pytest
 
-from tests.integration.cli.program import Command
+from tests.program import Command
 
 FOLLOWING = "following publication"
 PATIENCE = 60.0

@@ -5,26 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
+from tests.program import penstock
 
 SECRET = "s3cret-pa55"
 
 
 def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return penstock(*arguments, environment={**os.environ, "COLUMNS": "200", **environment}, folder=cwd)
 
 
 def test_version_and_help() -> None:
