@@ -315,13 +315,17 @@ class _Trial:
             if not stopped:
                 return
             self._report.resyncs += len(stopped)
-            with open_store(pipeline.settings.state_url, pipeline.settings.id) as store:
-                store.add_command(CommandKind.RESYNC, stopped)
-            pipeline.wait_for(
-                "what was stopped to be copied",
-                lambda seen: not any(seen.phases.get(name) == "errored" for name in stopped),  # noqa: B023
-                HANG_SECONDS,
-            )
+            self._resync(pipeline, stopped)
+
+    def _resync(self, pipeline: PipelineProcess, tables: Sequence[str]) -> None:
+        with open_store(pipeline.settings.state_url, pipeline.settings.id) as store:
+            number = store.add_command(CommandKind.RESYNC, tables).number
+
+            def is_answered() -> bool:
+                command = store.get_command(number)
+                return command is not None and command.answered
+
+            pipeline.wait_for("an answer to the resync", lambda _: is_answered())
 
 
 def _kill_one(backends: list[int]) -> bool:
