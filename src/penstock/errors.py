@@ -75,6 +75,16 @@ class Retry(Enum):
     """Stop and wait for a person."""
 
 
+_TABLE = "<table>"
+RESYNC = f"penstock resync {_TABLE}"
+"""In hints that say so: only a new copy helps."""
+
+
+def for_table(hint: str, table: str) -> str:
+    """A hint with the name of the table that it is about."""
+    return hint.replace(_TABLE, table)
+
+
 class PenstockError(Exception):
     """Base of all errors; `facts` are kept as attributes and cross process borders."""
 
@@ -244,7 +254,7 @@ class TableRewritten(SourceError):
 class ValuesNotSent(SourceError):
     """DDL gave rows that are there already values which the stream does not carry."""
 
-    default_hint = "Copy the table again: penstock resync <table>."
+    default_hint = f"Copy the table again: {RESYNC}."
 
 
 class TableLocked(SourceError):

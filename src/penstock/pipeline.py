@@ -409,7 +409,9 @@ class Pipeline:
         try:
             self._carry_out(command)
         except (IllegalTransition, PenstockError) as error:
-            self._store.answer_command(command.number, CommandStatus.REFUSED, f"{error} {error.hint}".strip())
+            self._store.answer_command(
+                command.number, CommandStatus.REFUSED, ". ".join(filter(None, (str(error), error.hint)))
+            )
         else:
             if command.kind is not CommandKind.VERIFY:  # answered when it has come true
                 self._store.answer_command(command.number, CommandStatus.DONE)

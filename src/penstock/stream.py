@@ -24,7 +24,13 @@ from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.lineage import Lineage, identify_system, verify_lineage
-from penstock.source.publications import Membership, ensure_publication, load_membership, published_tables
+from penstock.source.publications import (
+    Membership,
+    ensure_publication,
+    load_membership,
+    published_tables,
+    without_identity,
+)
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
 from penstock.spool import Holds, Readers, SpoolSettings
 from penstock.spool.folder import SpoolFolder
@@ -172,9 +178,17 @@ class Stream:
 
     def _ensure_publication(self, connection: psycopg.Connection[Any]) -> None:
         settings = self._settings
-        ensure_publication(
+        ensured = ensure_publication(
             connection, settings.publication, settings.tables, settings.exclude, manage=settings.manage_publication
         )
+        unidentified = without_identity(connection, ensured.added)
+        if unidentified:
+            logger.warning(
+                "published without replica identity: the server refuses updates and deletes of %s until there is one",
+                ", ".join(unidentified),
+            )
+        if ensured.created and not ensured.added:
+            logger.warning("no table matches %s: nothing is copied until one does", ", ".join(settings.tables))
 
     def _ensure_trigger(self, connection: psycopg.Connection[Any]) -> None:
         """Make the DDL trigger if it is wanted, and remove one of earlier days if it is not."""

@@ -100,7 +100,7 @@ def pause(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Stop writing changes to the destination, until resume or the next start.
+    """Stop writing changes to the destination, until resume or the next start; one that does not run begins paused.
 
     Changes are still read, up to the spool's limit; then the server keeps them.
     """

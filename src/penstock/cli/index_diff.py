@@ -164,7 +164,7 @@ class _Lines(DiffObserver):
     def on_settling(self, index: str, suspects: int) -> None:
         if index not in self._told:
             self._told.add(index)
-            self._write(f"{index}: {count_of(suspects, 'document')} do not match yet, looking again")
+            self._write(f"{index}: {count_of(suspects, 'document')} not equal yet, looking again")
 
 
 class _Bars(DiffObserver):
@@ -182,4 +182,4 @@ class _Bars(DiffObserver):
 
     def on_settling(self, index: str, suspects: int) -> None:
         if index in self._bars:
-            self._progress.update(self._bars[index], description=f"{index} ({suspects:,} do not match yet)")
+            self._progress.update(self._bars[index], description=f"{index} ({suspects:,} not equal yet)")

@@ -15,10 +15,11 @@ from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.fingerprint import build_fingerprint
 from penstock.pipeline import OnLostSlot
 from penstock.source import Role, connect
-from penstock.source.publications import find_tables, inspect_publication, published_tables
+from penstock.source.publications import find_tables, inspect_publication, published_tables, without_identity
 from penstock.source.slots import inspect_slot
 from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
 
+_REFUSED = "WITHOUT REPLICA IDENTITY: once it is published, the server refuses updates and deletes of it"
 _POLLED = "not needed, changes are polled"
 
 
@@ -68,6 +69,7 @@ def make_plan(config: Config) -> Plan:
         polled = config.documents is not None and config.documents.polling is not None
         slot, anew = (_POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
         tables = {} if polled else _tables(connection, config)
+        refused = set(without_identity(connection, tables))
         indexes = config.documents.indexes if config.documents is not None else ()
         catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
         return Plan(
@@ -88,6 +90,7 @@ def make_plan(config: Config) -> Plan:
             tables={
                 name: {
                     output: _fate(None if table_id is None else known.get(table_id), anew)
+                    + (f"; {_REFUSED}" if name in refused else "")
                     for output, known in phases.items()
                     if config.documents is None or output != config.documents.name
                 }
@@ -110,7 +113,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"spool        {plan.spool}: {plan.spool_plan}"
     for name, type_ in plan.destinations.items():
         yield f"destination  {f'{name}: ' if len(plan.destinations) > 1 else ''}{type_}"
-    yield f"tables       {len(plan.tables) or 'none'}"
+    none = "none" if plan.publication_plan == _POLLED else "none: no table of the database matches"
+    yield f"tables       {len(plan.tables) or none}"
     width = max((len(name) for name in plan.tables), default=0)
     for name, fates in plan.tables.items():
         if not fates:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from penstock.cli.formats import count_of, format_bytes, format_seconds
 from penstock.cli.lag import Behind
 from penstock.copy.progress import CopyProgress
+from penstock.errors import for_table
 from penstock.lsn import Lsn
 from penstock.source.slots import name_blockers
 from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Ready, TableReplicationPhase
@@ -202,7 +203,7 @@ class Progress:
 
     def _new_phases(self, phases: Mapping[str, TableReplicationPhase]) -> list[Notice]:
         notices = [
-            self._notice("stopped", f"stopped {table}: {phase.reason}", table, {"reason": phase.reason})
+            self._notice("stopped", _stopped(table, phase), table, {"reason": phase.reason, "solution": phase.solution})
             for table, phase in phases.items()
             if isinstance(phase, Errored) and self._phases.get(table) != phase
         ]
@@ -224,6 +225,11 @@ class Progress:
 
     def _notice(self, event: str, text: str, table: str, facts: Mapping[str, Any]) -> Notice:
         return Notice(event, f"{self._prefix}{text}", self._pipeline.output, table, facts)
+
+
+def _stopped(table: str, phase: Errored) -> str:
+    remedy = for_table(phase.solution or "", table)
+    return f"stopped {table}: {phase.reason}{'. ' if remedy else ''}{remedy}"
 
 
 def describe_plan(progress: CopyProgress) -> str:

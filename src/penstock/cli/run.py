@@ -93,6 +93,12 @@ def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> Non
             for name, phase in pipeline.phases.items()
             if isinstance(phase, Errored)
         ]
+        copied = any(pipeline.phases for pipeline in outputs)
+    if once and caught_up and config.outputs and not copied:
+        raise PenstockError(
+            f"no table matches {', '.join(config.pipeline.tables)}, so none was copied",
+            hint="`penstock run --plan` shows which tables there would be.",
+        )
     if once and failed:
         raise PenstockError(
             f"{len(failed)} table{'s' * (len(failed) > 1)} stopped: {', '.join(failed)}",

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from penstock.cli.configured import table_names
 from penstock.config import Config, OutputChoice
-from penstock.errors import Retry
+from penstock.errors import RESYNC, Retry, for_table
 from penstock.lsn import Lsn
 from penstock.observe import scrub
 from penstock.state import Errored, LeaseInfo, Ready, Store, StoredPhase, SyncDone
@@ -32,10 +32,11 @@ class TableError:
     def lines(self, table: str) -> list[Text]:
         """For people, with an empty line behind."""
         lines = [Text.assemble((f"{table} stopped", "bold"), f" at {self.since}: {self.reason}")]
-        if self.solution:
-            lines.append(Text(f"  {self.solution}"))
-        if self.command:
-            lines.append(Text(f"  then: penstock {self.command} {table}"))
+        solution, call = for_table(self.solution or "", table), f"penstock {self.command} {table}"
+        if solution:
+            lines.append(Text(f"  {solution}"))
+        if self.command and call not in solution:
+            lines.append(Text(f"  then: {call}"))
         elif self.next_retry:
             lines.append(Text(f"  it is tried again by itself at {self.next_retry}"))
         return [*lines, Text()]
@@ -110,7 +111,7 @@ def _error(config: Config, phase: StoredPhase) -> TableError | None:
 
 
 def _command(phase: Errored) -> str | None:
-    if phase.position_lost:
+    if phase.position_lost or RESYNC in (phase.solution or ""):
         return "resync"
     return "rollback" if phase.retry_policy.retry is Retry.OPERATOR else None
 

@@ -164,7 +164,8 @@ def _drop_publication(connection: psycopg.Connection[Any], name: str) -> None:
 def _remove_spool(path: Path) -> None:
     """Only what a spool consists of: somebody may keep other things in the folder."""
     folder = SpoolFolder(path)
-    for each in (folder.log, folder.segments, folder.schemas, folder.readers, folder.holds, folder.open):
+    changes = (folder.log, folder.segments, folder.schemas, folder.open)
+    for each in (*changes, folder.readers, folder.holds, folder.comparisons):
         shutil.rmtree(each, ignore_errors=True)
     for file in (folder.lineage, folder.lock, folder.status, folder.released):
         file.unlink(missing_ok=True)

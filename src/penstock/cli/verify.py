@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +30,7 @@ from penstock.cli.verify_display import opened_watching, print_report
 from penstock.config import Config, OutputChoice
 from penstock.errors import PenstockError
 from penstock.pipeline import Outputs
+from penstock.spool.folder import SpoolFolder
 from penstock.state import PipelineStore
 from penstock.verify.compare import CompareSettings
 from penstock.verify.report import Report
@@ -185,8 +185,8 @@ def _compare(request: _Request, output: OutputChoice, store: PipelineStore, task
 
 def _with_folder(settings: CompareSettings, output: OutputChoice) -> CompareSettings:
     """What differs is written below the spool, which all tasks see."""
-    folder: Path = output.settings.spool.path / "verify"
-    return CompareSettings(settings.sample, settings.show_values, settings.shown, folder)
+    folder = SpoolFolder(output.settings.spool.path)
+    return CompareSettings(settings.sample, settings.show_values, settings.shown, folder.comparisons)
 
 
 def _all_cores(tasks: Any, session: Any) -> Any:

@@ -29,10 +29,9 @@ from penstock.documents.base import (
     Sink,
 )
 from penstock.documents.images import Changes, merge_changes
-from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
+from penstock.documents.policy import BatchPolicy, FailurePolicies
 from penstock.documents.queue import ChangeQueue
 from penstock.documents.resolve import Resolution, ResolvedKeys
-from penstock.errors import DocumentsRejected
 
 DEFAULT_QUEUE_CAPACITY = 1024
 
@@ -187,15 +186,7 @@ class Engine:
 
     def _judge(self, report: FlushReport) -> None:
         """Decide about all before anything is said about one: a batch that comes again must not be counted twice."""
-        fatal = [each for each in report.rejections if self.failure_policies.of(each.index) is FailurePolicy.STOP]
-        if fatal:
-            first = fatal[0]
-            raise DocumentsRejected(
-                f"{len(fatal)} documents were refused; the first, of index {first.index!r}: {first.reason}",
-                index=first.index,
-                id=first.id,
-                count=len(fatal),
-            )
+        self.failure_policies.stop_for(report.rejections)
         for each in report.rejections:
             logger.warning("document set aside index=%s reason=%s", each.index, each.reason)
             self._observer.on_document_quarantined(each)

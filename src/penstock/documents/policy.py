@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from penstock.documents.base import Rejection
+from penstock.errors import DocumentsRejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +43,16 @@ class FailurePolicies:
     def of(self, index: str) -> FailurePolicy:
         """What was said for this index, or else for all."""
         return self.indexes.get(index, self.default)
+
+    def stop_for(self, rejections: Sequence[Rejection]) -> None:
+        """Raises `DocumentsRejected` if one of them is of an index that stops."""
+        fatal = [each for each in rejections if self.of(each.index) is FailurePolicy.STOP]
+        if fatal:
+            first, count = fatal[0], len(fatal)
+            raise DocumentsRejected(
+                f"{count} document{'s were' if count > 1 else ' was'} refused; the first, of index {first.index!r}: "
+                f"{first.reason}",
+                index=first.index,
+                id=first.id,
+                count=count,
+            )

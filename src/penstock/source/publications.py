@@ -8,7 +8,7 @@ published *schema* and came back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,25 @@ _CANDIDATES = """
     where c.relkind in ('r', 'p') and c.relpersistence = 'p'
       and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
     order by n.nspname, c.relname
+"""
+
+_WITHOUT_IDENTITY = """
+    select t.name from unnest(%s::text[]) as t (name)
+    where exists (
+        select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+        cross join lateral (
+            select c.oid union select p.relid from pg_catalog.pg_partition_tree(c.oid) p where p.isleaf
+        ) stored
+        join pg_catalog.pg_class s on s.oid = stored.oid and s.relkind = 'r'
+        where n.nspname || '.' || c.relname = t.name and case s.relreplident
+            when 'n' then true
+            when 'd' then not exists (
+                select from pg_catalog.pg_index x where x.indrelid = s.oid and x.indisprimary and x.indimmediate
+            )
+            else false
+        end
+    )
+    order by t.name
 """
 
 logger = logging.getLogger(__name__)
@@ -320,6 +339,12 @@ def find_tables(
     chosen = select_tables(candidates, patterns, exclude)
     names = {str(table) for table in chosen}
     return [table for table in chosen if not names.intersection(candidates[table])]
+
+
+def without_identity(connection: psycopg.Connection[Any], tables: Iterable[str]) -> list[str]:
+    """Those of the tables whose updates and deletes the server refuses once they are published."""
+    with translated(connection, "look for replica identities"), connection.cursor(row_factory=tuple_row) as cursor:
+        return [name for (name,) in cursor.execute(_WITHOUT_IDENTITY, [list(tables)]).fetchall()]
 
 
 def load_membership(connection: psycopg.Connection[Any], publication: str) -> Membership:

@@ -69,6 +69,11 @@ class SpoolFolder:
         return self.root / "open"
 
     @property
+    def comparisons(self) -> Path:
+        """What tasks of `penstock verify` write down."""
+        return self.root / "verify"
+
+    @property
     def status(self) -> Path:
         return self.root / "status.json"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
-from penstock.errors import IllegalTransition, Retry
+from penstock.errors import RESYNC, IllegalTransition, Retry
 from penstock.lsn import Lsn, is_in, reaches
 from penstock.state.phases import (
     Catchup,
@@ -27,8 +27,8 @@ from penstock.state.phases import (
 )
 from penstock.state.positions import furthest
 
-_RESYNC = "Copy the table again: penstock resync <table>."
-_TOO_LATE = "It held back progress for too long. When the cause is gone, copy the table again: penstock resync <table>."
+_RESYNC = f"Copy the table again: {RESYNC}."
+_TOO_LATE = f"It held back progress for too long. When the cause is gone, copy the table again: {RESYNC}."
 
 
 def discover(current: StoredPhase | None) -> StoredPhase:

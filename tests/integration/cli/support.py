@@ -36,7 +36,9 @@ class Site:
     def slot(self) -> str:
         return f"run_{self.database.name[-12:]}"
 
-    def configure(self, *, master: str = "none", more: str = "", destination: str = ONE) -> None:
+    def configure(
+        self, *, master: str = "none", tables: str = "public.*", more: str = "", destination: str = ONE
+    ) -> None:
         (self.folder / "penstock.toml").write_text(
             f"""
             [pipeline]
@@ -45,7 +47,7 @@ class Site:
             batch = {{interval = "100ms"}}
             [source]
             url = "${{SOURCE_URL}}"
-            tables = ["public.*"]
+            tables = ["{tables}"]
             publication = "shop"
             slot = "{self.slot}"
             [spark]

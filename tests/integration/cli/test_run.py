@@ -180,8 +180,44 @@ def test_a_table_that_stops_is_explained(site: Site):
     assert site.rows("strange") == [(1, "x")]
 
 
+def test_a_table_that_only_a_copy_helps_is_told_so(site: Site):
+    assert site.run("run", "--once", "-q").returncode == 0
+    site.database.execute("alter table orders add column extra int default 5")
+    site.database.execute("update orders set note = 'changed'")
+    stopped = site.run("run", "--once")
+    assert stopped.returncode == 1, stopped.stderr
+    remedy = "Copy the table again: penstock resync public.orders."
+    (line,) = [line for line in stopped.stderr.splitlines() if "stopped public.orders: " in line]
+    assert line.endswith(remedy)
+    listing = site.run("tables").stdout
+    assert f"  {remedy}\n" in listing
+    assert "then:" not in listing
+    (error,) = [each["error"] for each in json.loads(site.run("tables", "--json").stdout)["tables"] if each["error"]]
+    assert error["command"] == "resync"
+    assert site.run("resync", "orders").returncode == 0
+    again = site.run("run", "--once")
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_table_whose_updates_the_server_will_refuse_is_named(site: Site):
+    site.database.execute("create table keyless (id int, note text)")
+    assert "  public.keyless  would be copied; WITHOUT REPLICA IDENTITY" in site.run("run", "--plan").stdout
+    result = site.run("run", "--once")
+    assert result.returncode == 0, result.stderr
+    assert "the server refuses updates and deletes of public.keyless until there is one" in result.stderr
+
+
+def test_patterns_that_match_no_table_are_told(site: Site):
+    site.configure(tables="shp.*")
+    assert "tables       none: no table of the database matches" in site.run("run", "--plan").stdout
+    result = site.run("run", "--once")
+    assert result.returncode == 1
+    assert "no table matches shp.*, so none was copied" in result.stderr
+
+
 def test_teardown_shows_asks_and_removes(site: Site):
     assert site.run("run", "--once", "-q").returncode == 0
+    assert site.run("verify", "-q").returncode == 0
     no = site.run("teardown", answer="n\n")
     assert no.returncode == 1
     assert f"slot {site.slot} on " in no.stdout

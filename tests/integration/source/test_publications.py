@@ -18,6 +18,7 @@ from penstock.source.publications import (
     load_membership,
     published_attnums,
     published_tables,
+    without_identity,
 )
 
 Connection = psycopg.Connection[Any]
@@ -240,3 +241,22 @@ def test_creating_without_privilege_is_named(any_database: Any, connection: Conn
     finally:
         connection.execute("reset role")
         connection.execute(f"drop role {role}".encode())
+
+
+def test_tables_whose_updates_the_server_would_refuse_are_found(any_database: Any, connection: Connection) -> None:
+    any_database.execute(
+        """
+        create table public.keyed (id int primary key); create table public.keyless (id int);
+        create table public.whole (id int); alter table public.whole replica identity full;
+        create table public.late (id int primary key deferrable);
+        create table public.nothing (id int primary key); alter table public.nothing replica identity nothing;
+        create table public.parts (id int) partition by range (id);
+        create table public.part partition of public.parts for values from (0) to (10);
+        create table public.keyed_parts (id int primary key) partition by range (id);
+        create table public.keyed_part partition of public.keyed_parts for values from (0) to (10)
+        """
+    )
+    every = ["keyed", "keyless", "whole", "late", "nothing", "parts", "keyed_parts"]
+    found = without_identity(connection, [f"public.{name}" for name in every])
+    assert found == ["public.keyless", "public.late", "public.nothing", "public.parts"]
+    assert without_identity(connection, []) == []

@@ -16,6 +16,7 @@ from penstock.cli.status import render, status_facts
 from penstock.cli.status_file import StatusFile
 from penstock.cli.table_states import TableError
 from penstock.copy.progress import CopyProgress
+from penstock.errors import RESYNC
 from penstock.lsn import Lsn
 from penstock.state import Catchup, DataSync, LeaseInfo
 
@@ -59,6 +60,12 @@ def test_a_lost_slot_and_a_table_that_stopped() -> None:
         "  Make it smaller.",
         "  then: penstock resync public.a",
     ]
+
+
+def test_a_remedy_that_is_the_command_stands_there_once() -> None:
+    error = TableError("dropped", f"Copy it again: {RESYNC}.", "resync", "2026-11-15T10:00:00+00:00", None, 1, False)
+    output = replace(OUTPUT, tables=(replace(READY, phase="errored", error=error),))
+    assert shown(replace(STATUS, outputs=(output,)))[-1] == "  Copy it again: penstock resync public.a."
 
 
 def test_long_transactions_are_named() -> None:

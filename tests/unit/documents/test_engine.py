@@ -288,7 +288,7 @@ def test_an_error_of_the_source_ends_the_run_after_what_came_before(journal: Jou
 def test_under_stop_a_refused_document_leaves_the_batch_unconfirmed(journal: Journal) -> None:
     sink = JournalSink(journal, [("one", "a")])
     observer = JournalObserver()
-    with pytest.raises(DocumentsRejected, match=r"1 documents were refused; the first, of index 'one': bad value"):
+    with pytest.raises(DocumentsRejected, match=r"1 document was refused; the first, of index 'one': bad value"):
         engine(journal, [piece(journal, "a"), piece(journal, "b")], sink=sink, observer=observer).run()
     assert not any(line.startswith("ack") for line in journal.lines)
     assert not any(line.startswith("quarantined") for line in observer.heard)

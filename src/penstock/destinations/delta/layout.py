@@ -43,6 +43,7 @@ from penstock.destinations.delta.schema import (
     schema_string,
 )
 from penstock.destinations.refusals import rejected
+from penstock.errors import RESYNC
 from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.schema.json import schema_from_json, schema_to_json
 from penstock.schema.types import keeps_values
@@ -50,7 +51,7 @@ from penstock.schema.types import keeps_values
 DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
 _TIMES, _BEGUN, _COPIED = "penstock.times", "penstock.attempt", "penstock.copied"
-_RESYNC = "Run `penstock resync` for this table: it is copied anew with its new columns."
+_COPY_AGAIN = f"Copy the table again, with its new columns: {RESYNC}."
 
 
 class Mode(StrEnum):
@@ -129,7 +130,7 @@ class TableLayout:
         # Rows of a table without a key may be found by all their cells, so a new key tells them apart in another way.
         is_matched = self.source.key or self.source.replica_identity is ReplicaIdentity.FULL
         if is_matched and {column.attnum for column in self.source.key} != {column.attnum for column in schema.key}:
-            raise rejected(str(schema), "its key changed", hint=_RESYNC)
+            raise rejected(str(schema), "its key changed", hint=_COPY_AGAIN)
         types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
         fields: list[pa.Field] = list(self.schema)
         names = dict(self.names)
@@ -141,7 +142,7 @@ class TableLayout:
             if column.attnum in names:
                 fits = self.schema.field(names[column.attnum]).type == arrow_type
                 if not fits or not _keeps_values(before[column.attnum], column):
-                    raise rejected(str(schema), f"the type of column {column.name!r} changed", hint=_RESYNC)
+                    raise rejected(str(schema), f"the type of column {column.name!r} changed", hint=_COPY_AGAIN)
                 continue
             names[column.attnum] = _free_name(types[column.attnum], [field.name for field in fields])
             fields.append(pa.field(names[column.attnum], arrow_type))
@@ -153,9 +154,9 @@ class TableLayout:
     def _refuse(self, before: Column, after: Column | None) -> None:
         table = str(self.source)
         if after is None:
-            raise rejected(table, f"column {before.name!r} was dropped, or is no longer published", hint=_RESYNC)
+            raise rejected(table, f"column {before.name!r} was dropped, or is no longer published", hint=_COPY_AGAIN)
         if after.name != before.name:
-            raise rejected(table, f"column {before.name!r} was renamed to {after.name!r}", hint=_RESYNC)
+            raise rejected(table, f"column {before.name!r} was renamed to {after.name!r}", hint=_COPY_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from penstock.destinations.delta.rows import LiveFile
 from penstock.destinations.delta.table import LakeTable, Version
 from penstock.destinations.delta.tasks import TableWork
 from penstock.destinations.refusals import rejected, unreadable
+from penstock.errors import RESYNC
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 
@@ -67,7 +68,7 @@ def plan_table(
         raise rejected(
             changes.table,
             f"it was copied in the mode {version.state.layout.mode.value}, not {mode.value}",
-            hint="Run `penstock resync` for this table, or set the mode back.",
+            hint=f"Copy the table again ({RESYNC}), or set the mode back.",
         )
     position = table.require_position(version)
     left = leave_out(changes, position, batch.begin)

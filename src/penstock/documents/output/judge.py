@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.documents.base import Observer, Rejection
 from penstock.documents.output.tasks import Outcome
-from penstock.documents.policy import FailurePolicies, FailurePolicy
+from penstock.documents.policy import FailurePolicies
 from penstock.documents.quarantine import QuarantineStore
-from penstock.errors import DocumentsRejected
 from penstock.lsn import Lsn
 
 logger = logging.getLogger(__name__)
@@ -42,15 +41,7 @@ class Judge:
 
     def decide(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:
         """Set documents aside, or raise `DocumentsRejected`."""
-        fatal = [each for each in rejections if self._policies.of(each.index) is FailurePolicy.STOP]
-        if fatal:
-            first = fatal[0]
-            raise DocumentsRejected(
-                f"{len(fatal)} documents were refused; the first, of index {first.index!r}: {first.reason}",
-                index=first.index,
-                id=first.id,
-                count=len(fatal),
-            )
+        self._policies.stop_for(rejections)
         self.set_aside(rejections, position)
 
     def set_aside(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:

@@ -27,6 +27,9 @@ _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _BLOCKED = "cluster_block_exception"
 """An index that is read-only because a disk is full, or a cluster without a leader: 403, but not about who asks."""
 
+_LONG_ATTEMPTS = 5
+"""After some seconds, people should know what is waited for."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,7 +72,9 @@ class Patience:
         left = self.started + self.seconds - time.monotonic()
         if left <= 0:
             raise DestinationUnavailable(f"the search server did not take documents for {self.seconds:g} s: {reason}")
-        logger.info("search server busy or away, trying again attempt=%d reason=%s", self.backoff.attempt, reason)
+        attempt = self.backoff.attempt
+        level = logging.INFO if attempt < _LONG_ATTEMPTS else logging.WARNING
+        logger.log(level, "search server busy or away, trying again attempt=%d reason=%s", attempt, reason)
         time.sleep(min(delay, left))
 
 
