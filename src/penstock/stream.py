@@ -181,7 +181,7 @@ class Stream:
         ensured = ensure_publication(
             connection, settings.publication, settings.tables, settings.exclude, manage=settings.manage_publication
         )
-        unidentified = without_identity(connection, ensured.added)
+        unidentified = without_identity(connection, ensured.added) if ensured.added else []
         if unidentified:
             logger.warning(
                 "published without replica identity: the server refuses updates and deletes of %s until there is one",

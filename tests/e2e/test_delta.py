@@ -87,7 +87,7 @@ def test_random_tables_are_followed(database, tmp_path, options, read):
 @pytest.mark.parametrize(
     ("settings", "read"),
     [
-        (TrialSettings(31, kills=3, destination="delta", ddl=Ddl.ANY), LakeReadBack),
+        (TrialSettings(31, kills=4, destination="delta", ddl=Ddl.ANY), LakeReadBack),
         (TrialSettings(32, kills=2, destination="delta", options={"mode": "history"}), HistoryReadBack),
     ],
     ids=["mirror", "history"],

@@ -126,6 +126,11 @@ class CatalogTable:
         return f"{self.namespace}.{self.name}"
 
     @property
+    def has_identity(self) -> bool:
+        """Whether the server can send updates and deletes; once it is published, it refuses them otherwise."""
+        return self.replica_identity is ReplicaIdentity.FULL or bool(self.identity_attnums)
+
+    @property
     def unique_key_attnums(self) -> tuple[int, ...]:
         """The primary key, if it tells rows apart at every moment: changes are followed one by one."""
         return () if self.deferrable_key else self.primary_key_attnums

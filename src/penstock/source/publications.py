@@ -17,6 +17,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from penstock.errors import ConfigError, PublicationMissing
+from penstock.source.catalog import load_tables
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import Place, translated
 from penstock.source.patterns import TableName, select_tables
@@ -109,24 +110,17 @@ _CANDIDATES = """
     order by n.nspname, c.relname
 """
 
-_WITHOUT_IDENTITY = """
-    select t.name from unnest(%s::text[]) as t (name)
-    where exists (
-        select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
-        cross join lateral (
-            select c.oid union select p.relid from pg_catalog.pg_partition_tree(c.oid) p where p.isleaf
-        ) stored
-        join pg_catalog.pg_class s on s.oid = stored.oid and s.relkind = 'r'
-        where n.nspname || '.' || c.relname = t.name and case s.relreplident
-            when 'n' then true
-            when 'd' then not exists (
-                select from pg_catalog.pg_index x where x.indrelid = s.oid and x.indisprimary and x.indimmediate
-            )
-            else false
-        end
-    )
-    order by t.name
+_STORED = """
+    select t.name, s.oid::int8
+    from unnest(%s::text[]) as t (name)
+    join pg_catalog.pg_class c on true
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace and n.nspname || '.' || c.relname = t.name
+    cross join lateral (
+        select c.oid union select p.relid from pg_catalog.pg_partition_tree(c.oid) p where p.isleaf
+    ) part
+    join pg_catalog.pg_class s on s.oid = part.oid and s.relkind = 'r'
 """
+"""The tables that hold the rows of others: their leaves, or themselves."""
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +338,9 @@ def find_tables(
 def without_identity(connection: psycopg.Connection[Any], tables: Iterable[str]) -> list[str]:
     """Those of the tables whose updates and deletes the server refuses once they are published."""
     with translated(connection, "look for replica identities"), connection.cursor(row_factory=tuple_row) as cursor:
-        return [name for (name,) in cursor.execute(_WITHOUT_IDENTITY, [list(tables)]).fetchall()]
+        stored = cursor.execute(_STORED, [list(tables)]).fetchall()
+    catalog = load_tables(connection, {oid for _, oid in stored})
+    return sorted({name for name, oid in stored if oid in catalog and not catalog[oid].has_identity})
 
 
 def load_membership(connection: psycopg.Connection[Any], publication: str) -> Membership:

@@ -26,15 +26,10 @@ from penstock.testing.samples import Sample
 
 LOCK_TIMEOUT = "30ms"
 MESSAGE_PREFIX = "oracle"
-_EXPECTED = (
-    psycopg.errors.LockNotAvailable,
-    psycopg.errors.IntegrityError,
-    psycopg.errors.DeadlockDetected,
-    # Columns that somebody else has just changed, or of a table that has checks of its own pending.
-    psycopg.errors.UndefinedColumn,
-    psycopg.errors.ObjectInUse,
-)
+_CONFLICTS = (psycopg.errors.LockNotAvailable, psycopg.errors.IntegrityError, psycopg.errors.DeadlockDetected)
 """What sessions do to each other."""
+_CONFLICTS_OF_DDL = (psycopg.errors.UndefinedColumn, psycopg.errors.ObjectInUse)
+"""Columns that somebody else has just changed, or of a table that has checks of its own pending."""
 _PREPARED = "select gid from pg_prepared_xacts where database = current_database()"
 
 _ADDED = "added "
@@ -127,6 +122,7 @@ class Workload:
         self._size = size
         self.truncates = truncates
         self._ddl = ddl
+        self._conflicts = _CONFLICTS if ddl is Ddl.NONE else (*_CONFLICTS, *_CONFLICTS_OF_DDL)
         self._observer = self._connect()
         self._sessions = [_Session(self._connect(LOCK_TIMEOUT)) for _ in range(size.sessions)]
         self._prepared: list[tuple[str, _Session]] = []
@@ -165,7 +161,7 @@ class Workload:
             for statement in table.statements():
                 self._observer.execute(statement)
             for _ in range(self._random.randrange(self._size.initial_rows + 1)):
-                self._insert(self._observer, table, 1, key=self._new_key(table, reuse=False))
+                self._insert_new(table)
         return Truth(self._tables, self.look())
 
     def look(self) -> Checkpoint:
@@ -196,7 +192,7 @@ class Workload:
     def insert_everywhere(self) -> None:
         """A row into each table: from here on the stream has said what their columns are now."""
         for table in self._tables:
-            self._insert(self._observer, table, 1, key=self._new_key(table, reuse=False))
+            self._insert_new(table)
 
     def sweep(self, truth: Truth) -> None:
         """Every value of every column: inserted, changed into the next one, and deleted in part."""
@@ -265,7 +261,7 @@ class Workload:
             return
         try:
             chosen(session)  # pyright: ignore[reportCallIssue]
-        except _EXPECTED:
+        except self._conflicts:
             self._recover(session)
 
     def _recover(self, session: _Session) -> None:
@@ -504,6 +500,10 @@ class Workload:
             sql.SQL(", ").join([row] * count),
         )
         return connection.execute(statement, rows).rowcount
+
+    def _insert_new(self, table: PlannedTable) -> None:
+        """A row with a key that nobody has used, committed at once."""
+        self._insert(self._observer, table, 1, key=self._new_key(table, reuse=False))
 
     def _update(
         self, session: _Session, table: PlannedTable, names: Sequence[str], values: Sequence[str | None], count: int

@@ -171,7 +171,7 @@ def check_identity(context: Context) -> Iterator[Check]:
     """Can updates and deletes be replicated; and, once published, can they be made at all?"""
     if context.publication is not None and not context.publication.operations & {"update", "delete"}:
         return
-    without = _stored_tables(context, lambda table: not _has_identity(table))
+    without = _stored_tables(context, lambda table: not table.has_identity)
     if without:
         yield failed(
             "replica_identity",
@@ -295,10 +295,6 @@ def check_types(context: Context) -> Iterator[Check]:
             "Nothing to do; the values are complete.",
             names,
         )
-
-
-def _has_identity(table: CatalogTable) -> bool:
-    return table.replica_identity is ReplicaIdentity.FULL or bool(table.identity_attnums)
 
 
 def _stored_tables(context: Context, wanted: Callable[[CatalogTable], bool]) -> list[str]:
