@@ -33,8 +33,9 @@ system:
 $(BIN)/python: | system
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
+# Build tools come first and pinned: pyspark is a source distribution and is built with them.
 $(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) hatchling
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) hatchling setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
@@ -151,7 +152,7 @@ build: $(STAMP) ## build the wheel and try it in an environment of its own
 .PHONY: constraints
 constraints: $(STAMP) ## write the versions of .venv into the constraints
 	@sed -n '/^#/p' $(CONSTRAINTS) > $(CONSTRAINTS).new
-	@$(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip --exclude setuptools >> $(CONSTRAINTS).new
+	@$(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip >> $(CONSTRAINTS).new
 	@mv $(CONSTRAINTS).new $(CONSTRAINTS)
 
 .PHONY: clean
