@@ -42,7 +42,14 @@ def test_modules_are_named_by_their_concept() -> None:
 def test_ci_runs_what_people_run() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().endswith("exec make test")
+    assert script.read_text().rstrip().endswith("make test")
+
+
+def test_ci_is_a_machine_with_nothing_cached() -> None:
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert command.startswith("env -i ")
+    assert "PIP_NO_CACHE_DIR=1" in command
+    assert 'HOME="$home"' in command
 
 
 def test_every_dependency_is_pinned_once_and_without_an_address() -> None:
