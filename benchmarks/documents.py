@@ -42,6 +42,7 @@ from harness import (
     take_turns,
 )
 
+from penstock.coordinator import Coordinator
 from penstock.documents.base import BatchStatistics, FlushReport, NoopObserver, Sink
 from penstock.documents.build import compile_build
 from penstock.documents.catalog import load_catalog
@@ -50,7 +51,6 @@ from penstock.documents.relation_map import SqliteRelationMap
 from penstock.documents.sinks import CountingSink
 from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn, reaches
-from penstock.outputs import Outputs
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
 from penstock.state import CommandKind, IndexStatus, MemoryStore
@@ -182,7 +182,7 @@ class Bench:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        with Outputs([self.output]):
+        with Coordinator([self.output]):
             self.wait(lambda: self.output.settled, "the first build")
             yield
 

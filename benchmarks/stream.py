@@ -58,11 +58,11 @@ from workloads import PUBLICATION, create_orders, prepare_many, prepare_mixed_in
 
 from penstock.destinations.registry import create_destination
 from penstock.lsn import Lsn, reaches
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import Errored, Ready, open_store
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.postgres import PostgresServer
 
 PIPELINE = "pipeline"
@@ -102,11 +102,11 @@ class Bench:
         return self.folder / name / "lake"
 
     @contextmanager
-    def pipeline(self, name: str) -> Iterator[Pipeline]:
+    def pipeline(self, name: str) -> Iterator[TablesOutput]:
         """A pipeline with a slot, a spool, a state and a lake of its own; runs inside."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        settings = PipelineSettings(
+        settings = TablesSettings(
             id=name,
             source=SourceSettings(self.server.dsn(self.database)),
             publication=PUBLICATION,
@@ -117,7 +117,7 @@ class Bench:
         destination = create_destination("delta", {"path": str(self.lake(name)), **self.options})
         tasks = SparkTasks(self.session)
         with open_store(f"sqlite:///{folder / 'state.db'}", name) as store:
-            pipeline = Pipeline(settings, store, destination, tasks, self.session)
+            pipeline = TablesOutput(settings, store, destination, tasks, self.session)
             with pipeline:
                 yield pipeline
 
@@ -214,7 +214,7 @@ def run_large(bench: Bench, sizes: Sequence[int], rounds: int) -> dict[str, dict
     return results
 
 
-def _apply_batch(pipeline: Pipeline, connection: psycopg.Connection[Any], rows: int, number: int) -> Drained:
+def _apply_batch(pipeline: TablesOutput, connection: psycopg.Connection[Any], rows: int, number: int) -> Drained:
     """One transaction: 60% updates, 30% inserts, 10% deletes; until it is durable."""
     table = f"orders_{rows}"
     with connection.transaction():
@@ -266,7 +266,7 @@ def _drain(bench: Bench, connection: psycopg.Connection[Any], slot: str, load: L
         return Drained(ended - started.at, watch.cpu_seconds, watch)
 
 
-def _wait(pipeline: Pipeline, look: Callable[[], bool], what: str) -> None:
+def _wait(pipeline: TablesOutput, look: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DRAIN_SECONDS
     while not look():
         if pipeline.wait(0):
@@ -276,7 +276,7 @@ def _wait(pipeline: Pipeline, look: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def _all_ready(pipeline: Pipeline, count: int) -> bool:
+def _all_ready(pipeline: TablesOutput, count: int) -> bool:
     phases = pipeline.phases
     for name, phase in phases.items():
         if isinstance(phase, Errored):
@@ -284,7 +284,7 @@ def _all_ready(pipeline: Pipeline, count: int) -> bool:
     return len(phases) == count and all(isinstance(phase, Ready) for phase in phases.values())
 
 
-def _has_acknowledged(pipeline: Pipeline, position: Lsn) -> bool:
+def _has_acknowledged(pipeline: TablesOutput, position: Lsn) -> bool:
     status = pipeline.status
     return status is not None and reaches(status.acknowledged, position)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.coordinator import Coordinator
 from penstock.documents.base import Sink
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
 from penstock.documents.relation_map import RelationMap, SqliteRelationMap
 from penstock.documents.specification import IndexSpecification, parse_specification
 from penstock.lsn import Lsn, reaches
-from penstock.outputs import Outputs
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolSettings
 from penstock.state import IndexStatus, MemoryStore, PipelineStore
@@ -124,5 +124,5 @@ class Site:
             assert found == wanted, name
 
 
-def run(output: DocumentsOutput) -> Outputs:
-    return Outputs([output])
+def run(output: DocumentsOutput) -> Coordinator:
+    return Coordinator([output])

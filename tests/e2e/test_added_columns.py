@@ -13,10 +13,10 @@ import pytest
 from penstock.destinations.base import Destination
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.readback import ReadBack, check_equal
 from penstock.verify.verification import verify_tables
 from penstock.workers import BatchSettings
@@ -26,7 +26,7 @@ from tests.e2e.support import current_position, wait_for
 
 
 @pytest.fixture(params=[False, True], ids=["by the catalog", "by the trigger"])
-def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pipeline]:
+def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TablesOutput]:
     """Two tables with rows, ready."""
     for table in ("t", "other"):
         database.execute(f"create table {table} (id int primary key, note text)")
@@ -36,9 +36,9 @@ def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> I
 
 
 @contextmanager
-def started(database: Any, folder: Path, destination: Destination, *, ddl_trigger: bool) -> Iterator[Pipeline]:
+def started(database: Any, folder: Path, destination: Destination, *, ddl_trigger: bool) -> Iterator[TablesOutput]:
     """A pipeline of two tables that are ready."""
-    settings = PipelineSettings(
+    settings = TablesSettings(
         id="added",
         source=SourceSettings(database.dsn),
         publication="added",
@@ -48,31 +48,33 @@ def started(database: Any, folder: Path, destination: Destination, *, ddl_trigge
         batches=BatchSettings(interval=0.05),
         ddl_trigger=ddl_trigger,
     )
-    with Pipeline(settings, MemoryStore("added"), destination, ProcessTasks()) as made:
+    with TablesOutput(settings, MemoryStore("added"), destination, ProcessTasks()) as made:
         wait_ready(made)
         yield made
 
 
-def wait_ready(pipeline: Pipeline) -> None:
+def wait_ready(pipeline: TablesOutput) -> None:
     wait_for(
         lambda: pipeline.wait(0) or [phase.name for phase in pipeline.phases.values()] == ["ready"] * 2, "ready tables"
     )
 
 
-def check(database: Any, pipeline: Pipeline, folder: Path, read: Callable[[Path], ReadBack] = ParquetReader) -> None:
+def check(
+    database: Any, pipeline: TablesOutput, folder: Path, read: Callable[[Path], ReadBack] = ParquetReader
+) -> None:
     wait_ready(pipeline)
     end = current_position(database)
     wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= end, "apply to reach the end")
     check_equal(database.dsn, read(folder / "lake"), ["t", "other"])
 
 
-def copies(pipeline: Pipeline, database: Any) -> int:
+def copies(pipeline: TablesOutput, database: Any) -> int:
     (table_id,) = database.execute("select 't'::regclass::oid::int8")[0]
     history = pipeline.store.get_table_replication_history(table_id)
     return sum(record.phase.name == "data_sync" for record in history)
 
 
-def test_a_column_without_a_default_is_followed(database: Any, pipeline: Pipeline, tmp_path: Path) -> None:
+def test_a_column_without_a_default_is_followed(database: Any, pipeline: TablesOutput, tmp_path: Path) -> None:
     database.execute("alter table t add column c int")
     database.execute("insert into t values (100, 'new', 1)")
     # A default for rows to come concerns no others.
@@ -93,7 +95,7 @@ def test_a_column_without_a_default_is_followed(database: Any, pipeline: Pipelin
     ],
 )
 def test_a_column_with_a_default_stops_its_table_until_it_is_copied_again(
-    database: Any, pipeline: Pipeline, tmp_path: Path, definition: str
+    database: Any, pipeline: TablesOutput, tmp_path: Path, definition: str
 ) -> None:
     database.execute(f"alter table t add column {definition}")
     database.execute("insert into t (id, note) values (100, 'new')")

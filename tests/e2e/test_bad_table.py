@@ -13,9 +13,9 @@ import pytest
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import Retry
 from penstock.lsn import reaches
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.spark.tasks import SparkTasks
 from penstock.state import Command, CommandKind, CommandStatus, Errored, MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.readback import check_equal
 from penstock.values import OutOfRange, TypeSettings
 from penstock.workers import ErrorHold
@@ -66,16 +66,16 @@ class Site:
         self.lake = folder / "lake"
         self.store = MemoryStore("spark")
         hold = ErrorHold(time=timedelta(hours=1), bytes=HOLD_BYTES)
-        self.settings: PipelineSettings = replace(pipeline_settings(database, folder), error_hold=hold)
-        self.pipeline: Pipeline | None = None
+        self.settings: TablesSettings = replace(pipeline_settings(database, folder), error_hold=hold)
+        self.pipeline: TablesOutput | None = None
         create_tables(database, self.shapes)
         self.ids = {shape.name: database.execute(f"select '{shape.name}'::regclass::oid::int8")[0][0]
                     for shape in self.shapes}  # fmt: skip
 
-    def start(self, tasks: Any, session: Any = None, *, types: TypeSettings = STRICT) -> Pipeline:
+    def start(self, tasks: Any, session: Any = None, *, types: TypeSettings = STRICT) -> TablesOutput:
         self.stop()
         settings = replace(self.settings, types=types)
-        self.pipeline = Pipeline(settings, self.store, ParquetDestination(self.lake), tasks, session)
+        self.pipeline = TablesOutput(settings, self.store, ParquetDestination(self.lake), tasks, session)
         self.pipeline.start()
         return self.pipeline
 
@@ -99,7 +99,7 @@ class Site:
         )
 
     @property
-    def running(self) -> Pipeline:
+    def running(self) -> TablesOutput:
         assert self.pipeline is not None
         self.pipeline.wait(0)
         return self.pipeline

@@ -13,12 +13,12 @@ import pytest
 from penstock.copy import CopySettings
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import Retry
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.source.snapshots import SLOT_PREFIX
 from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.state.transitions import is_legal
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.readback import check_equal
 from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
@@ -56,7 +56,7 @@ class Site:
         self.database = database
         self.store = MemoryStore("disturbed")
         self._lake = folder / "lake"
-        self._settings = PipelineSettings(
+        self._settings = TablesSettings(
             id="disturbed",
             source=SourceSettings(database.dsn),
             publication="disturbed",
@@ -66,7 +66,7 @@ class Site:
             batches=BatchSettings(interval=0.05),
             copy=CopySettings(range_bytes=64 << 10),
         )
-        self.pipeline: Pipeline | None = None
+        self.pipeline: TablesOutput | None = None
         database.execute(
             "create table busy (id int primary key, version int, note text);"
             "create table other (id int primary key, version int, note text)"
@@ -76,9 +76,9 @@ class Site:
                 f"insert into {table} select i, 0, repeat('n', i % 1000) from generate_series(1, {ROWS}) i"
             )
 
-    def start(self, tasks: ProcessTasks | None = None) -> Pipeline:
+    def start(self, tasks: ProcessTasks | None = None) -> TablesOutput:
         destination = ParquetDestination(self._lake)
-        self.pipeline = Pipeline(self._settings, self.store, destination, tasks or ProcessTasks())
+        self.pipeline = TablesOutput(self._settings, self.store, destination, tasks or ProcessTasks())
         self.pipeline.start()
         return self.pipeline
 

@@ -12,10 +12,10 @@ import pytest
 from penstock.destinations.memory import MemoryDestination
 from penstock.errors import PenstockError, SnapshotBlocked
 from penstock.lsn import reaches
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.faults import FaultyDestination
 from penstock.verify.cut import hold_at_snapshot
 from penstock.workers import BatchSettings, cuts
@@ -24,11 +24,11 @@ from tests.e2e.support import wait_for
 
 
 @pytest.fixture
-def pipeline(database: Any, tmp_path: Any) -> Iterator[Pipeline]:
+def pipeline(database: Any, tmp_path: Any) -> Iterator[TablesOutput]:
     """Two tables, followed."""
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
     database.execute("insert into a select i, 0 from generate_series(1, 100) i; insert into b select * from a")
-    settings = PipelineSettings(
+    settings = TablesSettings(
         id="cut",
         source=SourceSettings(database.dsn),
         publication="cut",
@@ -37,7 +37,7 @@ def pipeline(database: Any, tmp_path: Any) -> Iterator[Pipeline]:
         tables=("public.*",),
         batches=BatchSettings(interval=0.05),
     )
-    made = Pipeline(settings, MemoryStore("cut"), FaultyDestination(MemoryDestination()), ProcessTasks())
+    made = TablesOutput(settings, MemoryStore("cut"), FaultyDestination(MemoryDestination()), ProcessTasks())
     with made:
         wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
         yield made

@@ -10,10 +10,10 @@ from random import Random
 import pytest
 
 from penstock.destinations.delta.destination import DeltaDestination
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.planned_tables import Size, plan_tables
 from penstock.testing.readback import check_equal, check_exactly_once
@@ -30,8 +30,8 @@ SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "2000"))
 SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 
 
-def pipeline_into(database, folder, *, max_rows: int = 500, publication="e2e", lake=None, **options) -> Pipeline:
-    settings = PipelineSettings(
+def pipeline_into(database, folder, *, max_rows: int = 500, publication="e2e", lake=None, **options) -> TablesOutput:
+    settings = TablesSettings(
         id="e2e",
         source=SourceSettings(database.dsn),
         publication=publication,
@@ -42,15 +42,15 @@ def pipeline_into(database, folder, *, max_rows: int = 500, publication="e2e", l
         batches=BatchSettings(interval=0.1, max_rows=max_rows),
     )
     destination = DeltaDestination(lake or folder / "lake", **options)
-    return Pipeline(settings, MemoryStore("e2e"), destination, LocalTasks())
+    return TablesOutput(settings, MemoryStore("e2e"), destination, LocalTasks())
 
 
-def wait_applied(pipeline: Pipeline, database) -> None:
+def wait_applied(pipeline: TablesOutput, database) -> None:
     end = current_position(database)
     wait_for(lambda: pipeline.status.applied >= end, "apply to reach the end")
 
 
-def wait_ready(pipeline: Pipeline, count: int) -> None:
+def wait_ready(pipeline: TablesOutput, count: int) -> None:
     wait_for(lambda: [phase.name for phase in pipeline.phases.values()] == ["ready"] * count, "ready tables")
 
 

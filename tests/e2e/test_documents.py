@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 from penstock import failpoints
+from penstock.coordinator import Coordinator
 from penstock.destinations.parquet import ParquetDestination
 from penstock.documents.base import BatchStatistics, FlushReport, Observer, Rejection
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
@@ -32,11 +33,10 @@ from penstock.errors import (
     UnsupportedServer,
 )
 from penstock.lsn import Lsn, reaches
-from penstock.outputs import Outputs
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, CommandStatus, IndexBuild, MemoryStore, open_store
 from penstock.stream import OnLostSlot
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.postgres import PostgresServer
 from penstock.workers.process_tasks import ProcessTasks
 from tests.conftest import Database
@@ -340,10 +340,10 @@ def test_tables_and_documents_come_from_one_slot(site: Site, tmp_path: Path) -> 
     documents = site.output()
     stream = site.stream_settings()
     values = {each.name: getattr(stream, each.name) for each in fields(stream)}
-    tables = Pipeline(
-        PipelineSettings(**values), MemoryStore("e2e"), ParquetDestination(tmp_path / "lake"), ProcessTasks()
+    tables = TablesOutput(
+        TablesSettings(**values), MemoryStore("e2e"), ParquetDestination(tmp_path / "lake"), ProcessTasks()
     )
-    with Outputs([tables, documents]):
+    with Coordinator([tables, documents]):
         site.wait_settled(documents)
         with connect(SourceSettings(site.database.dsn), Role.CATALOG) as connection:
             for _ in range(10):

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spark import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.parts import Part, part_of
 from penstock.testing.processes import descendants_of, resident_bytes
 from penstock.workers import BatchSettings
@@ -120,7 +120,7 @@ def follow(
             connection.execute(f"create table t{table} (id int primary key, version int, note text)")
             connection.execute(f"insert into t{table} select i, 0, 'note ' || i from generate_series(0, {ROWS - 1}) i")
     tasks = CountingTasks(SparkTasks(spark), [])
-    settings = PipelineSettings(
+    settings = TablesSettings(
         id="many",
         source=SourceSettings(database.dsn),
         publication="many",
@@ -131,7 +131,7 @@ def follow(
     )
     store = open_store(f"sqlite:///{folder / 'state.db'}", "many")
     changes = Changes(database)
-    with Pipeline(settings, store, ParquetDestination(folder / "lake"), tasks, spark) as pipeline:
+    with TablesOutput(settings, store, ParquetDestination(folder / "lake"), tasks, spark) as pipeline:
 
         def ready() -> bool:
             pipeline.wait(0)

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.destinations.memory import MemoryDestination
 from penstock.lsn import Lsn
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.planned_tables import Size, plan_tables
 from penstock.testing.readback import MemoryReadBack, check_equal
@@ -33,7 +33,7 @@ def test_tables_are_copied_while_they_change_and_then_followed(database, tmp_pat
         database.execute(f"insert into {name} select i, repeat('x', i) from generate_series(1, 300) i")
     names = [*(table.name for table in tables), "empty", "quiet", "quiet"]
     destination = MemoryDestination()
-    settings = PipelineSettings(
+    settings = TablesSettings(
         id="e2e",
         source=SourceSettings(database.dsn),
         publication="e2e",
@@ -44,7 +44,7 @@ def test_tables_are_copied_while_they_change_and_then_followed(database, tmp_pat
     )
     store = MemoryStore("e2e")
     writers = Writers(database.dsn, Random(12), tables, SIZE, truncates=False)
-    with Pipeline(settings, store, destination, LocalTasks()) as pipeline:
+    with TablesOutput(settings, store, destination, LocalTasks()) as pipeline:
         with writers:
             # Without truncates every table goes straight to Ready; with them a copy may start over.
             wait_for(lambda: [phase.name for phase in pipeline.phases.values()] == ["ready"] * len(names), "ready")

@@ -8,10 +8,10 @@ import pytest
 
 from penstock import failpoints
 from penstock.destinations.memory import MemoryDestination
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
 from penstock.workers import BatchSettings
@@ -25,7 +25,7 @@ def pipeline(database, tmp_path):
     database.execute("create table a (id int primary key); create table b (id int primary key)")
     database.execute("insert into a values (1); insert into b values (1)")
     database.execute("create publication e2e for table a, b")
-    settings = PipelineSettings(
+    settings = TablesSettings(
         id="e2e",
         source=SourceSettings(database.dsn),
         publication="e2e",
@@ -34,22 +34,22 @@ def pipeline(database, tmp_path):
         manage_publication=False,
         batches=BatchSettings(interval=0.05),
     )
-    made = Pipeline(settings, MemoryStore("e2e"), FaultyDestination(MemoryDestination()), LocalTasks())
+    made = TablesOutput(settings, MemoryStore("e2e"), FaultyDestination(MemoryDestination()), LocalTasks())
     yield made
     failpoints.arm("")
     made.shutdown()
 
 
-def refresh(pipeline: Pipeline) -> None:
+def refresh(pipeline: TablesOutput) -> None:
     pipeline._store.add_command(CommandKind.REFRESH)
 
 
-def phase(pipeline: Pipeline, table: str) -> str | None:
+def phase(pipeline: TablesOutput, table: str) -> str | None:
     found = pipeline.phases.get(table)
     return None if found is None else found.name
 
 
-def rows(pipeline: Pipeline, table: str) -> list[int]:
+def rows(pipeline: TablesOutput, table: str) -> list[int]:
     return sorted(row["id"] for row in pipeline._destination.rows(table))
 
 

@@ -23,12 +23,12 @@ import pytest
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import ConfigError
 from penstock.lsn import Lsn
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spark.java import find_java
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.drive_pipeline import DriveSettings
 from penstock.testing.pipeline_process import PipelineProcess
 from penstock.testing.processes import descendants_of, wait_until_gone
@@ -247,8 +247,8 @@ def job_description(spark: Any, job: int) -> str:
     return spark.sparkContext._jsc.sc().statusStore().job(job).description().get()
 
 
-def pipeline_settings(database: Any, folder: Path) -> PipelineSettings:
-    return PipelineSettings(
+def pipeline_settings(database: Any, folder: Path) -> TablesSettings:
+    return TablesSettings(
         id="spark",
         source=SourceSettings(database.dsn),
         publication="spark",
@@ -266,7 +266,7 @@ def test_tables_of_all_shapes_are_copied_and_followed_on_spark(spark: Any, datab
     store = MemoryStore("spark")
     destination = ParquetDestination(tmp_path / "lake")
     settings = pipeline_settings(database, tmp_path)
-    with Pipeline(settings, store, destination, tasks, spark) as pipeline:
+    with TablesOutput(settings, store, destination, tasks, spark) as pipeline:
 
         def all_ready() -> bool:
             phases = pipeline.phases

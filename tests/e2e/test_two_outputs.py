@@ -13,9 +13,9 @@ import pytest
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import SlotLost
 from penstock.lsn import Lsn, reaches
-from penstock.pipeline import OnLostSlot, Outputs, Pipeline
 from penstock.spark.tasks import SparkTasks
 from penstock.state import CommandKind, MemoryStore, PipelineStore
+from penstock.tables import Coordinator, OnLostSlot, TablesOutput
 from penstock.testing.readback import check_equal
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
@@ -41,15 +41,15 @@ class Site:
     shapes: tuple[Shape, ...] = FEW
     stores: dict[str, PipelineStore] = field(default_factory=dict)
 
-    def outputs(self, *names: str, tasks: Any = None, session: Any = None, **settings: Any) -> Outputs:
+    def outputs(self, *names: str, tasks: Any = None, session: Any = None, **settings: Any) -> Coordinator:
         shared = replace(pipeline_settings(self.database, self.folder), **settings)
-        pipelines: list[Pipeline] = []
+        pipelines: list[TablesOutput] = []
         for name in names:
             own = replace(shared, output=name)
             store = self.stores.setdefault(name, MemoryStore(own.output_id))
             destination = ParquetDestination(self.lake(name))
-            pipelines.append(Pipeline(own, store, destination, tasks or ProcessTasks(), session))
-        return Outputs(pipelines)
+            pipelines.append(TablesOutput(own, store, destination, tasks or ProcessTasks(), session))
+        return Coordinator(pipelines)
 
     def lake(self, output: str) -> Path:
         return self.folder / output
@@ -65,14 +65,14 @@ class Site:
         for name in outputs:
             check_equal(self.database.dsn, ParquetReader(self.lake(name)), table_names(self.shapes))
 
-    def wait_reached(self, outputs: Outputs) -> None:
+    def wait_reached(self, outputs: Coordinator) -> None:
         """All tables are ready, and have everything that is committed now."""
         end = current_position(self.database)
         wait_for(all_ready(outputs, self.shapes), "all tables to be ready")
         wait_for(lambda: all(reaches(acknowledged(each), end) for each in outputs), "both to reach the end")
 
 
-def all_ready(outputs: Outputs, shapes: tuple[Shape, ...]) -> Callable[[], bool]:
+def all_ready(outputs: Coordinator, shapes: tuple[Shape, ...]) -> Callable[[], bool]:
     def look() -> bool:
         outputs.wait(0)
         for pipeline in outputs:
@@ -86,7 +86,7 @@ def all_ready(outputs: Outputs, shapes: tuple[Shape, ...]) -> Callable[[], bool]
     return look
 
 
-def acknowledged(pipeline: Pipeline) -> Lsn:
+def acknowledged(pipeline: TablesOutput) -> Lsn:
     assert pipeline.status is not None
     return pipeline.status.acknowledged
 

@@ -14,10 +14,10 @@ from penstock.capture import CaptureProcess
 from penstock.copy import CopySettings
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.errors import SlotUndecodable
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore, PipelineStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.readback import check_equal
 from penstock.workers import BatchSettings
@@ -36,8 +36,8 @@ class Site:
         database.execute("create table t (id int primary key)")
         database.execute("insert into t select generate_series(1, 200)")
 
-    def pipeline(self, **copy: Any) -> Pipeline:
-        settings = PipelineSettings(
+    def pipeline(self, **copy: Any) -> TablesOutput:
+        settings = TablesSettings(
             id="e2e",
             source=SourceSettings(self.database.dsn),
             publication="e2e",
@@ -47,7 +47,7 @@ class Site:
             batches=BatchSettings(interval=0.1),
             copy=CopySettings(**copy),
         )
-        return Pipeline(settings, self.store, DeltaDestination(self.folder / "lake"), LocalTasks())
+        return TablesOutput(settings, self.store, DeltaDestination(self.folder / "lake"), LocalTasks())
 
     def slots(self) -> list[Any]:
         return self.database.execute(
@@ -64,7 +64,7 @@ def site(database: Any, tmp_path: Path) -> Site:
     return Site(database, tmp_path)
 
 
-def end_undecodable(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> SlotUndecodable:
+def end_undecodable(pipeline: TablesOutput, monkeypatch: pytest.MonkeyPatch) -> SlotUndecodable:
     with monkeypatch.context() as patched:
         patched.setattr(CaptureProcess, "check", undecodable)
         with pytest.raises(SlotUndecodable) as caught:

@@ -16,10 +16,10 @@ from penstock.destinations.memory import MemoryDestination
 from penstock.destinations.stdout import StdoutDestination
 from penstock.errors import NotComparable, SnapshotBlocked
 from penstock.lsn import Lsn, OrderKey, reaches
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.faults import FaultyDestination
 from penstock.verify.report import Counts, Kind, Report, TableReport
 from penstock.verify.verification import Observer, VerifySettings, verify_tables
@@ -27,7 +27,7 @@ from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
 
-Started = Callable[[Any], Pipeline]
+Started = Callable[[Any], TablesOutput]
 
 
 class Unversioned(MemoryDestination):
@@ -41,7 +41,7 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
     """A pipeline of two tables into a destination, followed; writers change rows 1 to 100 of both all the time."""
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
     database.execute("insert into a select i, 0 from generate_series(1, 150) i; insert into b select * from a")
-    pipelines: list[Pipeline] = []
+    pipelines: list[TablesOutput] = []
     stop = threading.Event()
 
     def write() -> None:
@@ -53,8 +53,8 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
                     connection.execute("update a set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
                     connection.execute("update b set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
 
-    def start(destination: Any) -> Pipeline:
-        settings = PipelineSettings(
+    def start(destination: Any) -> TablesOutput:
+        settings = TablesSettings(
             id="verify",
             source=SourceSettings(database.dsn),
             publication="verify",
@@ -63,7 +63,7 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
             tables=("public.*",),
             batches=BatchSettings(interval=0.05),
         )
-        made = Pipeline(settings, MemoryStore("verify"), destination, ProcessTasks())
+        made = TablesOutput(settings, MemoryStore("verify"), destination, ProcessTasks())
         pipelines.append(made)
         made.start()
         wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
@@ -81,7 +81,7 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
 class Watching(Observer):
     """Notes what it is told, with how far apply was."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: TablesOutput) -> None:
         self._pipeline = pipeline
         self.told: list[tuple[str, Any]] = []
         self.position: Lsn | None = None
@@ -105,7 +105,7 @@ class Watching(Observer):
         return reaches(self.position, status.applied)
 
 
-def compare(pipeline: Pipeline, destination: Any, observer: Observer | None = None, **options: Any) -> Report:
+def compare(pipeline: TablesOutput, destination: Any, observer: Observer | None = None, **options: Any) -> Report:
     return verify_tables(pipeline.settings, pipeline.store, destination, ProcessTasks(), observer=observer, **options)
 
 

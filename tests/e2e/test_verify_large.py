@@ -18,11 +18,11 @@ from penstock.changes.events import Unchanged
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn, reaches
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import ScriptedTransaction
 from penstock.verify.report import Counts, Kind, Report, TableReport
 from penstock.verify.verification import Observer, VerifySettings, verify_tables
@@ -74,7 +74,7 @@ class Writer:
 class Watching(Observer):
     """Notes whether changes flow while rows are compared, and who was waited for."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: TablesOutput) -> None:
         self._pipeline = pipeline
         self._released_at: Lsn | None = None
         self.blocked_by: list[str] = []
@@ -109,7 +109,7 @@ class Comparing:
         self._database = database
         self._tasks = SparkTasks(spark)
         self.lake = folder / "lake"
-        settings = PipelineSettings(
+        settings = TablesSettings(
             id="large",
             source=SourceSettings(database.dsn),
             publication="large",
@@ -117,7 +117,7 @@ class Comparing:
             spool=SpoolSettings(folder / "spool", min_free_bytes=0),
             tables=("public.*",),
         )
-        self.pipeline = Pipeline(settings, MemoryStore("large"), DeltaDestination(self.lake), self._tasks, spark)
+        self.pipeline = TablesOutput(settings, MemoryStore("large"), DeltaDestination(self.lake), self._tasks, spark)
 
     @contextmanager
     def running(self, rows: int) -> Iterator[Writer]:

@@ -18,8 +18,8 @@ from penstock.cli.outputs import LookedAt, Running, started_outputs
 from penstock.cli.tail import Ending
 from penstock.config import Config, load_config
 from penstock.config.models import NO_SPARK
+from penstock.coordinator import Coordinator
 from penstock.errors import PenstockError, Retry
-from penstock.outputs import Outputs
 from penstock.state import Errored, Ready
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
@@ -163,7 +163,7 @@ def _show(
         return equal
 
 
-def _are_ready(outputs: Outputs) -> bool:
+def _are_ready(outputs: Coordinator) -> bool:
     phases = [phase for pipeline in outputs for phase in pipeline.phases.values()]
     for phase in phases:
         if isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR:

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from penstock.cli.outputs import POLL_SECONDS, LookedAt
 from penstock.cli.tail import Ending
+from penstock.coordinator import Coordinator
 from penstock.errors import ConfigError
-from penstock.outputs import Outputs
 
 MARKER = ".penstock-demo"
 
@@ -50,7 +50,7 @@ def fresh_folder(folder: Path) -> Path:
     return place
 
 
-def watcher(outputs: Outputs, looked_at: LookedAt, ending: Ending) -> Watch:
+def watcher(outputs: Coordinator, looked_at: LookedAt, ending: Ending) -> Watch:
     """A way to wait that shows how the outputs are, and ends with them."""
 
     def watch(seconds: float, done: Callable[[], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""Outputs that a command runs in its own process: started, looked at while they run, and ended in good order."""
+"""Coordinator that a command runs in its own process: started, looked at while they run, and ended in good order."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.cli.progress import OutputLook, Progress
 from penstock.cli.status_file import StatusFile
 from penstock.cli.tail import Ending
 from penstock.config import Config, DocumentsChoice
+from penstock.coordinator import Coordinator, Output
 from penstock.documents import Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
 from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import LeaseHeld, Retry
-from penstock.outputs import Output, Outputs
-from penstock.pipeline import Pipeline
 from penstock.source import Role, connect
 from penstock.state import Errored, Ready, Store, WorkerType
+from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 
 POLL_SECONDS = 0.5
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 class Running:
     """What runs, and what its tasks run on."""
 
-    outputs: Outputs
+    outputs: Coordinator
     tasks: Any
     session: Any
     """The Spark session; None without Spark."""
@@ -54,13 +54,13 @@ def started_outputs(config: Config, ending: Ending, display: Display) -> Iterato
             connect(config.pipeline.source, Role.CATALOG).close()
         with started_tasks(config, ending, display) as (tasks, session):
             made: list[Output] = [
-                Pipeline(output.settings, stores[output.name], destinations[output.name], tasks, session)
+                TablesOutput(output.settings, stores[output.name], destinations[output.name], tasks, session)
                 for output in config.outputs
             ]
             if config.documents is not None and sink is not None:
                 store = stores[config.documents.name]
                 made.append(_documents_output(config, config.documents, sink, store, tasks, stack))
-            outputs = Outputs(made)
+            outputs = Coordinator(made)
             try:
                 with ending.interruptible():
                     outputs.start()
@@ -96,7 +96,7 @@ def _documents_output(
     )
 
 
-def _greeting(config: Config, outputs: Outputs, destinations: Sequence[str]) -> str:
+def _greeting(config: Config, outputs: Coordinator, destinations: Sequence[str]) -> str:
     settings = config.pipeline
     what: list[str] = []
     if destinations:
@@ -114,7 +114,7 @@ def _count_indexes(documents: DocumentsChoice) -> str:
     return "1 index" if len(documents.indexes) == 1 else f"{len(documents.indexes)} indexes"
 
 
-def prefixed(outputs: Outputs, pipeline: Output, text: str) -> str:
+def prefixed(outputs: Coordinator, pipeline: Output, text: str) -> str:
     """What is said about one of several outputs."""
     return f"{pipeline.output}: {text}" if len(outputs) > 1 else text
 
@@ -132,7 +132,7 @@ def is_settled(pipeline: Output) -> bool:
 class LookedAt:
     """Shows how the outputs are, each time that `look` is called, and leaves it in a file for other commands."""
 
-    def __init__(self, config: Config, outputs: Outputs, display: Display) -> None:
+    def __init__(self, config: Config, outputs: Coordinator, display: Display) -> None:
         self._display = display
         self._lag = LagWatch(config.pipeline.source)
         self._watches = [

@@ -13,11 +13,11 @@ from penstock.cli.configured import existing_store, running
 from penstock.config import Config, IndexChoice
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.fingerprint import build_fingerprint
-from penstock.pipeline import OnLostSlot
 from penstock.source import Role, connect
 from penstock.source.publications import find_tables, inspect_publication, published_tables, without_identity
 from penstock.source.slots import inspect_slot
 from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
+from penstock.tables import OnLostSlot
 
 _REFUSED = "WITHOUT REPLICA IDENTITY: once it is published, the server refuses updates and deletes of it"
 _POLLED = "not needed, changes are polled"

@@ -25,7 +25,7 @@ RATE_SECONDS = 5.0
 
 
 class Watched(Protocol):
-    """What is looked at: a `Pipeline`."""
+    """What is looked at: a `TablesOutput`."""
 
     @property
     def output(self) -> str: ...

@@ -15,10 +15,10 @@ from penstock.cli.plan import make_plan, plan_lines
 from penstock.cli.polling_run import run_polling
 from penstock.cli.tail import Ending
 from penstock.config import Config
+from penstock.coordinator import Coordinator, Output
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.observe import LogFormat
-from penstock.outputs import Output, Outputs
 from penstock.source.wal import current_position
 from penstock.state import Errored
 
@@ -106,7 +106,7 @@ def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> Non
         )
 
 
-def _watch(config: Config, outputs: Outputs, ending: Ending, looked_at: LookedAt, *, once: bool) -> bool:
+def _watch(config: Config, outputs: Coordinator, ending: Ending, looked_at: LookedAt, *, once: bool) -> bool:
     """Look until an output ends, or all should; whether they have caught up with where `once` ends."""
     target: Lsn | None = None
     while not ending.stop.is_set():

@@ -29,9 +29,9 @@ from penstock.cli.tail import Ending
 from penstock.cli.verify_display import opened_watching, print_report
 from penstock.config import Config, OutputChoice
 from penstock.errors import PenstockError
-from penstock.pipeline import Outputs
 from penstock.spool.folder import SpoolFolder
 from penstock.state import PipelineStore
+from penstock.tables import Coordinator
 from penstock.verify.compare import CompareSettings
 from penstock.verify.report import Report
 from penstock.verify.verification import WAIT_SECONDS, VerifySettings, require_readable, verify_tables
@@ -218,7 +218,7 @@ def _given_up(ending: Ending, tasks: Any) -> Iterator[None]:
         thread.join()
 
 
-def _wait_settled(outputs: Outputs, ending: Ending) -> bool:
+def _wait_settled(outputs: Coordinator, ending: Ending) -> bool:
     """Until nothing is copied any more; False if that will not be."""
     while not ending.stop.is_set() and not outputs.wait(0):
         if all(is_settled(pipeline) for pipeline in outputs):

@@ -15,8 +15,8 @@ from penstock.documents.polling import PollSettings
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import IndexSpecification, load_specification
 from penstock.errors import ConfigError, SpecificationInvalid
-from penstock.pipeline import PipelineSettings
 from penstock.source.patterns import TableName, select_tables
+from penstock.tables import TablesSettings
 
 _PATHS = ("path", "_file", "client_certificate", "client_key")
 """How options of sinks end that name files."""
@@ -50,7 +50,7 @@ class PollingChoice:
 class DocumentsChoice:
     """All indexes, and where their documents go."""
 
-    settings: PipelineSettings
+    settings: TablesSettings
     indexes: tuple[IndexChoice, ...]
     sink_type: str
     sink_options: Mapping[str, Any] = field(repr=False, default_factory=dict[str, Any])
@@ -88,7 +88,7 @@ class DocumentsChoice:
             raise ConfigError(f"sink: {self.sink_type!r} does not take these options: {error}") from None
 
 
-def documents_choice(file: ConfigFile, settings: PipelineSettings, folder: Path) -> DocumentsChoice | None:
+def documents_choice(file: ConfigFile, settings: TablesSettings, folder: Path) -> DocumentsChoice | None:
     """What a config says about documents; None if it has no index."""
     if not file.index or file.sink is None:
         return None
@@ -138,7 +138,7 @@ def _indexes(sections: Sequence[IndexSection], folder: Path) -> tuple[IndexChoic
     return tuple(indexes)
 
 
-def _refuse_left_out(indexes: Sequence[IndexChoice], settings: PipelineSettings) -> None:
+def _refuse_left_out(indexes: Sequence[IndexChoice], settings: TablesSettings) -> None:
     if not settings.manage_publication:
         return
     for each in indexes:

@@ -26,12 +26,12 @@ from penstock.destinations.base import Destination
 from penstock.destinations.registry import create_destination
 from penstock.errors import ConfigError, PenstockError
 from penstock.observe import scrub
-from penstock.pipeline import PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.source.slots import check_slot_name
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
 from penstock.state.store import Store
+from penstock.tables import TablesSettings
 from penstock.values import TypeSettings
 from penstock.workers import BatchSettings, ErrorHold
 
@@ -52,7 +52,7 @@ class SparkChoice:
 class OutputChoice:
     """One of the places that the tables go to."""
 
-    settings: PipelineSettings
+    settings: TablesSettings
     destination_type: str
     destination_options: Mapping[str, Any] = field(repr=False, default_factory=dict[str, Any])
 
@@ -78,7 +78,7 @@ class Config:
     """What came from the environment; not to be shown."""
 
     @property
-    def pipeline(self) -> PipelineSettings:
+    def pipeline(self) -> TablesSettings:
         """What all outputs share: the stream's settings, and how it is copied and written."""
         return self.every_output[0].settings
 
@@ -260,7 +260,7 @@ def _build(path: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
     slot = source.slot or default_name
     check_slot_name(slot)
     spool = folder / (pipeline.spool.path or f".penstock/{pipeline.id}/spool")
-    settings = PipelineSettings(
+    settings = TablesSettings(
         id=pipeline.id,
         source=SourceSettings(source.url.get_secret_value()),
         publication=source.publication or default_name,
@@ -308,7 +308,7 @@ def _tables(file: ConfigFile, folder: Path) -> tuple[str, ...]:
     return tables_of(file.index, folder)
 
 
-def _output_choice(section: DestinationSection, settings: PipelineSettings, folder: Path) -> OutputChoice:
+def _output_choice(section: DestinationSection, settings: TablesSettings, folder: Path) -> OutputChoice:
     options = dict(section.model_extra or {})
     if isinstance(options.get("path"), str) and "://" not in options["path"]:
         options["path"] = str(folder / options["path"])
@@ -317,7 +317,7 @@ def _output_choice(section: DestinationSection, settings: PipelineSettings, fold
     )
 
 
-def _batches(settings: PipelineSettings, options: dict[str, Any]) -> BatchSettings:
+def _batches(settings: TablesSettings, options: dict[str, Any]) -> BatchSettings:
     """How an output's batches are cut: a destination that commits may say how often, as a duration."""
     if "commit_interval" not in options:
         return settings.batches

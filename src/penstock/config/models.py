@@ -15,7 +15,7 @@ from penstock.config.units import Duration, Size
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.policy import FailurePolicy
 from penstock.documents.polling import XMIN, PollSettings
-from penstock.pipeline import DEFAULT_OUTPUT, OnLostSlot
+from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 
 NO_SPARK = "none"

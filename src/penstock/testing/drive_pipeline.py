@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from penstock.coordinator import Coordinator
 from penstock.copy import CopySettings
 from penstock.destinations.registry import create_destination
 from penstock.documents.base import Sink
@@ -27,12 +28,11 @@ from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import parse_specification
 from penstock.errors import DestinationUnavailable
-from penstock.outputs import Outputs
-from penstock.pipeline import Pipeline, PipelineSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
 from penstock.stream import StreamSettings
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.document_sink import FileSink
 from penstock.testing.faults import FaultyDestination
@@ -108,12 +108,12 @@ def main(path: Path) -> None:
     with _started_tasks(settings) as (tasks, session):
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         output = make_documents(settings, tasks) if settings.indexes else make_pipeline(settings, tasks, session)
-        with Outputs([output]) as outputs:
+        with Coordinator([output]) as outputs:
             while not stop.wait(_TELL_SECONDS) and not outputs.wait(0):
                 _tell(output, session)
 
 
-def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> Pipeline:
+def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOutput:
     """The pipeline that the settings describe, not started yet."""
     folder = Path(settings.folder)
     options = {"path": str(settings.lake), **settings.options}
@@ -121,8 +121,8 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> Pipeline
     if settings.reject is not None:
         error = DestinationUnavailable("by order", table=settings.reject)
         destination.reject(settings.reject, error, times=settings.times)
-    return Pipeline(
-        PipelineSettings(
+    return TablesOutput(
+        TablesSettings(
             id=settings.id,
             source=SourceSettings(settings.dsn),
             publication=settings.id,
@@ -185,7 +185,7 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
         stop_session(session)
 
 
-def _tell(pipeline: Pipeline | DocumentsOutput, session: Any) -> None:
+def _tell(pipeline: TablesOutput | DocumentsOutput, session: Any) -> None:
     status = pipeline.status
     phases = {name: phase.name for name, phase in pipeline.phases.items()}
     if isinstance(pipeline, DocumentsOutput):

@@ -21,13 +21,13 @@ from penstock.copy import prepare_copy
 from penstock.destinations.base import Destination, PinnedTable, ReadableDestination, Tasks
 from penstock.errors import NotComparable, PenstockError, SnapshotBlocked
 from penstock.lsn import Lsn
-from penstock.pipeline import PipelineSettings
 from penstock.schema import TableSchema
 from penstock.source.connections import Role, connect
 from penstock.source.faults import translated
 from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.state import PipelineStore
+from penstock.tables import TablesSettings
 from penstock.verify.compare import Around, CompareSettings, compare_table
 from penstock.verify.cut import hold_at_snapshot, hold_now
 from penstock.verify.report import Report, TableReport
@@ -81,7 +81,7 @@ class VerifySettings:
 
 
 def verify_tables(
-    settings: PipelineSettings,
+    settings: TablesSettings,
     store: PipelineStore,
     destination: Destination,
     tasks: Tasks,
@@ -123,7 +123,7 @@ def require_readable(destination: Destination) -> ReadableDestination:
 class _Asked:
     """What is to be compared."""
 
-    settings: PipelineSettings
+    settings: TablesSettings
     store: PipelineStore
     destination: ReadableDestination
     tasks: Tasks

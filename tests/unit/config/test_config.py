@@ -10,8 +10,8 @@ import pytest
 from penstock.config import load_config
 from penstock.config.units import parse_duration, parse_size
 from penstock.errors import ConfigError
-from penstock.pipeline import OnLostSlot
 from penstock.state.sqlite import SqliteStore
+from penstock.tables import OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 
 SMALLEST = """

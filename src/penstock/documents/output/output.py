@@ -1,7 +1,7 @@
 """All search indexes of a config as one output of its stream.
 
     documents = DocumentsOutput(stream_settings, store, specifications, sink, tasks, relations=…)
-    with Outputs([pipeline, documents]) as outputs:
+    with Coordinator([pipeline, documents]) as outputs:
         outputs.wait()
 
 Three threads: one follows changes, one builds indexes from their tables, one builds the documents of changes that
@@ -66,7 +66,7 @@ _IDLE_SECONDS = 0.5
 
 
 class DocumentsOutput:
-    """Runs in threads of this process (`penstock.outputs.Output`)."""
+    """Runs in threads of this process (`penstock.coordinator.Output`)."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class DocumentsOutput:
         """Whether documents of a change that concerns very many are still to be built."""
         return any(self._store.get_index_work(name, WorkKind.FAN_OUT) for name in self.indexes)
 
-    # For `Outputs`, which starts and ends it
+    # For `Coordinator`, which starts and ends it
 
     def lead(self) -> None:
         """Take the lease."""

@@ -1,6 +1,6 @@
 """The outputs of one stream, which start and end together.
 
-An output reads a stream's spool and writes somewhere: a `penstock.pipeline.Pipeline` tables, a
+An output reads a stream's spool and writes somewhere: a `penstock.tables.TablesOutput` tables, a
 `penstock.documents.output.DocumentsOutput` search documents. Each has its own lease, positions and progress.
 """
 
@@ -19,7 +19,7 @@ WAIT_SECONDS = 0.5
 
 
 class Output(Protocol):
-    """What a stream has in common with whoever reads it. The second half is called by `Outputs` alone, in its order."""
+    """What all readers of a stream have in common. Only `Coordinator` calls the second half, in its order."""
 
     @property
     def output(self) -> str:
@@ -86,7 +86,7 @@ class Output(Protocol):
         ...
 
 
-class Outputs:
+class Coordinator:
     """All outputs of one stream; each has its own store, destination and positions."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
@@ -96,7 +96,7 @@ class Outputs:
             raise ValueError("the outputs of a stream have different names")
         self._stream = Stream(outputs[0].settings)
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> Coordinator:
         self.start()
         return self
 

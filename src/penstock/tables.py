@@ -1,10 +1,11 @@
 """A pipeline: one output over one stream, from a source's publication to a destination.
 
-    with Pipeline(settings, store, destination, tasks) as pipeline:
+    with TablesOutput(settings, store, destination, tasks) as pipeline:
         pipeline.wait()
 
 Starting takes the lease, opens the stream (publication, slot, capture), and starts the apply worker. That one starts a
-table sync worker for each table that has to be copied, a few at a time. Several pipelines share a stream as `Outputs`.
+table sync worker for each table that has to be copied, a few at a time. Outputs that share a stream run in one
+`Coordinator`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock import failpoints
+from penstock.coordinator import Coordinator
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
 from penstock.destinations.base import Destination, DestinationContext, Tasks
 from penstock.errors import IllegalTransition, LeaseLost, PenstockError, Retry, SourceError
 from penstock.lsn import Lsn
-from penstock.outputs import Outputs
 from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
 from penstock.source.lineage import Lineage
@@ -59,7 +60,7 @@ from penstock.workers import (
 )
 from penstock.workers.failures import errored
 
-__all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "Outputs", "Pipeline", "PipelineSettings"]
+__all__ = ["DEFAULT_OUTPUT", "Coordinator", "OnLostSlot", "TablesOutput", "TablesSettings"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ DEFAULT_OUTPUT = "tables"
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineSettings(StreamSettings):
+class TablesSettings(StreamSettings):
     """One output over one stream."""
 
     output: str = DEFAULT_OUTPUT
@@ -89,12 +90,12 @@ class PipelineSettings(StreamSettings):
         return self.id if self.output == DEFAULT_OUTPUT else f"{self.id}:{self.output}"
 
 
-class Pipeline:
+class TablesOutput:
     """Runs in threads of this process; capture is a child of it."""
 
     def __init__(
         self,
-        settings: PipelineSettings,
+        settings: TablesSettings,
         store: PipelineStore,
         destination: Destination,
         tasks: Tasks,
@@ -117,14 +118,14 @@ class Pipeline:
         self._refresh_at = 0.0
         self._refreshing = Backoff(first=REFRESH_SECONDS, longest=60.0)
         self._commanded = 0.0
-        self._alone: Outputs | None = None
+        self._alone: Coordinator | None = None
         self._stream: Stream | None = None
         self._apply: ApplyWorker | None = None
         self._cuts: Cuts | None = None
         self._board: Board | None = None
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> TablesOutput:
         self.start()
         return self
 
@@ -132,7 +133,7 @@ class Pipeline:
         self.shutdown()
 
     @property
-    def settings(self) -> PipelineSettings:
+    def settings(self) -> TablesSettings:
         return self._settings
 
     @property
@@ -179,7 +180,7 @@ class Pipeline:
 
     def start(self) -> None:
         """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
-        self._alone = Outputs([self])
+        self._alone = Coordinator([self])
         self._alone.start()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -201,7 +202,7 @@ class Pipeline:
         if self._alone is not None:
             self._alone.shutdown()
 
-    # For `Outputs`, which starts and ends the pipelines of a stream
+    # For `Coordinator`, which starts and ends the pipelines of a stream
 
     def lead(self) -> None:
         """Take the lease."""
