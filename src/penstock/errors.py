@@ -1,14 +1,14 @@
-"""Every error that Penstock raises on purpose, as one tree.
+"""Every error that Penstock raises on purpose, in one tree.
 
-Each class says two things besides its message: what a worker does about it (`retry`) and what a person can
-try (`hint`). Errors carry their facts as attributes, survive pickling (they cross process borders), and never
-contain a secret or the value of a cell.
+Besides its message, each class says whether a worker retries it (`retry`) and what the operator can do (`hint`).
+Errors keep their facts as attributes, survive pickling so that they can cross process boundaries, and never contain
+a secret or the value of a cell.
 
     PenstockError
-    ├── ConfigError                 what a person wrote cannot be used
-    │   └── SpecificationInvalid    an index specification, with file, line and column of each problem
+    ├── ConfigError                 a setting that cannot be used
+    │   └── SpecificationInvalid    an index specification, with the file, line and column of each problem
     ├── SourceError                 Postgres
-    │   ├── ServerUnavailable       refused, starting, stopping, cut off: tried again
+    │   ├── ServerUnavailable       refused, starting, stopping or disconnected: retried
     │   ├── AuthenticationFailed
     │   ├── DatabaseMissing
     │   ├── TlsFailed
@@ -18,46 +18,46 @@ contain a secret or the value of a cell.
     │   ├── PublicationMissing
     │   ├── PublicationChanged
     │   ├── SlotMissing
-    │   ├── SlotInUse               another reader, named by pid: tried again
+    │   ├── SlotInUse               has another reader, named by pid: retried
     │   ├── SlotLost
-    │   ├── SlotUnusable            another plugin or database, no free slots
-    │   │   └── SlotUndecodable     the server cannot decode its log from there on
+    │   ├── SlotUnusable            wrong plugin or database, or no free slots
+    │   │   └── SlotUndecodable     the server cannot decode its own WAL from this slot
     │   ├── PositionAhead           a stored position that the server has not reached
-    │   ├── LineageChanged          another system, another timeline, another slot
-    │   ├── SnapshotBlocked         open transactions, named, keep a snapshot from being taken: tried again
-    │   ├── SnapshotLost            the snapshot of a copy is gone; the copy begins anew
-    │   ├── TableRewritten          rewritten, emptied or altered while it was copied; the copy begins anew
-    │   ├── ValuesNotSent           DDL gave rows that are there values which the stream does not carry
-    │   ├── TableLocked             somebody holds a lock that keeps us from reading: tried again
+    │   ├── LineageChanged          another system, timeline or slot
+    │   ├── SnapshotBlocked         open transactions, listed, block the snapshot: retried
+    │   ├── SnapshotLost            the snapshot of a copy ended; the copy restarts
+    │   ├── TableRewritten          rewritten, truncated or altered during its copy; the copy restarts
+    │   ├── ValuesNotSent           DDL gave existing rows values that the stream does not carry
+    │   ├── TableLocked             another session's lock blocks reads: retried
     │   └── QueryFailed
-    │       └── StatementInterrupted  cancelled, timed out, deadlocked: tried again
-    ├── DecodeError                 bytes that are not what the protocol promises
-    ├── ValueOutOfRange             a value that its column's type cannot hold, under the policy `error`
+    │       └── StatementInterrupted  cancelled, timed out or deadlocked: retried
+    ├── DecodeError                 bytes that do not follow the protocol
+    ├── ValueOutOfRange             a value that its column cannot hold, under the policy `error`
     ├── SpoolError
     │   ├── SpoolInUse
     │   ├── SpoolCorrupt
-    │   ├── SpoolDiskFull           tried again
-    │   ├── PositionGone            a reader asked for entries that were released
-    │   └── HoldBroken              what was kept for a copying table outgrew its budget
-    ├── StateError                  phases, positions and what else is remembered
+    │   ├── SpoolDiskFull           retried
+    │   ├── PositionGone            a reader asked for entries that were already deleted
+    │   └── HoldBroken              the changes kept for a copy exceeded their budget
+    ├── StateError                  phases, positions and the rest of the stored state
     │   ├── StateUnusable           a store that cannot be opened, read or written
-    │   ├── StateNewer              written by a newer Penstock
-    │   ├── LeaseHeld               another process drives this pipeline, named: tried again
-    │   ├── LeaseLost               another process took over; nothing more is written
-    │   └── IllegalTransition       a phase, version or position that must not follow the one before
-    ├── DestinationError            where changes land
-    │   ├── DestinationUnavailable  out of reach: tried again
-    │   ├── DestinationRefused      does not accept who asks
-    │   ├── TableRejected           the destination does not take what was sent
+    │   ├── StateNewer              written by a newer version of Penstock
+    │   ├── LeaseHeld               another process, named, runs this pipeline: retried
+    │   ├── LeaseLost               another process took over; this one stops writing
+    │   └── IllegalTransition       a phase, version or position that cannot follow the current one
+    ├── DestinationError            where changes are written
+    │   ├── DestinationUnavailable  unreachable: retried
+    │   ├── DestinationRefused      credentials, certificate or privileges refused
+    │   ├── TableRejected           the destination cannot store a table or its changes
     │   ├── TableOwned              another pipeline writes this table
-    │   ├── IndexUnusable           a search index was deleted, replaced, or its name leads elsewhere
-    │   └── NotComparable           what is there cannot be compared with the source
-    ├── DocumentsRejected           a search index does not take some documents, under the policy `stop`
-    ├── IndexIncomplete             an index that was filled has too few documents, or too many; it is built anew
-    ├── TasksFailed                 Spark could not run a job: tried again
-    ├── SparkGone                   its JVM has ended
-    ├── CaptureStopped              the capture process ended by itself
-    └── FailpointReached            a test asked for it
+    │   ├── IndexUnusable           a search index was deleted, replaced, or its alias points elsewhere
+    │   └── NotComparable           a table that cannot be compared with the source
+    ├── DocumentsRejected           a search index rejected documents, under the policy `stop`
+    ├── IndexIncomplete             a backfilled index has the wrong number of documents; it is rebuilt
+    ├── TasksFailed                 Spark could not run a job: retried
+    ├── SparkGone                   the Spark JVM ended
+    ├── CaptureStopped              the capture process ended unexpectedly: restarted
+    └── FailpointReached            a test asked for this error
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ class Retry(Enum):
     """What a worker does after an error."""
 
     TIMED = "timed"
-    """Try again by itself, with back-off."""
+    """Retry automatically, with back-off."""
     OPERATOR = "operator"
-    """Stop and wait for a person."""
+    """Stop and wait for the operator."""
 
 
 _TABLE = "<table>"
 RESYNC = f"penstock resync {_TABLE}"
-"""In hints that say so: only a new copy helps."""
+"""In a hint: only a new copy of the table helps."""
 
 
 def for_table(hint: str, table: str) -> str:
-    """A hint with the name of the table that it is about."""
+    """Return a hint with the name of its table filled in."""
     return hint.replace(_TABLE, table)
 
 
 class PenstockError(Exception):
-    """Base of all errors; `facts` are kept as attributes and cross process borders."""
+    """Base of all errors; `facts` become attributes and survive pickling."""
 
     retry: ClassVar[Retry] = Retry.OPERATOR
     default_hint: ClassVar[str] = ""
@@ -108,42 +108,44 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError):
-    """A setting is missing, unknown or contradictory."""
+    """A setting is missing, unknown or contradicts another."""
 
 
 class SpecificationInvalid(ConfigError):
-    """An index specification that cannot be used; `problems` has each with its line, column and key path."""
+    """An index specification cannot be used; `problems` gives the line, column and key path of each problem."""
 
-    default_hint = "docs/reference/index-specification.md describes every key."
+    default_hint = "docs/reference/index-specification.md describes every key; run: penstock index check."
 
 
 class SourceError(PenstockError):
-    """Something between us and the source database."""
+    """The source database reported an error."""
 
 
 class ServerUnavailable(SourceError):
-    """The server cannot be reached now: refused, starting, stopping, or the connection was cut."""
+    """The server cannot be reached: it refuses connections, is starting or stopping, or dropped the connection."""
 
     retry = Retry.TIMED
-    default_hint = "Check that the server runs and that host and port are right; Penstock keeps trying."
-    hint_for_one_try: ClassVar[str] = "Check that the server runs and that host and port are right."
-    """What a worker would try again ends a command; its hint must not say otherwise."""
+    default_hint = "Check that the server is running and that the host and port are correct; Penstock keeps retrying."
+    hint_for_one_try: ClassVar[str] = "Check that the server is running and that the host and port are correct."
+    """For commands, which do not retry."""
 
 
 class AuthenticationFailed(SourceError):
-    """The server does not accept the user, the password or the host (pg_hba.conf)."""
+    """The server rejected the user, the password or the client host."""
 
-    default_hint = "Check user and password in the source URL, and pg_hba.conf for this host and for replication."
+    default_hint = (
+        "Check user and password in the source URL, and the pg_hba.conf entries for this host and for replication."
+    )
 
 
 class DatabaseMissing(SourceError):
-    """The server runs, but has no database of this name."""
+    """The server has no database with this name."""
 
     default_hint = "Check the database name at the end of the source URL."
 
 
 class TlsFailed(SourceError):
-    """The encrypted connection could not be made as asked."""
+    """The server and the client could not agree on an encrypted connection."""
 
     default_hint = "Check sslmode and sslrootcert in the source URL against what the server offers."
 
@@ -151,13 +153,13 @@ class TlsFailed(SourceError):
 class PermissionDenied(SourceError):
     """The role lacks a privilege."""
 
-    default_hint = "Grant what is missing; `penstock check` lists all that the role needs."
+    default_hint = "Grant the missing privilege; to list everything the role needs, run: penstock check."
 
 
 class UnsupportedServer(SourceError):
-    """A server version or variant that cannot be a source."""
+    """This server version or variant cannot be a source."""
 
-    default_hint = "Penstock needs PostgreSQL 13 or newer, and a primary, or a standby from 16 on."
+    default_hint = "Penstock needs PostgreSQL 13 or newer: a primary, or a standby running 16 or newer."
 
 
 class WalLevelTooLow(SourceError):
@@ -169,265 +171,286 @@ class WalLevelTooLow(SourceError):
 class PublicationMissing(SourceError):
     """The publication does not exist."""
 
-    default_hint = "Create it, or let Penstock manage it (manage_publication = true)."
+    default_hint = "Create the publication, or set manage_publication = true to let Penstock create it."
 
 
 class PublicationChanged(SourceError):
-    """The publication was changed in a way that leaves a gap for some table."""
+    """A table was dropped or removed from the publication, so its changes have a gap."""
 
-    default_hint = "Copy the tables that are named again."
+    default_hint = f"Add the table to the publication again, then run: {RESYNC}."
 
 
 class SlotMissing(SourceError):
     """The replication slot does not exist."""
 
-    default_hint = "Changes since it vanished are gone: create a new slot and copy the tables again."
+    default_hint = (
+        "The changes since the slot was dropped are lost. To create a new slot and copy the tables again, set "
+        'on_lost_slot = "recreate" and run: penstock run.'
+    )
 
 
 class SlotInUse(SourceError):
-    """Another connection reads from the slot."""
+    """Another connection is reading from the slot."""
 
     retry = Retry.TIMED
-    default_hint = "A slot has one reader. Stop the other one, or wait until the server notices that it is gone."
+    default_hint = "A slot has one reader: stop the other one, or wait until the server notices that it disconnected."
 
 
 class SlotLost(SourceError):
-    """The server has removed WAL that the slot needs, or has invalidated the slot."""
+    """The server removed WAL that the slot needs, or invalidated the slot."""
 
     default_hint = (
-        "The changes cannot be read any more: drop the slot, create a new one and copy the tables again; "
-        "raise max_slot_wal_keep_size if it fell behind."
+        "The changes can no longer be read. To create a new slot and copy the tables again, set on_lost_slot = "
+        '"recreate" and run: penstock run. If the slot fell behind, raise max_slot_wal_keep_size first.'
     )
 
 
 class SlotUnusable(SourceError):
-    """The slot exists or should be created, but cannot serve us."""
+    """The slot exists or should be created, but Penstock cannot use it."""
 
-    default_hint = "Use another slot name, or drop the slot if nobody needs it."
+    default_hint = "Choose another slot name, or drop the slot if nothing else uses it."
 
 
 class SlotUndecodable(SlotUnusable):
-    """The server cannot decode its own log from the slot's position on."""
+    """The server cannot decode its own WAL from the slot's position."""
 
     default_hint = (
-        "A defect of the server, met when tables are emptied or rewritten while a slot is made. If no table depends on "
-        'the slot yet, it is dropped: run again. Otherwise drop it and run with on_lost_slot = "recreate".'
+        "This is a server defect that can occur when tables are truncated or rewritten while a slot is created. If no"
+        " table depends on the slot yet, Penstock drops it: run again. Otherwise drop the slot, set on_lost_slot = "
+        '"recreate" and run: penstock run.'
     )
 
 
 class PositionAhead(SourceError):
-    """A stored position is ahead of the server: from there it would deliver nothing and say nothing."""
+    """A stored position is ahead of the server, which would silently send nothing from there."""
 
-    default_hint = "The server was restored or replaced: copy the tables again, with a new slot."
+    default_hint = (
+        "The server was restored or replaced. To copy the tables again with a new slot, run: penstock teardown, then "
+        "penstock run."
+    )
 
 
 class LineageChanged(SourceError):
-    """Stored positions belong to another system, timeline or slot than the one that answers."""
+    """The stored positions belong to another server, timeline, database or slot."""
 
-    default_hint = "Positions of one server mean nothing on another: copy the tables again."
+    default_hint = (
+        "Positions are valid only on the server they came from. To copy the tables again, run: penstock teardown, "
+        "then penstock run."
+    )
 
 
 class SnapshotBlocked(SourceError):
-    """A snapshot waits for transactions that do not end; `blockers` names them."""
+    """A snapshot waits for open transactions; `blockers` lists them."""
 
     retry = Retry.TIMED
-    default_hint = "A snapshot is taken when the transactions before it have ended: wait for them, or end them."
+    default_hint = "Wait for the listed transactions to end, or end them with pg_terminate_backend(pid)."
 
 
 class SnapshotLost(SourceError):
-    """The transaction that kept a copy's snapshot has ended: what was copied so far cannot be completed."""
+    """The transaction that held the snapshot of a copy ended, so the copy cannot be completed."""
 
     retry = Retry.TIMED
-    default_hint = "The copy begins anew by itself; see the server's log for why the session ended."
+    default_hint = "The copy restarts automatically; the server's log says why the session ended."
 
 
 class TableRewritten(SourceError):
-    """A table was rewritten, emptied, altered or dropped between a copy's snapshot and its reading.
-
-    Rows would be missing without a word, so the whole attempt is void.
-    """
+    """A table was rewritten, truncated, altered or dropped while it was being copied, so the copy could miss rows."""
 
     retry = Retry.TIMED
-    default_hint = "The copy begins anew by itself; keep DDL, TRUNCATE and VACUUM FULL away from it while it runs."
+    default_hint = "The copy restarts automatically; avoid DDL, TRUNCATE and VACUUM FULL on the table while it runs."
 
 
 class ValuesNotSent(SourceError):
-    """DDL gave rows that are there already values which the stream does not carry."""
+    """DDL gave existing rows values that the stream does not carry."""
 
     default_hint = f"Copy the table again: {RESYNC}."
 
 
 class TableLocked(SourceError):
-    """Another session holds a lock on the table that readers wait for."""
+    """Another session holds a lock on the table that blocks reads."""
 
     retry = Retry.TIMED
-    default_hint = "Wait for the DDL on this table to end, or end the session that holds the lock."
+    default_hint = (
+        "Wait for the DDL on this table to finish, or end the session that holds the lock with "
+        "pg_terminate_backend(pid)."
+    )
 
 
 class QueryFailed(SourceError):
-    """The server refused a statement for a reason that has no class of its own."""
+    """The server rejected a statement for a reason that has no class of its own."""
 
 
 class StatementInterrupted(QueryFailed):
-    """The server ended a statement before it was done: cancelled, timed out, in a deadlock, or by a failing disk."""
+    """The server ended a statement early: it was cancelled, timed out, deadlocked, or hit a disk error."""
 
     retry = Retry.TIMED
-    default_hint = "The server's log says by whom; statement_timeout and watchers of long queries should spare copies."
+    default_hint = (
+        "The server's log says why; exempt the Penstock role from statement_timeout and from tools that cancel long "
+        "queries."
+    )
 
 
 class DecodeError(PenstockError):
-    """Bytes that do not follow the protocol; `offset` counts from the start of the message."""
+    """Bytes do not follow the protocol; `offset` counts from the start of the message."""
 
-    default_hint = "Please report this with the server's version; the message itself may contain data."
+    default_hint = (
+        "Please report this with the server's version; do not attach the message itself, it may contain data."
+    )
 
     def __init__(self, message: str, *, offset: int, hint: str | None = None, **facts: Any) -> None:
         super().__init__(message, hint=hint, offset=offset, **facts)
 
 
 class ValueOutOfRange(PenstockError):
-    """A value that its column's type cannot hold, under `out_of_range = "error"`; names table and column only."""
+    """A column cannot hold a value, under `out_of_range = "error"`; the error names only the table and column."""
 
-    default_hint = 'Choose another out_of_range policy for this column ("keep" loses nothing).'
+    default_hint = 'Choose another out_of_range policy for this column; "keep" loses nothing.'
 
 
 class SpoolError(PenstockError):
-    """Something about the files between capture and its readers."""
+    """The spool could not be read or written."""
 
 
 class SpoolInUse(SpoolError):
-    """Another capture process writes into this spool."""
+    """Another capture process is writing to this spool."""
 
-    default_hint = "One spool has one writer: stop the other process or choose another folder."
+    default_hint = "A spool has one writer: stop the other process, or set another spool.path."
 
 
 class SpoolCorrupt(SpoolError):
-    """The spool's own records contradict each other."""
+    """The spool's records contradict each other."""
 
-    default_hint = "The spool is a cache: stop the pipeline, delete the folder and start again; nothing is lost."
+    default_hint = (
+        "The spool is a cache and nothing is lost: stop the pipeline, delete the spool folder, and run: penstock run."
+    )
 
 
 class SpoolDiskFull(SpoolError):
-    """No room on the spool's disk; capture waits, connected, until there is."""
+    """The disk of the spool is full; capture stays connected and waits."""
 
     retry = Retry.TIMED
-    default_hint = "Free some space on the spool's disk; capture goes on by itself."
+    default_hint = "Free space on the spool's disk; capture resumes automatically."
 
 
 class PositionGone(SpoolError):
-    """The entries after a position were released already."""
+    """The entries after a position were already deleted from the spool."""
 
-    default_hint = "Register the reader before it reads, or start it from the spool's first position."
+    default_hint = "Register the reader before it reads, or start it at the spool's first position."
 
 
 class HoldBroken(SpoolError):
-    """What was kept for a copying table outgrew `copy_max_bytes`; only that copy stops."""
+    """The changes kept for a table during its copy exceeded `copy_max_bytes`; only that copy stops."""
 
-    default_hint = "Copy the table again when there are fewer changes, or raise copy_max_bytes."
+    default_hint = f"Raise spool.copy_max_bytes or wait for a quieter time, then run: {RESYNC}."
 
 
 class StateError(PenstockError):
-    """Something about what the pipeline remembers."""
+    """The stored state could not be used."""
 
 
 class StateUnusable(StateError):
-    """The store cannot be opened, read or written."""
+    """The state store cannot be opened, read or written."""
 
-    default_hint = "Check the state URL, that its folder exists and can be written, and that its disk has room."
+    default_hint = "Check the state URL, that its folder exists and is writable, and that the disk has free space."
 
 
 class StateNewer(StateError):
-    """The state was written by a newer version of Penstock, which this one might damage."""
+    """A newer version of Penstock wrote the state, and this version could damage it."""
 
-    default_hint = "Run the newer version; going back needs a copy of the state from before."
+    default_hint = "Run the newer version; to go back, restore a backup of the state made before the upgrade."
 
 
 class LeaseHeld(StateError):
-    """Another process drives this pipeline: `host`, `pid` and `since` say which."""
+    """Another process runs this pipeline; `host`, `pid` and `since` identify it."""
 
     retry = Retry.TIMED
-    default_hint = "Stop the other process, or wait: the lease of one that is gone runs out by itself."
+    default_hint = "Stop the other process, or wait: if it has died, its lease expires within 30 seconds."
 
 
 class LeaseLost(StateError):
-    """This process does not drive the pipeline (any more): what it writes is refused."""
+    """This process does not hold the lease of the pipeline, so its writes are refused."""
 
-    default_hint = "Another process has taken over, or this one was cut off too long: stop it, or start it again."
+    default_hint = (
+        "Another process took over, or this one was disconnected for too long. If no other process runs the pipeline,"
+        " run: penstock run."
+    )
 
 
 class IllegalTransition(StateError):
-    """A table cannot go from its phase, schema version or position to the one that was asked for."""
+    """A table cannot go from its current phase, schema version or position to the requested one."""
 
 
 class DestinationError(PenstockError):
-    """Something about where changes land."""
+    """The destination reported an error."""
 
 
 class DestinationUnavailable(DestinationError):
-    """The destination does not answer now."""
+    """The destination does not respond."""
 
     retry = Retry.TIMED
-    default_hint = "Check that the destination runs and can be reached from here; Penstock keeps trying."
+    default_hint = "Check that the destination is running and reachable from here; Penstock keeps retrying."
 
 
 class DestinationRefused(DestinationError):
-    """The destination does not accept the user, the password or the certificate, or the user lacks a privilege."""
+    """The destination rejected the user, the password or the certificate, or the user lacks a privilege."""
 
-    default_hint = "Check user, password and certificates, and what the user may do there."
+    default_hint = "Check the user, the password, the certificates and the user's privileges at the destination."
 
 
 class TableRejected(DestinationError):
-    """The destination does not take what was sent of a table; a person has to look."""
+    """The destination cannot store a table or its changes."""
 
 
 class TableOwned(DestinationError):
     """Another pipeline writes this table at the destination."""
 
-    default_hint = "One table has one writer: use different paths, or remove the table at the destination."
+    default_hint = "A table has one writer: use another path, or remove the table at the destination."
 
 
 class IndexUnusable(DestinationError):
-    """A search index is not as Penstock left it: deleted, replaced, closed, or its name leads elsewhere."""
+    """A search index was deleted, replaced or closed, or its alias points elsewhere."""
 
-    default_hint = "Start Penstock again, or run `penstock index rebuild`: what is missing is built anew."
+    default_hint = "Restart Penstock, or run `penstock index rebuild`: it rebuilds the missing index."
 
 
 class NotComparable(DestinationError):
-    """What a destination holds cannot be compared with the source: it cannot be read back, or is something else."""
+    """A table cannot be compared with the source: it cannot be read back, or it does not hold a copy of the rows."""
 
 
 class DocumentsRejected(PenstockError):
-    """An index refused documents for good, and its policy is to stop; nothing of the batch was acknowledged."""
+    """A search index rejected documents and its policy is to stop; nothing of the batch was acknowledged."""
 
     default_hint = (
-        'Look at the index and the reason that is named; failure_policy = "skip" sets such documents aside instead.'
+        'Fix the cause named in the message, or set failure_policy = "skip" to quarantine such documents, then run: '
+        "penstock run."
     )
 
 
 class IndexIncomplete(PenstockError):
-    """A generation of a search index does not have the documents that were written to it; another one is filled."""
+    """A backfilled index does not contain the documents that were written to it; Penstock rebuilds it."""
 
     retry = Retry.TIMED
-    default_hint = "If it comes again: look whether somebody else writes to the index, or deletes from it."
+    default_hint = "If this repeats, check whether another program writes to the index or deletes from it."
 
 
 class TasksFailed(PenstockError):
-    """Spark could not run a job: executors were lost, or what it was given cannot be run there."""
+    """Spark could not run a job: executors were lost, or they could not run the task."""
 
     retry = Retry.TIMED
-    default_hint = "See Spark's own log; every machine of a cluster needs this version of Penstock and of Python."
+    default_hint = "Check Spark's log; every machine of a cluster needs the same versions of Penstock and Python."
 
 
 class SparkGone(PenstockError):
-    """Spark's JVM has ended under the pipeline, which can run nothing any more."""
+    """The Spark JVM ended, so the pipeline cannot run tasks."""
 
-    default_hint = "Start Penstock again: it goes on where it was. The machine's log says whether memory had run out."
+    default_hint = "Run: penstock run. It resumes where it stopped; the machine's log says whether memory ran out."
 
 
 class CaptureStopped(PenstockError):
-    """The capture process ended without being asked to."""
+    """The capture process ended unexpectedly."""
 
     retry = Retry.TIMED
-    default_hint = "See the log lines before; it is started again from where the spool ends."
+    default_hint = "Penstock restarts it from the end of the spool; the log lines above say why it ended."
 
 
 def _rebuild(kind: type[PenstockError], message: str, hint: str, facts: dict[str, Any]) -> PenstockError:
@@ -435,6 +458,6 @@ def _rebuild(kind: type[PenstockError], message: str, hint: str, facts: dict[str
 
 
 class FailpointReached(PenstockError):
-    """A test asked for an error at this point; see `penstock.failpoints`."""
+    """A test requested an error at this point; see `penstock.failpoints`."""
 
     retry = Retry.TIMED

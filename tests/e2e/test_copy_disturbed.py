@@ -174,7 +174,7 @@ def test_a_rewrite_begins_the_copy_anew_and_it_ends_equal(site: Site, what: str,
     assert "since the snapshot that it is copied from" in failed.reason
     assert failed.retry_policy.retry is Retry.TIMED
     assert failed.solution is not None
-    assert "begins anew by itself" in failed.solution
+    assert "restarts automatically" in failed.solution
 
 
 @pytest.mark.trap(21, 23, 32)

@@ -19,7 +19,7 @@ def test_the_page_has_every_error_and_no_others():
     expected = {
         each.__name__: [
             " ".join((inspect.getdoc(each) or "").split()),
-            "by itself" if each.retry is errors.Retry.TIMED else "you",
+            "yes" if each.retry is errors.Retry.TIMED else "no",
             each.default_hint,
         ]
         for each in vars(errors).values()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 
 from penstock.errors import (
+    RESYNC,
     ConfigError,
     DestinationUnavailable,
     IllegalTransition,
@@ -81,6 +82,7 @@ def other_lineage(table: str, recorded: str, current: str) -> PenstockError:
     """What is there came from another server, timeline or slot."""
     return LineageChanged(
         f"{table} has positions of {recorded} at the destination, which mean nothing for {current}",
+        hint=f"Copy the table again: {RESYNC}.",
         table=table,
         stored=recorded,
         current=current,
