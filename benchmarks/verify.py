@@ -3,8 +3,8 @@
     python benchmarks/verify.py [--destination delta …] [--rows N] [--rounds 3] [--tasks 2] [--server 18]
 
 A table of ten columns is made and frozen. In turns it is copied to a folder of its own by Spark tasks, as
-`benchmarks/table_copy.py` does, and what was copied is compared with the source (`penstock.verify`): a snapshot, both
-sides read and digested in Spark tasks. Every comparison must find all rows equal.
+`benchmarks/table_copy.py` does, and what was copied is compared with the source (`penstock.comparison`): a snapshot,
+both sides read and digested in Spark tasks. Every comparison must find all rows equal.
 
 In the end three faults are planted in the last copy through the destination's own writer (a changed cell, a missing
 row, an extra one), and the comparison must find exactly those; its time, in which what differs is read twice, is
@@ -51,6 +51,8 @@ from table_copy import (
 from workloads import PUBLICATION
 
 from penstock.changes.events import Unchanged
+from penstock.comparison.compare import compare_table
+from penstock.comparison.report import Counts, Kind, TableReport
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.destinations.base import DestinationContext
 from penstock.destinations.registry import create_destination
@@ -60,8 +62,6 @@ from penstock.source.snapshots import take_snapshot
 from penstock.spark.tasks import SparkTasks
 from penstock.state.memory import MemoryStore
 from penstock.testing.destinations.script import ScriptedSource
-from penstock.verify.compare import compare_table
-from penstock.verify.report import Counts, Kind, TableReport
 
 COPY, VERIFY = "copy", "verify"
 DESTINATIONS = ("delta", "parquet")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.comparison.verification import verify_tables
 from penstock.destinations.base import Destination
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
@@ -18,7 +19,6 @@ from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.readback import ReadBack, check_equal
-from penstock.verify.verification import verify_tables
 from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.lake import LakeReadBack

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from penstock.comparison.cut import hold_at_snapshot
 from penstock.destinations.memory import MemoryDestination
 from penstock.errors import PenstockError, SnapshotBlocked
 from penstock.lsn import reaches
@@ -17,7 +18,6 @@ from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.faults import FaultyDestination
-from penstock.verify.cut import hold_at_snapshot
 from penstock.workers import BatchSettings, cuts
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for

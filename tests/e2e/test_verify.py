@@ -12,6 +12,8 @@ import psycopg
 import pytest
 
 from penstock.changes.events import Delete
+from penstock.comparison.report import Counts, Kind, Report, TableReport
+from penstock.comparison.verification import Observer, VerifySettings, verify_tables
 from penstock.destinations.memory import MemoryDestination
 from penstock.destinations.stdout import StdoutDestination
 from penstock.errors import NotComparable, SnapshotBlocked
@@ -21,8 +23,6 @@ from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.faults import FaultyDestination
-from penstock.verify.report import Counts, Kind, Report, TableReport
-from penstock.verify.verification import Observer, VerifySettings, verify_tables
 from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
@@ -182,7 +182,7 @@ def test_where_transactions_never_pause_what_did_not_change_is_judged(
         raise SnapshotBlocked("open transactions did not end")
         yield
 
-    monkeypatch.setattr("penstock.verify.verification.hold_at_snapshot", blocked)
+    monkeypatch.setattr("penstock.comparison.verification.hold_at_snapshot", blocked)
     for _ in range(3):
         report = compare(pipeline, destination)
         assert not report.exact

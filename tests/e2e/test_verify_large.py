@@ -15,6 +15,8 @@ import psycopg
 import pytest
 
 from penstock.changes.events import Unchanged
+from penstock.comparison.report import Counts, Kind, Report, TableReport
+from penstock.comparison.verification import Observer, VerifySettings, verify_tables
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn, reaches
@@ -24,10 +26,8 @@ from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import ScriptedTransaction
-from penstock.verify.report import Counts, Kind, Report, TableReport
-from penstock.verify.verification import Observer, VerifySettings, verify_tables
 from tests.e2e.support import wait_for
-from tests.integration.verify.support import plant_beside
+from tests.integration.comparison.support import plant_beside
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 

@@ -16,6 +16,7 @@ from penstock.cli.demo_parts import DemoChoice, fresh_folder, watcher
 from penstock.cli.display import Display, opened_display
 from penstock.cli.outputs import LookedAt, Running, started_outputs
 from penstock.cli.tail import Ending
+from penstock.comparison.verification import verify_tables
 from penstock.config import Config, load_config
 from penstock.config.models import NO_SPARK
 from penstock.coordinator import Coordinator
@@ -24,7 +25,6 @@ from penstock.state import Errored, Ready
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
 from penstock.testing.shop import PUBLICATION, ShopWriters, create_shop, fill_shop
-from penstock.verify.verification import verify_tables
 
 DATABASE = "shop"
 _COMPARISONS = 10

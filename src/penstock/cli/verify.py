@@ -27,14 +27,14 @@ from penstock.cli.options import AsJson
 from penstock.cli.outputs import POLL_SECONDS, is_settled, started_outputs, started_tasks
 from penstock.cli.tail import Ending
 from penstock.cli.verify_display import opened_watching, print_report
+from penstock.comparison.compare import CompareSettings
+from penstock.comparison.report import Report
+from penstock.comparison.verification import WAIT_SECONDS, VerifySettings, require_readable, verify_tables
 from penstock.config import Config, OutputChoice
 from penstock.errors import PenstockError
 from penstock.spool.folder import SpoolFolder
 from penstock.state import PipelineStore
 from penstock.tables import Coordinator
-from penstock.verify.compare import CompareSettings
-from penstock.verify.report import Report
-from penstock.verify.verification import WAIT_SECONDS, VerifySettings, require_readable, verify_tables
 
 DIFFERENT, NOT_COMPARED = 1, 2
 """Exit status; 0 if all is equal."""

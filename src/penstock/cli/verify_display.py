@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from penstock.cli.display import write_line
 from penstock.cli.formats import count_of, format_seconds
+from penstock.comparison.report import Difference, Kind, Report, TableReport
+from penstock.comparison.verification import Observer
 from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn
 from penstock.source.slots import Blocker, name_blockers
-from penstock.verify.report import Difference, Kind, Report, TableReport
-from penstock.verify.verification import Observer
 
 
 class Watching(Observer):

@@ -16,7 +16,7 @@ from penstock.source import Role, SourceSettings, connect
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.testing.destinations.script import ScriptedTransaction
 from tests.integration.cli.support import PATIENCE, Site, Terminal, check_discreet
-from tests.integration.verify.support import plant_in
+from tests.integration.comparison.support import plant_in
 
 DELTA = '[destination]\ntype = "delta"\npath = "lake"'
 

@@ -9,8 +9,8 @@ import typer
 
 from penstock.cli.verify import parse_part
 from penstock.cli.verify_display import print_report
+from penstock.comparison.report import Counts, Difference, Kind, Report, TableReport
 from penstock.lsn import Lsn
-from penstock.verify.report import Counts, Difference, Kind, Report, TableReport
 
 EQUAL = TableReport("shop.items", Counts(equal=2000), seconds=1.5)
 DIFFERENT = TableReport(

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.changes.texts import split_texts
-from penstock.verify.digest import DigestedRows, digest_cells
-from penstock.verify.report import Counts, Difference, Kind
-from penstock.verify.scan import BUCKET, DIGESTS, RECENT, TEXTS, Scan, Side, read_files
+from penstock.comparison.digest import DigestedRows, digest_cells
+from penstock.comparison.report import Counts, Difference, Kind
+from penstock.comparison.scan import BUCKET, DIGESTS, RECENT, TEXTS, Scan, Side, read_files
 
 Key = tuple[int, int]
 """The two lanes of a key's digest."""

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from penstock.changes.events import Unchanged, Unrepresentable
+from penstock.comparison.report import Counts, Difference, Kind
 from penstock.copy import CopySettings
 from penstock.errors import NotComparable
 from penstock.source import Role, connect
-from penstock.verify.report import Counts, Difference, Kind
+from tests.integration.comparison.support import DESTINATIONS, Place, exit_code
 from tests.integration.copy.conftest import PUBLICATION, Source
 from tests.integration.copy.test_values import ROWS, fill
-from tests.integration.verify.support import DESTINATIONS, Place, exit_code
 
 SMALL = CopySettings(range_bytes=64 << 10, chunk_bytes=8 << 10)
 COUNT = 5000
@@ -81,7 +81,7 @@ def test_single_faults_are_found_and_named(source: Source, place: Place, monkeyp
     assert shown[Kind.MISSING].destination is None
     assert shown[Kind.EXTRA].source is None
     # Those that were not written down with their rows are looked at once more.
-    monkeypatch.setattr("penstock.verify.compare._DETAILED_ROWS", 1)
+    monkeypatch.setattr("penstock.comparison.compare._DETAILED_ROWS", 1)
     assert place.compare(rows).differences == report.differences
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.verify import digest
-from penstock.verify.digest import digest_cells, digest_rows
+from penstock.comparison import digest
+from penstock.comparison.digest import digest_cells, digest_rows
 
 _DECIMALS = st.integers(-(10**37), 10**37).map(lambda value: Decimal(value).scaleb(-10))
 _TEXTS = st.one_of(

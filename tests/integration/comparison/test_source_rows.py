@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 
 from penstock.changes.segment import UNREPRESENTABLE
+from penstock.comparison.digest import digest_cells
+from penstock.comparison.source_rows import SourceReader, parse_csv
 from penstock.copy import CopyRows, CopySettings
 from penstock.errors import DecodeError, TableRewritten
 from penstock.source import Role, connect
 from penstock.values import NumericPolicy, OutOfRange, TypeSettings, UnknownTypes
-from penstock.verify.digest import digest_cells
-from penstock.verify.source_rows import SourceReader, parse_csv
 from tests.integration.copy.conftest import PUBLICATION, Source, read
 from tests.integration.copy.test_values import ROWS, fill, same
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from penstock.changes.segment import XID
 from penstock.changes.texts import join_texts, split_texts
+from penstock.comparison.digest import LANES, DigestedRows, Digests, digest_cells, digest_rows
 from penstock.copy.listening import RangeRead, tell
 from penstock.destinations.base import RangeReader
 from penstock.errors import NotComparable
 from penstock.values.datetimes import TimeCodec
-from penstock.verify.digest import LANES, DigestedRows, Digests, digest_cells, digest_rows
 
 BUCKET, TEXTS, RECENT = "bucket", "texts", "recent"
 DIGESTS = ("key_0", "key_1", "row_0", "row_1")

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.errors import NotComparable
-from penstock.verify.differences import compare_around, compare_digests
-from penstock.verify.digest import DigestedRows, digest_rows
-from penstock.verify.report import Counts
-from penstock.verify.scan import (
+from penstock.comparison.differences import compare_around, compare_digests
+from penstock.comparison.digest import DigestedRows, digest_rows
+from penstock.comparison.report import Counts
+from penstock.comparison.scan import (
     BucketSums,
     Piece,
     Scan,
@@ -25,6 +24,7 @@ from penstock.verify.scan import (
     fit_type,
     sum_piece,
 )
+from penstock.errors import NotComparable
 
 Row = tuple[int, int]
 ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=12)

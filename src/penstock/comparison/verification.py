@@ -17,6 +17,9 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
+from penstock.comparison.compare import Around, CompareSettings, compare_table
+from penstock.comparison.cut import hold_at_snapshot, hold_now
+from penstock.comparison.report import Report, TableReport
 from penstock.copy import prepare_copy
 from penstock.destinations.base import Destination, PinnedTable, ReadableDestination, Tasks
 from penstock.errors import NotComparable, PenstockError, SnapshotBlocked
@@ -28,9 +31,6 @@ from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.state import PipelineStore
 from penstock.tables import TablesSettings
-from penstock.verify.compare import Around, CompareSettings, compare_table
-from penstock.verify.cut import hold_at_snapshot, hold_now
-from penstock.verify.report import Report, TableReport
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.changes.segment import field_names, segment_layout
-from penstock.copy import CopyRows
-from penstock.copy.listening import RangeRead, listening
-from penstock.destinations.base import PinnedTable, Tasks
-from penstock.schema import TableSchema
-from penstock.verify.differences import Compared, Files, Key, compare_buckets, describe
-from penstock.verify.report import Counts, Difference, TableReport
-from penstock.verify.scan import (
+from penstock.comparison.differences import Compared, Files, Key, compare_buckets, describe
+from penstock.comparison.report import Counts, Difference, TableReport
+from penstock.comparison.scan import (
     BucketSums,
     Collected,
     Collection,
@@ -41,7 +37,11 @@ from penstock.verify.scan import (
     find_buckets,
     sum_piece,
 )
-from penstock.verify.source_rows import SourceReader
+from penstock.comparison.source_rows import SourceReader
+from penstock.copy import CopyRows
+from penstock.copy.listening import RangeRead, listening
+from penstock.destinations.base import PinnedTable, Tasks
+from penstock.schema import TableSchema
 
 MAX_PIECES = 256
 """Of each side: every piece sends its sums back."""

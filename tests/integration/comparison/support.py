@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.comparison.compare import CompareSettings, compare_table
+from penstock.comparison.report import Report, TableReport
 from penstock.copy import CopyRows
 from penstock.destinations.delta.layout import Mode
 from penstock.destinations.delta.log import DeltaLog
@@ -23,8 +25,6 @@ from penstock.destinations.registry import create_destination
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 from penstock.testing.destinations.script import LocalTasks, ScriptedSource, ScriptedTransaction, make_context
-from penstock.verify.compare import CompareSettings, compare_table
-from penstock.verify.report import Report, TableReport
 
 Fault = Callable[[ScriptedTransaction], None]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from penstock.comparison.compare import compare_table
+from penstock.comparison.report import Counts
 from penstock.copy import CopySettings
 from penstock.spark.tasks import SparkTasks
-from penstock.verify.compare import compare_table
-from penstock.verify.report import Counts
+from tests.integration.comparison.support import Place
 from tests.integration.copy.conftest import PUBLICATION, Source
-from tests.integration.verify.support import Place
 
 
 @pytest.fixture
