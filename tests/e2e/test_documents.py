@@ -18,9 +18,8 @@ import pytest
 from penstock import failpoints
 from penstock.coordinator import Coordinator
 from penstock.destinations.parquet import ParquetDestination
-from penstock.documents.base import BatchStatistics, FlushReport, Observer, Rejection
+from penstock.documents.base import BatchStatistics, FailurePolicies, FailurePolicy, FlushReport, Observer, Rejection
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
-from penstock.documents.policy import FailurePolicies, FailurePolicy
 from penstock.documents.quarantine import SqliteQuarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink

@@ -19,7 +19,7 @@ from penstock.documents.base import Sink
 from penstock.documents.catalog import load_catalog
 from penstock.documents.mapping import index_mapping
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.output.tasks import BuildJob, SharedSink
+from penstock.documents.output.writer import BuildJob, SharedSink
 from penstock.documents.resolve import ResolvedKeys
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolReader

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from penstock.documents.base import FailurePolicies, FailurePolicy
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.policy import FailurePolicies, FailurePolicy
 from penstock.documents.quarantine import SqliteQuarantine
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.errors import DocumentsRejected, IndexUnusable

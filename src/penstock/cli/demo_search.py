@@ -23,8 +23,8 @@ from penstock.cli.outputs import LookedAt, Running, is_settled, started_outputs
 from penstock.cli.run import has_reached
 from penstock.cli.tail import Ending
 from penstock.config import Config, load_config
+from penstock.documents.base import ReadableSink, readable
 from penstock.documents.diff import IndexDiff, Kind, Patience
-from penstock.documents.reading import ReadableSink, readable
 from penstock.errors import ConfigError, PenstockError
 from penstock.source.wal import current_position
 from penstock.state import CommandKind, IndexStatus

@@ -20,8 +20,8 @@ from penstock.cli.indexes import IndexNames, LiveDocuments, chosen_indexes, live
 from penstock.cli.options import AsJson
 from penstock.cli.tail import Ending
 from penstock.config import Config, IndexChoice
+from penstock.documents.base import ReadableSink, readable
 from penstock.documents.diff import DiffObserver, DiffReport, IndexDiff, Kind, Patience
-from penstock.documents.reading import ReadableSink, readable
 from penstock.errors import PenstockError
 
 DIFFERENT, NOT_COMPARED = 1, 2

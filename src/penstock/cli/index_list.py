@@ -15,7 +15,7 @@ from penstock.cli.index_states import STYLES, IndexState, stored_indexes
 from penstock.cli.options import AsJson
 from penstock.cli.tables import wide_console
 from penstock.config import Config
-from penstock.documents.reading import IndexFacts, ReadableSink
+from penstock.documents.base import IndexFacts, ReadableSink
 from penstock.errors import PenstockError
 
 

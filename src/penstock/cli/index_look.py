@@ -17,11 +17,10 @@ from penstock.cli.options import AsJson
 from penstock.cli.tables import wide_console
 from penstock.config import Config, IndexChoice
 from penstock.documents.catalog import SourceCatalog, load_catalog
-from penstock.documents.checks import check_index
+from penstock.documents.checks import check_index, check_polling
 from penstock.documents.mapping import index_mapping
 from penstock.documents.polling import polled_catalog
-from penstock.documents.polling_checks import check_polling
-from penstock.documents.specification.json_schema import json_schema
+from penstock.documents.specification.models import json_schema
 from penstock.errors import PenstockError
 from penstock.source import Role, connect
 from penstock.source.preflight import Check, Report, Severity, Status

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from penstock.config import Config, IndexChoice
-from penstock.documents.fingerprint import fingerprint, is_built_from
+from penstock.documents.mapping import fingerprint, is_built_from
 from penstock.documents.quarantine import open_quarantine
 from penstock.state import IndexBuild, IndexStatus, Store
 

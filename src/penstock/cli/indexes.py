@@ -15,8 +15,8 @@ import typer
 from penstock.cli.configured import DEFAULT_PATH
 from penstock.config import Config, IndexChoice, load_config
 from penstock.documents import PostgresDocuments
+from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import SourceCatalog, load_catalog
-from penstock.documents.keys import DocumentKeys
 from penstock.errors import PenstockError
 from penstock.source import Role, connect
 

@@ -12,7 +12,7 @@ import psycopg
 from penstock.cli.configured import existing_store, running
 from penstock.config import Config, IndexChoice
 from penstock.documents.catalog import SourceCatalog, load_catalog
-from penstock.documents.fingerprint import build_fingerprint
+from penstock.documents.mapping import build_fingerprint
 from penstock.source import Role, connect
 from penstock.source.publications import find_tables, inspect_publication, published_tables, without_identity
 from penstock.source.slots import inspect_slot

@@ -22,10 +22,8 @@ from penstock.documents import Engine, Observer, PostgresDocuments, Sink
 from penstock.documents.base import Rejection
 from penstock.documents.build import require_primary
 from penstock.documents.catalog import SourceCatalog, load_catalog
-from penstock.documents.fingerprint import build_fingerprint
-from penstock.documents.mapping import index_mapping
-from penstock.documents.polling import PollingCapture, polled_catalog, polled_tables
-from penstock.documents.polling_positions import PollPositions, open_positions
+from penstock.documents.mapping import build_fingerprint, index_mapping
+from penstock.documents.polling import PollingCapture, PollPositions, open_positions, polled_catalog, polled_tables
 from penstock.documents.quarantine import QuarantineStore, open_quarantine
 from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.lsn import Lsn

@@ -15,7 +15,7 @@ from psycopg import sql
 
 from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, existing_store, running
 from penstock.config import Config, OutputChoice
-from penstock.documents.polling_positions import open_positions
+from penstock.documents.polling import open_positions
 from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import ConfigError, LeaseHeld

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.models import DOCUMENTS_OUTPUT, ConfigFile, IndexSection, PollingSection, SinkSection
-from penstock.documents.base import Sink
-from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
+from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy, Sink
 from penstock.documents.polling import PollSettings
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import IndexSpecification, load_specification

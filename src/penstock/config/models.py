@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from penstock.config.units import Duration, Size
+from penstock.documents.base import FailurePolicy
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.policy import FailurePolicy
 from penstock.documents.polling import XMIN, PollSettings
 from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes

@@ -5,10 +5,17 @@ Read in this order: `specification` (what people write), `catalog` and `checks` 
 `engine` (how it is driven), `sinks`.
 """
 
-from penstock.documents.base import ChangeCapture, DocumentBuilder, Observer, Sink
+from penstock.documents.base import (
+    BatchPolicy,
+    ChangeCapture,
+    DocumentBuilder,
+    FailurePolicies,
+    FailurePolicy,
+    Observer,
+    Sink,
+)
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.engine import Engine
-from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
 from penstock.documents.specification import IndexSpecification, load_specification
 
 __all__ = [

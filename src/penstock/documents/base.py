@@ -1,29 +1,31 @@
-"""The contracts of the document engine: where changes come from, what makes documents of them, where these go.
+"""The interfaces of the document engine: where changes come from, what builds documents, and where they go.
 
     ChangeCapture ─▶ queue ─▶ resolve ─▶ build ─▶ Sink ─▶ flush ─▶ ack
 
-`ChangeCapture`, `DocumentBuilder`, `Sink` and `Observer` are the edges that others implement; the engine
-(`penstock.documents.engine`) drives them. Methods with a default are optional for whoever derives from the Protocol.
+Others may implement `ChangeCapture`, `DocumentBuilder`, `Sink` and `Observer`; `penstock.documents.engine` drives them.
+Methods with a default are optional for classes that derive from the Protocol.
 
-**At least once.** A change is confirmed only when its documents are durable and its links are remembered. Whatever was
-not confirmed comes again after a restart. That is safe: documents are built from the rows as they are, named by their
-key, and carry a version, so that an older body never replaces a newer one.
+**At least once.** A change is confirmed only when its documents are durable and its links are stored. Changes that were
+not confirmed are delivered again after a restart. That is safe: documents are built from the current rows, identified
+by their key, and carry a version, so an older body never replaces a newer one.
 
-**Whole transactions.** Changes come in pieces that end where a transaction ends, and are confirmed as a piece. A
-position never lies inside of a transaction.
+**Whole transactions.** Changes arrive in pieces that end where a transaction ends, and each piece is confirmed as a
+whole. A position never lies inside a transaction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from penstock.documents.images import Changes
 from penstock.documents.mapping import IndexMapping
 from penstock.documents.resolve import Resolution, ResolvedKeys
+from penstock.errors import ConfigError, DocumentsRejected
 from penstock.source.patterns import TableName
 
 WRITTEN = pa.schema(
@@ -35,6 +37,7 @@ WRITTEN = pa.schema(
     ]
 )
 """What a sink is handed: JSON as text, or null to remove the document."""
+SCAN_CHUNK = 5_000
 
 
 class Ack(Protocol):
@@ -265,3 +268,94 @@ class Observer(Protocol):
 
 class NoopObserver(Observer):
     """Hears nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """A batch ends at so many changes, or so long after its first: whichever comes first."""
+
+    max_changes: int = 256
+    """At least 1. A transaction is never divided, so a batch can have more."""
+    max_delay: float = 0.05
+    """Seconds."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_changes", max(1, self.max_changes))
+        object.__setattr__(self, "max_delay", max(0.0, self.max_delay))
+
+
+class FailurePolicy(StrEnum):
+    """What happens when an index refuses a document."""
+
+    STOP = "stop"
+    """The run ends, nothing of the batch is confirmed, and it comes again: nothing is left out."""
+    SKIP = "skip"
+    """The document is set aside and the rest goes on; it returns when one of its rows changes, or by hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicies:
+    """The policy of each index."""
+
+    default: FailurePolicy = FailurePolicy.STOP
+    indexes: Mapping[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy])
+
+    def of(self, index: str) -> FailurePolicy:
+        """What was said for this index, or else for all."""
+        return self.indexes.get(index, self.default)
+
+    def stop_for(self, rejections: Sequence[Rejection]) -> None:
+        """Raises `DocumentsRejected` if one of them is of an index that stops."""
+        fatal = [each for each in rejections if self.of(each.index) is FailurePolicy.STOP]
+        if fatal:
+            first, count = fatal[0], len(fatal)
+            raise DocumentsRejected(
+                f"{count} document{'s were' if count > 1 else ' was'} refused; the first, of index {first.index!r}: "
+                f"{first.reason}",
+                index=first.index,
+                id=first.id,
+                count=count,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFacts:
+    """How an index is in the sink."""
+
+    generation: str | None = None
+    """What serves searches; None if nothing does."""
+    filling: str | None = None
+    """What is being filled beside it, or for the first time."""
+    documents: int = 0
+    """In what serves."""
+
+
+@runtime_checkable
+class ReadableSink(Protocol):
+    """Reads what serves searches. An index that does not exist has no documents."""
+
+    def facts(self, index: str) -> IndexFacts:
+        """How the index is now."""
+        ...
+
+    def fetch(self, index: str, ids: Sequence[str]) -> Mapping[str, Any]:
+        """The documents with these ids, as parsed JSON, also if searches do not see them yet; absent if not there."""
+        ...
+
+    def scan(self, index: str, chunk: int = SCAN_CHUNK) -> Iterator[list[str]]:
+        """The ids of all documents, in any order; those that come or go meanwhile may be among them or not."""
+        ...
+
+    def sample(self, index: str, count: int) -> list[str]:
+        """Ids of some documents, by chance."""
+        ...
+
+
+def readable(sink: Sink, name: str) -> ReadableSink:
+    """The sink as one that can be read; an error that names it if it cannot."""
+    if isinstance(sink, ReadableSink):
+        return sink
+    raise ConfigError(
+        f"sink {name!r} cannot be read: what it was given is not there any more, or not for others",
+        hint="Documents can be looked at in opensearch, and in sinks of your own that have what ReadableSink has.",
+    )

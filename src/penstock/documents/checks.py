@@ -1,14 +1,14 @@
-"""Does a specification fit the database? Findings as data, each with what was found and what to do about it.
+"""Checks whether a specification fits the database: findings as data, each with its remedy.
 
-Tables and columns that are not there, types that an index cannot take, keys that are not unique, deletes that the
-server would not tell, lookups without an index. What is left is asked of the server itself: every statement that the
-index will run is explained once.
+Missing tables and columns, types that an index cannot take, keys that are not unique, deletes that the server would not
+send, lookups without an index, and what polling will not see. The server itself checks the rest: every statement that
+the index will run is explained once.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ import psycopg
 from penstock.documents.build import compile_build, is_standby
 from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.expressions import KEY_TYPES
-from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
 from penstock.documents.paths import entries_of, link_columns, way_up
+from penstock.documents.polling import TIME_TYPES, XMIN, sees_all_sessions
 from penstock.documents.specification import (
     Aggregate,
     Constant,
@@ -36,12 +36,54 @@ from penstock.documents.specification import (
 )
 from penstock.documents.statements import run_statement
 from penstock.errors import ConfigError, SourceError
-from penstock.schema import ReplicaIdentity, TypeKind
+from penstock.schema import PostgresType, ReplicaIdentity, TypeKind
 from penstock.source.faults import Place
 from penstock.source.patterns import TableName
 from penstock.source.preflight.report import Check, Report, Severity, failed, passed
 
 _CAPTURED = ("r", "p")
+_STRINGS = frozenset({"text", "varchar", "bpchar", "char", "name", "citext"})
+_WHOLE = ("int2", "int4", "int8")
+_TIMES = ("timestamp", "timestamptz")
+_JSON = frozenset({"json", "jsonb"})
+# What has no text that anybody would look for.
+_NOT_WORDS = frozenset({"json", "jsonb", "bytea", "xml", "tsvector", "tsquery"})
+
+_ACCEPTED: dict[ScalarType, frozenset[str]] = {
+    ScalarType.UUID: frozenset({"uuid"}),
+    ScalarType.BOOLEAN: frozenset({"bool"}),
+    ScalarType.SHORT: frozenset({"int2"}),
+    ScalarType.INTEGER: frozenset({"int2", "int4"}),
+    ScalarType.LONG: frozenset({*_WHOLE, "oid"}),
+    ScalarType.FLOAT: frozenset({"float4"}),
+    ScalarType.DOUBLE: frozenset({"float4", "float8"}),
+    ScalarType.DECIMAL: frozenset({"numeric", "money", *_WHOLE}),
+    ScalarType.DATE: frozenset({"date"}),
+    # A time of day is no date to an index, although the public format lets it pass.
+    ScalarType.TIMESTAMP: frozenset({*_TIMES, "date"}),
+    ScalarType.BINARY: frozenset({"bytea"}),
+    ScalarType.JSON: _JSON,
+    ScalarType.MAP: _JSON,
+}
+_NUMBERS = frozenset({*_WHOLE, "numeric", "money", "float4", "float8"})
+
+_SQL_NAMES = {
+    "smallint": "int2",
+    "integer": "int4",
+    "int": "int4",
+    "bigint": "int8",
+    "real": "float4",
+    "double precision": "float8",
+    "decimal": "numeric",
+    "boolean": "bool",
+    "character varying": "varchar",
+    "character": "bpchar",
+    "char": "bpchar",
+    "timestamp with time zone": "timestamptz",
+    "timestamp without time zone": "timestamp",
+    "time with time zone": "timetz",
+    "time without time zone": "time",
+}
 
 
 def check_index(
@@ -360,3 +402,118 @@ def _wrong_type(table: SourceTable, name: str, where: str, why: str) -> Check:
         "Choose another type for the field, or custom.",
         [f"{table.name}.{name}"],
     )
+
+
+def accepts(type_: ScalarType, column: PostgresType) -> bool:
+    """Whether a field takes a column; `column` is without domains, and of an array its element."""
+    if type_ in (ScalarType.TEXT, ScalarType.IDENTIFIER):
+        return column.name in _STRINGS or column.kind is TypeKind.ENUM
+    if type_ in (ScalarType.KEYWORD, ScalarType.ENUM):
+        return column.kind in (TypeKind.BASE, TypeKind.ENUM) and column.name not in _NOT_WORDS
+    return column.name in _ACCEPTED[type_]
+
+
+def accepts_custom(names: Sequence[str], column: PostgresType) -> bool:
+    """Whether one of the types that a custom field names is the column's; modifiers and `[]` are left aside."""
+    plain = {name.strip().lower().split("(")[0].removesuffix("[]").strip() for name in names}
+    return bool({_SQL_NAMES.get(name, name) for name in plain} & {column.name, str(column)})
+
+
+def accepts_number(column: PostgresType) -> bool:
+    """Whether it can be added up."""
+    return column.name in _NUMBERS
+
+
+def accepts_point(column: PostgresType) -> bool:
+    """Whether it can hold what an index reads as a point."""
+    return column.name in _STRINGS | _JSON
+
+
+def check_polling(
+    connection: psycopg.Connection[Any],
+    tables: Iterable[TableName],
+    catalog: SourceCatalog,
+    cursors: Mapping[TableName, str],
+) -> list[Check]:
+    """Findings about the tables of an index; `cursors` has one for each. Tables that are missing are left out."""
+    there = [catalog.tables[name] for name in sorted(tables) if name in catalog.tables]
+    found = [
+        failed(
+            "polling",
+            Severity.WARNING,
+            "polling does not see rows that are deleted, nor changed primary keys, nor emptied tables",
+            "Mark rows as deleted (soft_delete), or compare by `penstock index diff --full` and rebuild.",
+            [str(table.name) for table in there],
+        )
+    ]
+    for table in there:
+        cursor = cursors[table.name]
+        found += _check_key(table)
+        found += _check_xmin(table) if cursor == XMIN else _check_column(table, cursor)
+    by_column = [str(table.name) for table in there if cursors[table.name] != XMIN]
+    if by_column and not sees_all_sessions(connection):
+        found.append(
+            failed(
+                "polling",
+                Severity.WARNING,
+                "the server does not tell this role when transactions of others began: those that take longer than"
+                " polling.overlap can be missed",
+                "Run: grant pg_read_all_stats to the role, or raise polling.overlap.",
+                by_column,
+            )
+        )
+    return found
+
+
+def _check_key(table: SourceTable) -> Iterator[Check]:
+    if not table.primary_key:
+        what = f"{table.name} has no primary key, and cannot be polled"
+        yield failed("polling", Severity.CRITICAL, what, "Add one.", [str(table.name)])
+
+
+def _check_xmin(table: SourceTable) -> Iterator[Check]:
+    yield failed(
+        "polling",
+        Severity.INFO,
+        f"{table.name} is polled by {XMIN}: all of it is read each time",
+        "Name a column with the time of the last change in polling.cursor or polling.tables.",
+        [str(table.name)],
+    )
+
+
+def _check_column(table: SourceTable, cursor: str) -> Iterator[Check]:
+    column = table.columns.get(cursor)
+    subject = [f"{table.name}.{cursor}"]
+    if column is None or column.base.name not in TIME_TYPES:
+        what = "has no column" if column is None else "cannot be polled by"
+        yield failed(
+            "polling",
+            Severity.CRITICAL,
+            f"{table.name} {what} {cursor!r}; polling needs a timestamp",
+            f'Name another column in polling.tables, or "{XMIN}".',
+            subject,
+        )
+        return
+    yield failed(
+        "polling",
+        Severity.INFO,
+        f"{table.name}: a change that does not set {cursor} is not seen",
+        "Set it by a trigger, so that nobody forgets it.",
+        subject,
+    )
+    if not column.not_null:
+        yield failed(
+            "polling",
+            Severity.WARNING,
+            f"{table.name}.{cursor} may be null; such rows are not seen",
+            f"Run: alter table {table.name} alter {cursor} set not null;",
+            subject,
+        )
+    if not table.has_index_on([cursor]):
+        yield failed(
+            "polling",
+            Severity.WARNING,
+            f"{table.name} has no index on ({cursor}): each poll reads the whole table",
+            f"Run: create index concurrently on {table.name} ({cursor});",
+            subject,
+        )

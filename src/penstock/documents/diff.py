@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import psycopg
 
-from penstock.documents.base import DocumentBuilder
-from penstock.documents.keys import DocumentKeys
-from penstock.documents.reading import ReadableSink
+from penstock.documents.base import DocumentBuilder, ReadableSink
+from penstock.documents.builder import DocumentKeys
 from penstock.documents.resolve import ResolvedKeys
 from penstock.errors import QueryFailed
 

@@ -1,10 +1,10 @@
-"""Drives changes from a source to a sink, in this process: ensure, seed, follow.
+"""Drives changes from a source to a sink in this process: ensure the indexes, backfill them, follow changes.
 
     ChangeCapture ─▶ queue ─▶ resolve ─▶ build ─▶ Sink ─▶ flush ─▶ ack
 
-One thread drains the source into a bounded queue. The thread that called `run` takes changes from it in batches, and
-for each batch: resolves the documents, builds them in pieces, writes them, flushes once, remembers the links, and only
-then confirms. On any error nothing that was not flushed is confirmed, so to stop is always safe.
+One thread drains the source into a bounded queue; when the queue is full, capture waits. The thread that called `run`
+takes changes from it in batches. For each batch it resolves the documents, builds and writes them in pieces, flushes
+once, stores the links, and only then confirms. After any error nothing unflushed is confirmed, so stopping is safe.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
 from penstock.documents.base import (
     WRITTEN,
+    BatchPolicy,
     BatchStatistics,
     Change,
     ChangeCapture,
     DocumentBuilder,
+    FailurePolicies,
     FlushReport,
     NoopObserver,
     Observer,
     Sink,
 )
 from penstock.documents.images import Changes, merge_changes
-from penstock.documents.policy import BatchPolicy, FailurePolicies
-from penstock.documents.queue import ChangeQueue
 from penstock.documents.resolve import Resolution, ResolvedKeys
 
 DEFAULT_QUEUE_CAPACITY = 1024
@@ -190,3 +190,62 @@ class Engine:
         for each in report.rejections:
             logger.warning("document set aside index=%s reason=%s", each.index, each.reason)
             self._observer.on_document_quarantined(each)
+
+
+class ChangeQueue:
+    """One producer, one consumer. The bound counts changes; a piece that is larger alone waits for an empty queue."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = max(1, capacity)
+        self._items: deque[Change] = deque()
+        self._count = 0
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits at this moment."""
+        with self._changed:
+            return not self._items
+
+    def publish(self, change: Change) -> bool:
+        """Wait for room, then put it in; False if nobody takes anything any more."""
+        with self._changed:
+            while self._items and self._count + change.count > self._capacity and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return False
+            self._items.append(change)
+            self._count += change.count
+            self._changed.notify_all()
+            return True
+
+    def receive(self, timeout: float | None = None) -> Change | None:
+        """The next piece; None when there is none in time, or none will ever come. Raises what ended the producer."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self._items:
+                if self._failure is not None:
+                    raise self._failure
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if self._closed or (remaining is not None and remaining <= 0):
+                    return None
+                self._changed.wait(remaining)
+            change = self._items.popleft()
+            self._count -= change.count
+            self._changed.notify_all()
+            return change
+
+    @property
+    def is_finished(self) -> bool:
+        """Closed, and everything was taken."""
+        with self._changed:
+            return self._closed and not self._items and self._failure is None
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Nothing more will come, because of `failure` if there is one; whoever waits wakes up."""
+        with self._changed:
+            self._closed = True
+            self._failure = self._failure or failure
+            self._changed.notify_all()

@@ -1,19 +1,28 @@
-"""The index that a specification asks for: mappings and settings of OpenSearch, from the specification alone.
+"""The index that a specification describes: OpenSearch mappings and settings, and the fingerprint of a build.
 
-Mappings are strict: a key that the specification does not have is refused, not guessed. Texts get what people need
-besides searching them, as subfields: `keyword` to filter and sort, `keyword_lowercase` to do so in any case, `text` to
+Mappings are strict: a key that the specification does not have is rejected, not guessed. Texts get subfields for what
+people need besides full-text search: `keyword` to filter and sort, `keyword_lowercase` to do so in any case, `text` to
 search a keyword by its parts, and `sort` for enums with an order. `options` of a field come last and win.
+
+The fingerprint is a short text that changes when anything that shapes documents or mappings changes; the index is then
+rebuilt. It covers tables, columns, keys, relations, filters, orders, limits, transforms, defaults, constants, options
+and the version of the mappings that this code writes. It leaves out what changes neither documents nor mappings: the
+index's name, the order of fields, `required`, and the formatting of the file. A build's fingerprint has a second part
+for the keys that the specification leaves to the database.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
-from penstock.documents.catalog import SourceCatalog
-from penstock.documents.fingerprint import build_fingerprint, fingerprint
+from penstock.documents.catalog import SourceCatalog, complete
 from penstock.documents.specification import (
     Aggregate,
     Constant,
@@ -63,6 +72,12 @@ _ANALYSIS: dict[str, Any] = {
     "normalizer": {LOWERCASE: {"type": "custom", "filter": ["lowercase", "asciifolding"]}},
     "char_filter": {},
 }
+MAPPING_VERSION = 1
+"""Raised when this code derives other mappings, analyzers or values from the same specification."""
+
+_IRRELEVANT = frozenset({"name", "required"})
+_LENGTH = 12
+_COMPLETED_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +207,49 @@ def _constant_type(value: str | float | bool | None) -> str:
             return "double"
         case _:
             return "keyword"
+
+
+def fingerprint(specification: IndexSpecification) -> str:
+    """Twelve hexadecimal digits."""
+    return _digest(specification)[:_LENGTH]
+
+
+def build_fingerprint(specification: IndexSpecification, catalog: SourceCatalog) -> str:
+    """Eight more than `fingerprint` has: they change when the database fills in something else."""
+    return fingerprint(specification) + _digest(complete(specification, catalog))[:_COMPLETED_LENGTH]
+
+
+def is_built_from(build: str, specification: IndexSpecification) -> bool:
+    """Whether a build of this fingerprint has this specification, whatever the database fills in by now."""
+    return build[:_LENGTH] == fingerprint(specification)
+
+
+def _digest(specification: IndexSpecification) -> str:
+    described = {"mapping_version": MAPPING_VERSION, "index": _describe(specification)}
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        # What is as it is when nobody says anything is left out: a new key leaves the fingerprints of old files alone.
+        said = {each.name: getattr(value, each.name) for each in fields(value) if not _is_default(value, each)}
+        if "fields" in said:
+            said["fields"] = {each.name: each for each in said["fields"]}
+        return {"": type(value).__name__} | {
+            name: _describe(each) for name, each in said.items() if name not in _IRRELEVANT
+        }
+    if isinstance(value, Mapping):
+        return {str(key): _describe(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_describe(each) for each in value]
+    return value
+
+
+def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
+    current = getattr(value, field.name)
+    if field.default_factory is not MISSING:
+        return current == field.default_factory()
+    return field.default is not MISSING and current == field.default

@@ -1,60 +1,57 @@
-"""Changes by asking again and again, for servers without logical decoding.
+"""Changes by polling, for servers without logical decoding.
 
-Each poll reads, in one snapshot, the rows of every table that came or changed since the last one. How a table tells:
+Each poll reads, in one snapshot, the rows of every table that were added or changed since the last one. A table tells
+them apart in one of two ways:
 
-- `xmin`: the number of the transaction that wrote the row, which every row has. Rows of the oldest transaction that was
-  still open at the last poll, and of all after it, are read again: one that commits late is not missed, however late.
-  The whole table is read each time: no index has this number.
-- a column such as `updated_at`, which an index can have. A transaction that began before the last poll may commit
-  after it with an older time, so each poll goes back to when the oldest open transaction began, and further by
-  `overlap`: for clocks of applications that are late, and for sessions whose beginning the server does not tell this
-  role.
+- `xmin`: the number of the transaction that wrote the row, which every row has. Each poll reads again the rows of the
+  oldest transaction that was still open at the last poll, and of all later ones, so a late commit is never missed. It
+  reads the whole table each time, because no index has this number.
+- a column such as `updated_at`, which can be indexed. A transaction that began before the last poll may commit after it
+  with an older time, so each poll goes back to the start of the oldest open transaction, and further by `overlap`: for
+  application clocks that are late, and for sessions whose start the server does not show to this role.
 
-Row versions that were delivered already are not delivered again while this process lives.
+While the process lives, row versions that were delivered are not delivered again.
 
-**What polling cannot see.** Rows that are deleted: their documents, and what they were part of, stay as they were until
-something else changes them; mark rows as deleted instead (`soft_delete`), or compare by `index diff` and rebuild. What
-a row was between two polls. A changed primary key: the new row is seen, the old one counts as deleted. An emptied
-table. With a column: rows that change without it being set, and rows in which it is null or infinite.
+**What polling cannot see.** Deleted rows: their documents, and the documents that embed them, stay as they were until
+something else changes them; mark rows as deleted instead (`soft_delete`), or compare with `index diff` and rebuild.
+States of a row between two polls. A changed primary key: the new row is seen, the old one counts as deleted. A
+truncated table. With a column: changes that do not set it, and rows in which it is null or infinite.
 
-Old parents of moved rows come from the map of relations, whatever the replica identity: give the resolver the catalog
-that `polled_catalog` makes.
+The relation map supplies the old parents of moved rows, whatever the replica identity: give the resolver the catalog
+that `polled_catalog` returns. Where polling left off is stored beside the state.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import sqlite3
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import psycopg
+import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
 from penstock.changes.segment import Operation
 from penstock.documents.base import Change, ChangeCapture, SnapshotTable
-from penstock.documents.expressions import table_name
-from penstock.documents.images import Changes, RowChanges
-from penstock.documents.polling_positions import PollPosition, PollPositions
-from penstock.documents.polling_rows import (
-    XMIN,
-    Delivered,
-    PolledTable,
-    cells_of,
-    changed_query,
-    polled_catalog,
-    polled_tables,
-    row_images,
-    texts_of,
-)
-from penstock.documents.statements import run_statement
-from penstock.errors import ConfigError, Retry, SourceError
+from penstock.documents.catalog import SourceCatalog, SourceTable
+from penstock.documents.expressions import column, table_name
+from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns
+from penstock.documents.statements import as_literal, run_statement
+from penstock.errors import ConfigError, Retry, SourceError, StateUnusable
 from penstock.retry import Backoff
+from penstock.schema import ReplicaIdentity
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.source.faults import translated
+from penstock.source.patterns import TableName
+from penstock.state.opening import file_beside
 
 __all__ = ["XMIN", "PollSettings", "PolledTable", "PollingCapture", "polled_catalog", "polled_tables"]
 
@@ -75,6 +72,18 @@ _SNAPSHOT = """
     from pg_catalog.pg_current_snapshot() s
 """
 _SEES_SESSIONS = "select pg_catalog.pg_has_role('pg_read_all_stats', 'usage')"
+XMIN = "xmin"
+TIME_TYPES = ("timestamptz", "timestamp")
+_VERSIONS = pa.schema([pa.field(name, pa.int64()) for name in ("mark", "place", "writer")])
+
+# The whole number of a row's transaction: the one with these 32 bits that is nearest to where the server is.
+_WHOLE_XID = "($2::int8 + ((r.xmin::text::int8 - $2::int8 % 4294967296) + 6442450944) % 4294967296 - 2147483648)"
+_VERSION = (
+    "(((r.ctid::text::point)[0])::int8 << 16) + ((r.ctid::text::point)[1])::int8,"
+    " (r.tableoid::int8 << 32) + r.xmin::text::int8"
+)
+SUFFIX = ".polling"
+_BUSY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +333,263 @@ def _floor(table: PolledTable, position: PollPosition) -> int:
 def _closed(connection: psycopg.Connection[Any] | None) -> None:
     if connection is not None:
         connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PolledTable:
+    """A table, what is read of it, and how it tells what changed."""
+
+    table: SourceTable
+    columns: tuple[str, ...]
+    cursor: str = XMIN
+    """`xmin`, or a column with the time of the last change."""
+
+
+def polled_catalog(catalog: SourceCatalog) -> SourceCatalog:
+    """The catalog as polling has it: of a changed row nothing but its primary key is known from before."""
+    return SourceCatalog(
+        {
+            name: replace(
+                table, identity=ReplicaIdentity.DEFAULT, identity_columns=frozenset(table.primary_key), leaves=()
+            )
+            for name, table in catalog.tables.items()
+        }
+    )
+
+
+def polled_tables(
+    catalog: SourceCatalog,
+    wanted: Mapping[TableName, WantedColumns],
+    cursors: Mapping[TableName, str] | None = None,
+    default: str = XMIN,
+) -> list[PolledTable]:
+    """What to poll, for a resolver's wanted columns; `cursors` says which tables have a column for it."""
+    found: list[PolledTable] = []
+    for name in sorted(wanted):
+        table = catalog.table(name)
+        if not table.primary_key:
+            raise ConfigError(f"{name} has no primary key, and cannot be polled", hint="Add one.")
+        cursor = (cursors or {}).get(name, default)
+        if cursor != XMIN:
+            _check_cursor(table, cursor)
+        found.append(PolledTable(table, wanted[name].columns, cursor))
+    return found
+
+
+def changed_query(table: PolledTable) -> sql.Composed:
+    """Mark, place and writer of each row from a mark on, and its columns as texts. Takes the mark and the next xid."""
+    if table.cursor == XMIN:
+        mark, where = _WHOLE_XID, f"{_WHOLE_XID} >= $1 and {_WHOLE_XID} < $2"
+    else:
+        stamp = column("r", table.cursor).as_string(None)
+        zone = " at time zone 'UTC'" if table.table.column(table.cursor).base.name == "timestamp" else ""
+        mark = f"(extract(epoch from {stamp}) * 1000000)::int8"
+        where = f"{stamp} >= pg_catalog.to_timestamp($1::float8 / 1000000){zone} and isfinite({stamp}) and $2::int8 > 0"
+    return sql.SQL("select {}, {}, {} from {} r where {}").format(
+        sql.SQL(as_literal(mark)),
+        sql.SQL(as_literal(_VERSION)),
+        texts_of(table.columns),
+        table_name(table.table.name),
+        sql.SQL(as_literal(where)),
+    )
+
+
+@dataclass(slots=True)
+class Delivered:
+    """Row versions above the mark from which rows are read again: where they lie, and who wrote them."""
+
+    versions: pa.Table = field(default_factory=lambda: _VERSIONS.empty_table())
+
+    def take(self, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The columns of rows that are new here, which are then not new any more."""
+        marks, places, writers = (pa.array(each, pa.int64()) for each in list(zip(*rows, strict=True))[:3])
+        number = pa.array(np.arange(len(rows)))
+        read = pa.Table.from_arrays([marks, places, writers], schema=_VERSIONS)
+        new = read.append_column("number", number)
+        if self.versions.num_rows:
+            new = new.join(self.versions.drop_columns("mark"), ["place", "writer"], join_type="left anti")
+        chosen = np.sort(new.column("number").to_numpy())
+        self.versions = pa.concat_tables([self.versions, read.take(pa.array(chosen))])
+        # Cold: as many as changed between two polls.
+        return [tuple(rows[index][3:]) for index in chosen]
+
+    def forget(self, floor: int) -> None:
+        """Nothing below is read again."""
+        if self.versions.num_rows:
+            self.versions = self.versions.filter(pa.array(self.versions.column("mark").to_numpy() >= floor))
+
+
+def texts_of(columns: Sequence[str]) -> sql.Composed:
+    """Columns of `r` as texts, for a select."""
+    return sql.SQL(", ").join([sql.SQL("{}::pg_catalog.text").format(column("r", each)) for each in columns])
+
+
+def cells_of(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, Cells]:
+    """Texts of rows, column by column."""
+    sent = np.ones(len(rows), np.bool_)
+    values = zip(*rows, strict=True)
+    return {name: Cells(pa.array(each, pa.string()), sent) for name, each in zip(columns, values, strict=True)}
+
+
+def row_images(
+    table: TableName,
+    count: int,
+    images: Mapping[str, Cells],
+    known_before: Sequence[str],
+    operation: Operation,
+    order: int,
+    ordinal: int,
+) -> RowChanges:
+    """Changes of which only these columns are known from before."""
+    return RowChanges(
+        table,
+        np.full(count, operation, np.int8),
+        np.full(count, order, np.int64),
+        np.arange(ordinal, ordinal + count, dtype=np.int64),
+        {name: cells if name in known_before else Cells.absent(count) for name, cells in images.items()},
+        images,
+    )
+
+
+def _check_cursor(table: SourceTable, cursor: str) -> None:
+    found = table.column(cursor)
+    if found.base.name not in TIME_TYPES:
+        raise ConfigError(
+            f"{table.name}.{cursor} is {found.type}: to poll by it, it has to be a timestamp",
+            hint=f'Name another column, or "{XMIN}".',
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PollPosition:
+    """What was seen: everything below these marks, and some of what lies above."""
+
+    order: int
+    """Rises from poll to poll, whatever happens to the process."""
+    xid: int
+    """Transactions below this number had ended, and were looked at."""
+    times: dict[str, int] = field(default_factory=dict[str, int])
+    """Microseconds since 1970, by table: rows that were stamped before were looked at."""
+
+
+class PollPositions(Protocol):
+    """Keeps one position, durably."""
+
+    def load(self) -> PollPosition | None:
+        """The last one; None at the first start."""
+        ...
+
+    def store(self, position: PollPosition) -> None:
+        """Durable when it returns. Called from the thread that confirms changes."""
+        ...
+
+    def forget(self) -> None:
+        """The next start begins anew."""
+        ...
+
+    def close(self) -> None:
+        """May be called twice."""
+        ...
+
+
+def open_positions(state_url: str, owner: str) -> PollPositions:
+    """Beside the state that this URL names; `owner` is the output's id."""
+    path = file_beside(state_url, SUFFIX)
+    if path is not None:
+        return SqlitePositions(path, owner)
+    return PostgresPositions(SourceSettings(state_url), owner)
+
+
+class SqlitePositions:
+    """In an SQLite file of its own."""
+
+    def __init__(self, path: str | Path, owner: str) -> None:
+        self._owner = owner
+        try:
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            self._connection.execute("pragma journal_mode = wal")
+            self._connection.execute("pragma synchronous = full")
+            self._connection.execute(
+                "create table if not exists positions (owner text primary key, position text not null)"
+            )
+        except sqlite3.Error as error:
+            raise _unusable(error) from None
+
+    def load(self) -> PollPosition | None:
+        """See `PollPositions`."""
+        try:
+            found = self._connection.execute("select position from positions where owner = ?", [self._owner]).fetchone()
+        except sqlite3.Error as error:
+            raise _unusable(error) from None
+        return None if found is None else _parse(found[0])
+
+    def store(self, position: PollPosition) -> None:
+        """See `PollPositions`."""
+        try:
+            self._connection.execute(
+                "insert into positions values (?, ?) on conflict (owner) do update set position = excluded.position",
+                [self._owner, json.dumps(asdict(position))],
+            )
+        except sqlite3.Error as error:
+            raise _unusable(error) from None
+
+    def forget(self) -> None:
+        """See `PollPositions`."""
+        try:
+            self._connection.execute("delete from positions where owner = ?", [self._owner])
+        except sqlite3.Error as error:
+            raise _unusable(error) from None
+
+    def close(self) -> None:
+        """See `PollPositions`."""
+        self._connection.close()
+
+
+class PostgresPositions:
+    """In the schema `penstock_documents` of the state's database; a connection for each call, since calls are rare."""
+
+    def __init__(self, settings: SourceSettings, owner: str) -> None:
+        self._settings = settings
+        self._owner = owner
+        self._run("create schema if not exists penstock_documents")
+        self._run(
+            "create table if not exists penstock_documents.polling_positions"
+            " (owner text primary key, position text not null)"
+        )
+
+    def load(self) -> PollPosition | None:
+        """See `PollPositions`."""
+        found = self._run(
+            "select position from penstock_documents.polling_positions where owner = %s", [self._owner], reads=True
+        )
+        return None if not found else _parse(found[0][0])
+
+    def store(self, position: PollPosition) -> None:
+        """See `PollPositions`."""
+        self._run(
+            "insert into penstock_documents.polling_positions values (%s, %s)"
+            " on conflict (owner) do update set position = excluded.position",
+            [self._owner, json.dumps(asdict(position))],
+        )
+
+    def forget(self) -> None:
+        """See `PollPositions`."""
+        self._run("delete from penstock_documents.polling_positions where owner = %s", [self._owner])
+
+    def close(self) -> None:
+        """See `PollPositions`."""
+
+    def _run(self, text: str, parameters: list[Any] | None = None, *, reads: bool = False) -> list[Any]:
+        with connect(self._settings, Role.STATE) as connection, translated(connection, "remember where polling is"):
+            cursor = connection.execute(text.encode(), parameters)
+            return cursor.fetchall() if reads else []
+
+
+def _parse(text: str) -> PollPosition:
+    return PollPosition(**json.loads(text))
+
+
+def _unusable(error: sqlite3.Error) -> StateUnusable:
+    return StateUnusable(f"where polling is cannot be remembered: {error}", hint="Look at the file beside the state.")

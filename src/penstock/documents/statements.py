@@ -1,19 +1,37 @@
-"""Run the statements of this package: parameters as `$1`, errors by name and without the values of cells."""
+"""Runs this package's statements on the source: parameters as `$1`, errors without cell values, and visibility.
+
+**Visibility.** The server decodes and sends a commit before it is visible to queries: with a synchronous standby,
+before the standby has answered. A document built in between would lack the change, and no later change would correct
+it. So before anything is read, every transaction of a batch must be visible in the reader's own snapshot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, LiteralString, cast
 
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.errors import QueryFailed, TableLocked
+from penstock.errors import QueryFailed, SnapshotBlocked, TableLocked
 from penstock.source.faults import Place, from_exception, translated
 
 _DATA_EXCEPTION = "22"
 LOCKED = ("40P01", "55P03")
 """A deadlock, and a lock that did not come in time."""
+_FIRST_WAIT = 0.001
+_LONGEST_WAIT = 0.1
+
+# The stream has the lower half of a transaction's number; the whole is the nearest one to where the server is now.
+_INVISIBLE = """
+    select pg_catalog.count(*)
+    from pg_catalog.pg_current_snapshot() s,
+         lateral (select pg_catalog.pg_snapshot_xmax(s)::text::int8) now (xid),
+         unnest($1::int8[]) u (short),
+         lateral (select now.xid + ((u.short - now.xid % 4294967296) + 6442450944) % 4294967296 - 2147483648) w (whole)
+    where not pg_catalog.pg_visible_in_snapshot(w.whole::text::pg_catalog.xid8, s)
+"""
 
 
 def run_statement(
@@ -49,3 +67,29 @@ def without_values(error: psycopg.Error, connection: psycopg.Connection[Any], do
 def as_literal(text: str) -> LiteralString:
     """SQL that was composed by this package."""
     return cast("LiteralString", text)
+
+
+def wait_until_visible(
+    connection: psycopg.Connection[Any],
+    xids: Sequence[int],
+    *,
+    timeout: float = 30.0,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return when a new snapshot of this connection sees all these transactions; `SnapshotBlocked` after `timeout`.
+
+    In a transaction that keeps one snapshot (repeatable read) there is nothing to wait for: call it outside of one.
+    """
+    if not xids:
+        return
+    deadline = time.monotonic() + timeout
+    wait = _FIRST_WAIT
+    while hidden := run_statement(connection, _INVISIBLE, [list(xids)], "look whether changes are visible")[0][0]:
+        if time.monotonic() >= deadline:
+            raise SnapshotBlocked(
+                f"{hidden} transactions were received and are still not visible after {timeout:g} s",
+                hint="A commit that waits for a synchronous standby is not visible yet: look at pg_stat_replication.",
+                blockers=[],
+            )
+        pause(wait)
+        wait = min(wait * 2, _LONGEST_WAIT)

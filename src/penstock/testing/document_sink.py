@@ -16,9 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.documents.base import FlushReport, Rejection, Sink
+from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Rejection, Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.reading import SCAN_CHUNK, IndexFacts
 
 _SETUP = """
 create table if not exists generations (

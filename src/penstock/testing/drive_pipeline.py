@@ -21,9 +21,8 @@ from typing import Any
 from penstock.coordinator import Coordinator
 from penstock.copy import CopySettings
 from penstock.destinations.registry import create_destination
-from penstock.documents.base import Sink
+from penstock.documents.base import BatchPolicy, Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
-from penstock.documents.policy import BatchPolicy
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import parse_specification

@@ -12,9 +12,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.documents.base import Sink
+from penstock.documents.base import ReadableSink, Sink, readable
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.reading import ReadableSink, readable
 
 _PROPERTIES = {"n": {"type": "integer"}, "shape": {"type": "keyword"}}
 

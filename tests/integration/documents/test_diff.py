@@ -9,12 +9,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from penstock.documents.builder import PostgresDocuments
+from penstock.documents.base import readable
+from penstock.documents.builder import DocumentKeys, PostgresDocuments
 from penstock.documents.catalog import load_catalog
 from penstock.documents.diff import DiffReport, IndexDiff, Kind, Patience
-from penstock.documents.keys import DocumentKeys
 from penstock.documents.mapping import index_mapping
-from penstock.documents.reading import readable
 from penstock.documents.sinks import CountingSink, MemorySink
 from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError

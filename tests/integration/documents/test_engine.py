@@ -21,7 +21,7 @@ from penstock.documents.images import Cells, Changes, RowChanges
 from penstock.documents.relation_map import PostgresRelationMap
 from penstock.documents.sinks import MemorySink
 from penstock.documents.specification import parse_specification
-from penstock.documents.visibility import wait_until_visible
+from penstock.documents.statements import wait_until_visible
 from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect

@@ -12,21 +12,23 @@ import pytest
 
 from penstock.changes.segment import Operation
 from penstock.documents.base import Change, Observer, SnapshotTable
-from penstock.documents.builder import PostgresDocuments
+from penstock.documents.builder import DocumentKeys, PostgresDocuments
 from penstock.documents.catalog import load_catalog
 from penstock.documents.diff import IndexDiff, Kind, Patience
 from penstock.documents.engine import Engine
 from penstock.documents.images import WantedColumns
-from penstock.documents.keys import DocumentKeys
 from penstock.documents.polling import (
     XMIN,
     PollingCapture,
+    PollPosition,
+    PollPositions,
     PollSettings,
+    SqlitePositions,
+    open_positions,
     polled_catalog,
     polled_tables,
     sees_all_sessions,
 )
-from penstock.documents.polling_positions import PollPosition, PollPositions, SqlitePositions, open_positions
 from penstock.documents.relation_map import SqliteRelationMap
 from penstock.documents.sinks import MemorySink
 from penstock.documents.specification import parse_specification

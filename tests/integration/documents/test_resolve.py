@@ -28,7 +28,7 @@ from penstock.documents.relation_map import (
 )
 from penstock.documents.resolve import Resolver
 from penstock.documents.specification import parse_specification
-from penstock.documents.visibility import wait_until_visible
+from penstock.documents.statements import wait_until_visible
 from penstock.errors import ConfigError, PenstockError
 from penstock.lsn import Lsn
 from penstock.schema import ReplicaIdentity

@@ -13,21 +13,22 @@ import pytest
 
 from penstock.documents.base import (
     BackfillScope,
+    BatchPolicy,
     BatchStatistics,
     Change,
     ChangeCapture,
     DocumentBuilder,
+    FailurePolicies,
+    FailurePolicy,
     FlushReport,
     NoopObserver,
     Rejection,
     SnapshotTable,
 )
 from penstock.documents.build import BUILT
-from penstock.documents.engine import DEFAULT_QUEUE_CAPACITY, Engine
+from penstock.documents.engine import DEFAULT_QUEUE_CAPACITY, ChangeQueue, Engine
 from penstock.documents.images import Changes, RowChanges
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.policy import BatchPolicy, FailurePolicies, FailurePolicy
-from penstock.documents.queue import ChangeQueue
 from penstock.documents.resolve import Resolution, ResolvedKeys
 from penstock.documents.sinks import FanOutSink, MemorySink
 from penstock.errors import DocumentsRejected

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.specification.json_schema import json_schema
-from penstock.documents.specification.models import FIELD_MODELS, SpecificationModel, keys_of
+from penstock.documents.specification.models import FIELD_MODELS, SpecificationModel, json_schema, keys_of
 from penstock.documents.specification.yaml_positions import parse_yaml
 
 FOLDER = Path(__file__).parent / "specifications"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable
-from penstock.documents.fingerprint import build_fingerprint, fingerprint, is_built_from
-from penstock.documents.mapping import index_mapping
+from penstock.documents.mapping import build_fingerprint, fingerprint, index_mapping, is_built_from
 from penstock.documents.specification import load_specification, parse_specification
 from penstock.schema import PostgresType, ReplicaIdentity
 from penstock.source.patterns import TableName

@@ -6,6 +6,6 @@ they are built and written), `judge` (what was refused), `builds` and `backfill`
 """
 
 from penstock.documents.output.output import DocumentsOutput
-from penstock.documents.output.settings import DocumentsSettings
+from penstock.documents.output.writer import DocumentsSettings
 
 __all__ = ["DocumentsOutput", "DocumentsSettings"]

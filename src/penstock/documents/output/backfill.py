@@ -22,16 +22,18 @@ from penstock import failpoints
 from penstock.copy.plan import TID_RANGES_SINCE, plan_ranges
 from penstock.copy.prepare import load_leaves
 from penstock.destinations.base import Tasks
-from penstock.documents.base import Observer, Sink
-from penstock.documents.output.builds import Builds
-from penstock.documents.output.connections import POOL
-from penstock.documents.output.generations import Generations
-from penstock.documents.output.indexes import Indexes
+from penstock.documents.base import Observer, ReadableSink, Sink
+from penstock.documents.output.indexes import Builds, Indexes
 from penstock.documents.output.judge import Judge
-from penstock.documents.output.settings import DocumentsSettings
-from penstock.documents.output.tasks import HeapRange, RangeJob, SharedSink
-from penstock.documents.output.writer import DocumentWriter
-from penstock.documents.reading import ReadableSink
+from penstock.documents.output.writer import (
+    POOL,
+    DocumentsSettings,
+    DocumentWriter,
+    Generations,
+    HeapRange,
+    RangeJob,
+    SharedSink,
+)
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
 from penstock.errors import IndexIncomplete, TableRewritten

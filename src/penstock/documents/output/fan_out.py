@@ -16,10 +16,9 @@ from typing import Any
 
 from penstock import failpoints
 from penstock.destinations.base import Tasks
-from penstock.documents.output.connections import POOL
 from penstock.documents.output.indexes import Indexes
 from penstock.documents.output.judge import Judge
-from penstock.documents.output.writer import DocumentWriter
+from penstock.documents.output.writer import POOL, DocumentWriter
 from penstock.documents.resolve import Question, ResolvedKeys
 from penstock.source.connections import SourceSettings
 from penstock.spool import Stopping

@@ -6,9 +6,8 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.documents.base import Observer, Rejection
-from penstock.documents.output.tasks import Outcome
-from penstock.documents.policy import FailurePolicies
+from penstock.documents.base import FailurePolicies, Observer, Rejection
+from penstock.documents.output.writer import Outcome
 from penstock.documents.quarantine import QuarantineStore
 from penstock.lsn import Lsn
 

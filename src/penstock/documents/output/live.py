@@ -26,16 +26,13 @@ from penstock.changes.batch import EventBatch, build_batch
 from penstock.changes.steps import Segment, Truncation
 from penstock.documents.base import BatchStatistics, Observer
 from penstock.documents.images import Changes
-from penstock.documents.output.builds import Builds
 from penstock.documents.output.fan_out import FanOuts
-from penstock.documents.output.indexes import Indexes
+from penstock.documents.output.indexes import Builds, Indexes
 from penstock.documents.output.judge import Judge
 from penstock.documents.output.pieces import pieces_of
-from penstock.documents.output.settings import DocumentsSettings
-from penstock.documents.output.tasks import SharedSink
-from penstock.documents.output.writer import DocumentWriter
+from penstock.documents.output.writer import DocumentsSettings, DocumentWriter, SharedSink
 from penstock.documents.resolve import Question, ResolvedKeys
-from penstock.documents.visibility import wait_until_visible
+from penstock.documents.statements import wait_until_visible
 from penstock.lsn import Lsn, reaches
 from penstock.schema import ReplicaIdentity, TableSchema
 from penstock.source.patterns import TableName

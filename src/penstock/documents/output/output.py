@@ -18,20 +18,24 @@ from collections.abc import Callable, Collection, Sequence
 from penstock.destinations.base import Tasks
 from penstock.documents.base import NoopObserver, Observer, Sink
 from penstock.documents.build import require_primary
+from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import load_catalog
-from penstock.documents.keys import DocumentKeys
 from penstock.documents.output.backfill import Backfill
-from penstock.documents.output.builds import Builds
-from penstock.documents.output.connections import POOL, SESSION
 from penstock.documents.output.fan_out import FanOuts
-from penstock.documents.output.generations import Generations
-from penstock.documents.output.indexes import Indexes, compile_indexes, require_published, require_whole
+from penstock.documents.output.indexes import Builds, Indexes, compile_indexes, require_published, require_whole
 from penstock.documents.output.judge import Judge
 from penstock.documents.output.live import LiveChanges, Session
 from penstock.documents.output.readiness import Readiness
-from penstock.documents.output.settings import DocumentsSettings
-from penstock.documents.output.tasks import BuildJob, Outcome, SharedSink
-from penstock.documents.output.writer import DocumentWriter
+from penstock.documents.output.writer import (
+    POOL,
+    SESSION,
+    BuildJob,
+    DocumentsSettings,
+    DocumentWriter,
+    Generations,
+    Outcome,
+    SharedSink,
+)
 from penstock.documents.quarantine import QuarantineStore
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification

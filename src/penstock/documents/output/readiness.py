@@ -16,11 +16,10 @@ import psycopg
 
 from penstock import failpoints
 from penstock.documents.base import Sink
-from penstock.documents.fingerprint import is_built_from
+from penstock.documents.mapping import is_built_from
 from penstock.documents.output.backfill import filling_of, serving_of
-from penstock.documents.output.builds import Builds
-from penstock.documents.output.indexes import Indexes, require_published
-from penstock.documents.output.settings import DocumentsSettings
+from penstock.documents.output.indexes import Builds, Indexes, require_published
+from penstock.documents.output.writer import DocumentsSettings
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.statements import run_statement
 from penstock.lsn import Lsn

@@ -1,7 +1,5 @@
 """Where documents go."""
 
-from penstock.documents.sinks.fan_out import FanOutSink
-from penstock.documents.sinks.memory import MemorySink
-from penstock.documents.sinks.stdout import CountingSink, StdoutSink
+from penstock.documents.sinks.local import CountingSink, FanOutSink, MemorySink, StdoutSink
 
 __all__ = ["CountingSink", "FanOutSink", "MemorySink", "StdoutSink"]

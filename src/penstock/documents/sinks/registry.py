@@ -14,9 +14,9 @@ from penstock.registry import Registered, Registry
 
 SINKS: Mapping[str, Registered] = {
     "opensearch": Registered("penstock.documents.sinks.opensearch:OpenSearchSink", extra="opensearch"),
-    "stdout": Registered("penstock.documents.sinks.stdout:StdoutSink"),
-    "memory": Registered("penstock.documents.sinks.memory:MemorySink"),
-    "counting": Registered("penstock.documents.sinks.stdout:CountingSink"),
+    "stdout": Registered("penstock.documents.sinks.local:StdoutSink"),
+    "memory": Registered("penstock.documents.sinks.local:MemorySink"),
+    "counting": Registered("penstock.documents.sinks.local:CountingSink"),
 }
 
 _METHODS = ("write", "flush", "ensure_index", "is_seeded", "mark_seeded", "reindex")

@@ -1,8 +1,8 @@
-"""What an index specification may hold. docs/reference/index-specification.md describes every key.
+"""What an index specification may contain, and its JSON Schema for editors.
 
-Fields are written type first (`- keyword: email`). `loading` turns that into `kind` and `name` before it gets here, and
-turns what comes out into the plain objects of `tree`. Names of tables and columns follow Postgres: plain ones are
-folded to lower case, those in double quotes are taken as they are.
+docs/reference/index-specification.md describes every key. Fields are written type first (`- keyword: email`); `loading`
+rewrites that to `kind` and `name` before validation, and turns the result into the plain objects of `tree`. Names of
+tables and columns follow Postgres: unquoted names are folded to lower case, names in double quotes are kept.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Operator = Literal[
     "eq", "neq", "lt", "lte", "gt", "gte", "like", "ilike", "in", "not_in", "between", "is_null", "is_not_null"
 ]
 Constant = str | int | float | bool | None
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_FIELD = "Field"
 
 
 def refuse(key: str, message: str) -> PydanticCustomError:
@@ -381,3 +383,33 @@ def keys_of(model: type[BaseModel]) -> list[str]:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int | float | bool)
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema, as plain dictionaries and lists."""
+    schema = SpecificationModel.model_json_schema(by_alias=True)
+    definitions: dict[str, Any] = schema.pop("$defs")
+    fields = {kind: _written(kind, definitions[model.__name__]) for kind, model in FIELD_MODELS.items()}
+    others = {name: each for name, each in definitions.items() if "kind" not in each["properties"]}
+    definitions = {**others, **fields, _FIELD: {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in fields]}}
+    return {"$schema": _DIALECT, **_plain(schema), "$defs": {name: _plain(each) for name, each in definitions.items()}}
+
+
+def _written(kind: str, model: dict[str, Any]) -> dict[str, Any]:
+    """A field as it is written: its type key with the name, then the rest."""
+    properties = dict(model["properties"])
+    del properties["kind"]
+    name = {**properties.pop("name"), "description": "The field's name in the document."}
+    required = [each for each in model.get("required", []) if each not in ("kind", "name")]
+    return {**model, "properties": {kind: name, **properties}, "required": [kind, *required]}
+
+
+def _plain(value: Any) -> Any:
+    """References to fields point at the union of all kinds; titles that repeat the key go."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "discriminator" in value:
+        return {"$ref": f"#/$defs/{_FIELD}"}
+    return {key: _plain(each) for key, each in value.items() if not (key == "title" and isinstance(each, str))}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.output.builds import Builds
+from penstock.documents.output.indexes import Builds
 from penstock.documents.output.readiness import Readiness
-from penstock.documents.output.settings import DocumentsSettings
+from penstock.documents.output.writer import DocumentsSettings
 from penstock.lsn import Lsn
 from penstock.source.lineage import Lineage
 from penstock.state import IndexStatus, MemoryStore, WorkerType

@@ -1,6 +1,6 @@
 """Documents in OpenSearch, and in servers that speak its language."""
 
-from penstock.documents.sinks.opensearch.settings import OpenSearchSettings
+from penstock.documents.sinks.opensearch.client import OpenSearchSettings
 from penstock.documents.sinks.opensearch.sink import OpenSearchSink
 
 __all__ = ["OpenSearchSettings", "OpenSearchSink"]

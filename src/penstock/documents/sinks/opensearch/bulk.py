@@ -1,26 +1,235 @@
-"""Sends documents to one generation until each is taken or refused for good."""
+"""Sends documents to one generation until the server has taken or rejected each of them.
+
+The lines of a bulk request are joined by columns: bodies are JSON already and pass through unchanged. The server
+answers for each document: taken, try again, rejected, or a failure that stops the sink. Its answers quote ids and
+values, which must not leave this module: a rejection names the type of the error, the field, and a sentence of ours.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock import failpoints
 from penstock.documents.base import Rejection
-from penstock.documents.sinks.opensearch.answers import Verdict, judge
-from penstock.documents.sinks.opensearch.client import OK, TOO_LARGE, OpenSearchClient, Passing, Patience
-from penstock.documents.sinks.opensearch.lines import LONGEST_ID, bulk_lines, cut, unusable_ids
-from penstock.documents.sinks.opensearch.settings import OpenSearchSettings
+from penstock.documents.sinks.opensearch.client import (
+    OK,
+    TOO_LARGE,
+    OpenSearchClient,
+    OpenSearchSettings,
+    Passing,
+    Patience,
+)
 from penstock.errors import DestinationError, IndexUnusable
 
+LONGEST_ID = 512
+"""In bytes. A longer one makes the server refuse the whole request."""
+
+_TEXT = pa.large_string()
+_ACTION_BYTES = 84
+"""What is sent for a document besides its id and its body."""
+_RARE = "[\\x00-\\x1f]"
+STALE = 409
+"""A newer body is there, or a newer removal: what was wanted is done."""
+
+_NO_ERRORS = b'"errors":false'
+_HEAD = 64
+_PASSING = frozenset({408, 429})
+_PASSING_TYPES = frozenset({"cluster_block_exception", "circuit_breaking_exception"})
+# A name that leads nowhere is taken for that of an index to be made, which it cannot be.
+_GONE_TYPES = frozenset({"index_not_found_exception", "index_closed_exception", "invalid_index_name_exception"})
+_SENTENCES: Mapping[str, str] = {
+    "strict_dynamic_mapping_exception": "the mapping does not have this field",
+    "mapper_parsing_exception": "the value does not fit the mapping",
+    "document_parsing_exception": "the value does not fit the mapping",
+    "max_bytes_length_exceeded_exception": "the value is longer than a keyword can be",
+    "illegal_argument_exception": "the index does not take the value",
+    "json_parse_exception": "the body is not JSON",
+    "json_e_o_f_exception": "the body is not JSON",
+    "not_x_content_exception": "the body is not a JSON object",
+    "number_format_exception": "the value is not a number",
+    "input_coercion_exception": "the number is out of the type's range",
+    "date_time_parse_exception": "the value is not a date of the mapping's format",
+    "parse_exception": "the value does not fit the mapping",
+    "parsing_exception": "the value does not fit the mapping",
+    "x_content_parse_exception": "the value does not fit the mapping",
+}
+"""Types that are about the document itself; those of causes are more exact than those of the whole."""
+_FIELDS = (
+    re.compile(r"failed to parse field \[([^\]]*)\]"),
+    re.compile(r"object mapping for \[([^\]]*)\]"),
+    re.compile(r'Document contains at least one immense term in field="([^"]*)"'),
+)
+_NEW_FIELD = re.compile(r"mapping set to strict, dynamic introduction of \[([^\]]*)\] within \[([^\]]*)\]")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+"""What a field of a specification looks like; what looks different may come from data, and is not told."""
 _WANTED = "errors,items.*.status,items.*.error.type,items.*.error.reason,items.*.error.caused_by"
 _HASH_LENGTH = 16
 _BAD_ID = f"the id is empty or longer than {LONGEST_ID} bytes"
 _TOO_LARGE = "the document is larger than the server takes in one request"
+
+
+def bulk_lines(batch: pa.Table) -> memoryview:
+    """What to send for these documents (`penstock.documents.base.WRITTEN`); the index is in the address."""
+    body = _one_line(batch.column("body"))
+    gone = pc.is_null(body)
+    line = pc.binary_join_element_wise(
+        pc.if_else(gone, _text('{"delete":{"_id":"'), _text('{"index":{"_id":"')),
+        _escaped(batch.column("id")),
+        _text('","version":'),
+        pc.cast(batch.column("version"), _TEXT),
+        _text(',"version_type":"external_gte"}}\n'),
+        pc.coalesce(pc.binary_join_element_wise(body, _text(""), _text("\n")), _text("")),
+        _text(""),
+    )
+    return _content(line)
+
+
+def documents_size(batch: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """About how many bytes each document is on its way."""
+    body = pc.fill_null(pc.binary_length(batch.column("body")), 0)
+    lengths = pc.add(pc.cast(body, pa.int64()), pc.cast(pc.binary_length(batch.column("id")), pa.int64()))
+    return lengths.to_numpy() + _ACTION_BYTES
+
+
+def cut(batch: pa.Table, most_documents: int, most_bytes: int) -> Iterator[pa.Table]:
+    """Pieces that hold at most so many documents and bytes; a document that is larger comes alone."""
+    ends = np.cumsum(documents_size(batch))
+    start = 0
+    while start < batch.num_rows:
+        before = ends[start - 1] if start else 0
+        fitting = int(np.searchsorted(ends, before + most_bytes, side="right"))
+        stop = max(start + 1, min(fitting, start + most_documents))
+        yield batch.slice(start, stop - start)
+        start = stop
+
+
+def unusable_ids(batch: pa.Table) -> pa.ChunkedArray:
+    """Whether each document has an id that no index takes; one of them would spoil the request of all."""
+    length = pc.binary_length(batch.column("id"))
+    return pc.or_(pc.equal(length, 0), pc.greater(length, LONGEST_ID))
+
+
+def _escaped(ids: pa.ChunkedArray) -> pa.ChunkedArray:
+    ids = pc.cast(ids, _TEXT)
+    for sign in ("\\", '"'):
+        if pc.any(pc.match_substring(ids, sign)).as_py():
+            ids = pc.replace_substring(ids, sign, "\\" + sign)
+    control = pc.match_substring_regex(ids, _RARE)
+    if pc.any(control).as_py():
+        # Cold: control characters in a key. What was escaped above has to be read back for that.
+        rare = [json.dumps(json.loads(f'"{each}"', strict=False))[1:-1] for each in ids.filter(control).to_pylist()]
+        ids = pc.replace_with_mask(ids.combine_chunks(), control.combine_chunks(), pa.array(rare, _TEXT))
+    return ids
+
+
+def _one_line(body: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A line break in JSON stands only between its parts, where a blank does as well."""
+    body = pc.cast(body, _TEXT)
+    return pc.replace_substring(body, "\n", " ") if pc.any(pc.match_substring(body, "\n")).as_py() else body
+
+
+def _content(line: pa.ChunkedArray) -> memoryview:
+    """The texts one after the other; Arrow has them so in memory already."""
+    whole = line.combine_chunks() if isinstance(line, pa.ChunkedArray) else line
+    if isinstance(whole, pa.ChunkedArray):
+        whole = pa.concat_arrays(whole.chunks)
+    _, offsets, content = whole.buffers()
+    if offsets is None or content is None:
+        return memoryview(b"")
+    ends = np.frombuffer(offsets, np.int64)[whole.offset : whole.offset + len(whole) + 1]
+    return memoryview(content)[int(ends[0]) : int(ends[-1])]
+
+
+def _text(value: str) -> pa.Scalar:
+    return pa.scalar(value, _TEXT)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a request: places of documents that go again, of those refused with the reason, and trouble."""
+
+    again: tuple[int, ...] = ()
+    refused: tuple[tuple[int, str], ...] = ()
+    busy: str = ""
+    """Why some go again, by type."""
+    gone: str = ""
+    """The index is not there or closed: nothing helps but a person."""
+    unknown: str = ""
+    """A refusal that is not about a document, as far as we know."""
+
+
+def judge(data: bytes, said: Any, fields: frozenset[str]) -> Verdict:
+    """Read an answer; only where something was not taken are its items looked at. `fields` may be named."""
+    if _NO_ERRORS in data[:_HEAD]:
+        return Verdict()
+    items: Sequence[Mapping[str, Any]] = said.get("items", ())
+    again: list[int] = []
+    refused: list[tuple[int, str]] = []
+    busy = gone = unknown = ""
+    # By item: most answers have no error and do not come here.
+    for place, item in enumerate(items):
+        (outcome,) = item.values()
+        error = outcome.get("error")
+        status = int(outcome.get("status", 0))
+        # A removal of what is not there is also 404, but is no error.
+        if error is None or status == STALE:
+            continue
+        kind = str(error.get("type", ""))
+        if kind in _GONE_TYPES:
+            gone = kind
+        elif status in _PASSING or status >= 500 or kind in _PASSING_TYPES:
+            if failpoints.is_off("busy_tried_again"):
+                refused.append((place, f"{status} {kind}"))
+                continue
+            again.append(place)
+            busy = f"{status} {kind}"
+        elif kind in _SENTENCES:
+            refused.append((place, reason_of(error, fields)))
+        else:
+            unknown = f"{status} {kind}"
+    return Verdict(tuple(again), tuple(refused), busy, gone, unknown)
+
+
+def reason_of(error: Mapping[str, Any], fields: frozenset[str]) -> str:
+    """Type, field and a sentence: `mapper_parsing_exception [price]: the value is not a number`."""
+    kind = str(error.get("type"))
+    sentence = _SENTENCES.get(kind, "the index does not take the document")
+    cause = error.get("caused_by")
+    while isinstance(cause, Mapping):
+        inner = str(cause.get("type"))
+        if inner != "illegal_argument_exception":
+            sentence = _SENTENCES.get(inner, sentence)
+        cause = cause.get("caused_by")
+    field = _field(str(error.get("reason", "")), fields)
+    return f"{kind} [{field}]: {sentence}" if field else f"{kind}: {sentence}"
+
+
+def _field(reason: str, fields: frozenset[str]) -> str:
+    """The field that a reason begins with, as far as the mapping has it: keys of maps come from data."""
+    if found := _NEW_FIELD.match(reason):
+        key, parent = found.groups()
+        known = _known(parent, fields)
+        return ".".join(filter(None, (known, key if _NAME.fullmatch(key) else "")))
+    for pattern in _FIELDS:
+        if found := pattern.match(reason):
+            return _known(found[1], fields)
+    return ""
+
+
+def _known(path: str, fields: frozenset[str]) -> str:
+    while path and path not in fields:
+        path = path.rpartition(".")[0]
+    return path
 
 
 @dataclass(frozen=True, slots=True)

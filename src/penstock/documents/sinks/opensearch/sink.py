@@ -1,15 +1,17 @@
 """Documents in OpenSearch: an alias over generations, each filled beside the one that serves.
 
-Durable means: the server has answered the bulk, and its translog is synced (`index.translog.durability: request`).
-Every document carries an external version, so whatever is sent twice or late changes nothing.
+A document is durable when the server has answered the bulk request with its translog synced
+(`index.translog.durability: request`). Every document carries an external version, so sending one twice or late changes
+nothing.
 
 On the driver the sink knows the generations since `ensure_index`. A copy in a task knows what it was pickled with:
-settings and names. It writes, flushes, and hands back what was refused.
+settings and names. It writes, flushes, and returns the rejections.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +21,16 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.documents.base import FlushReport, Rejection, Sink
+from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Rejection, Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.reading import SCAN_CHUNK, IndexFacts
-from penstock.documents.sinks.opensearch.bulk import BulkSender, Target
-from penstock.documents.sinks.opensearch.client import NOT_FOUND, OpenSearchClient
+from penstock.documents.sinks.opensearch.bulk import BulkSender, Target, documents_size
+from penstock.documents.sinks.opensearch.client import (
+    FILLING_GC_DELETES,
+    NOT_FOUND,
+    SERVING_GC_DELETES,
+    OpenSearchClient,
+    OpenSearchSettings,
+)
 from penstock.documents.sinks.opensearch.generations import (
     Generation,
     IndexState,
@@ -33,16 +40,77 @@ from penstock.documents.sinks.opensearch.generations import (
     paths_of,
     read_state,
 )
-from penstock.documents.sinks.opensearch.lines import documents_size
-from penstock.documents.sinks.opensearch.reading import IndexReader
-from penstock.documents.sinks.opensearch.settings import FILLING_GC_DELETES, SERVING_GC_DELETES, OpenSearchSettings
 from penstock.errors import IndexUnusable
 
+_KEEP_ALIVE = "2m"
+_SAMPLE_MOST = 10_000
 _LOOK_SECONDS = 1.0
 """Between two looks at the generations while documents come without a pause."""
 _FILLING = {"refresh_interval": "-1", "gc_deletes": f"{FILLING_GC_DELETES}s"}
 
 logger = logging.getLogger(__name__)
+
+
+class IndexReader:
+    """What an alias leads to; where it leads nowhere, nothing."""
+
+    def __init__(self, client: OpenSearchClient) -> None:
+        self._client = client
+
+    def count(self, index: str) -> int:
+        """How many documents searches see."""
+        found = self._client.expect("GET", f"/{quote(index, safe='')}/_count", allowed=(NOT_FOUND,))
+        return int(found["count"]) if found else 0
+
+    def fetch(self, index: str, ids: Sequence[str]) -> Mapping[str, Any]:
+        """Documents by id, as they are now, also those that searches do not see yet."""
+        if not ids:
+            return {}
+        found = self._client.expect("POST", f"/{quote(index, safe='')}/_mget", {"ids": list(ids)}, allowed=(NOT_FOUND,))
+        docs = found["docs"] if found else []
+        return {each["_id"]: each["_source"] for each in docs if each.get("found")}
+
+    def scan(self, index: str, chunk: int) -> Iterator[list[str]]:
+        """The ids of all documents, of one point in time."""
+        path = f"/{quote(index, safe='')}"
+        self._client.expect("POST", f"{path}/_refresh", allowed=(NOT_FOUND,))
+        opened = self._client.expect(
+            "POST", f"{path}/_search/point_in_time?keep_alive={_KEEP_ALIVE}", allowed=(NOT_FOUND,)
+        )
+        if opened is None:
+            return
+        point = opened["pit_id"]
+        try:
+            yield from self._pages(point, chunk)
+        finally:
+            self._client.expect("DELETE", "/_search/point_in_time", {"pit_id": [point]}, allowed=(NOT_FOUND,))
+
+    def sample(self, index: str, count: int) -> list[str]:
+        """Ids of some documents, by chance."""
+        score = {"random_score": {"seed": random.getrandbits(31), "field": "_seq_no"}}
+        query = {"function_score": {"query": {"match_all": {}}, **score}}
+        body = {"size": min(count, _SAMPLE_MOST), "_source": False, "query": query}
+        found = self._client.expect("POST", f"/{quote(index, safe='')}/_search", body, allowed=(NOT_FOUND,))
+        return [each["_id"] for each in found["hits"]["hits"]] if found else []
+
+    def _pages(self, point: str, chunk: int) -> Iterator[list[str]]:
+        after: list[Any] | None = None
+        while True:
+            body: dict[str, Any] = {
+                "size": chunk,
+                "_source": False,
+                "track_total_hits": False,
+                "pit": {"id": point, "keep_alive": _KEEP_ALIVE},
+                "sort": [{"_shard_doc": "asc"}],
+            }
+            if after is not None:
+                body["search_after"] = after
+            hits = self._client.expect("POST", "/_search", body)["hits"]["hits"]
+            if hits:
+                yield [each["_id"] for each in hits]
+                after = hits[-1]["sort"]
+            if len(hits) < chunk:
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +359,7 @@ class OpenSearchSink(Sink):
         self._client.expect("DELETE", f"/{quote(generation.name, safe='')}", allowed=(NOT_FOUND,))
         logger.info("generation removed generation=%s", generation.name)
 
-    # What is there, for those who look (`penstock.documents.reading`)
+    # What is there, for those who look (`penstock.documents.base`)
 
     def count(self, index: str) -> int | None:
         """See `Sink`."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.documents.base import WRITTEN
-from penstock.documents.sinks.opensearch.lines import LONGEST_ID, bulk_lines, cut, documents_size, unusable_ids
+from penstock.documents.sinks.opensearch.bulk import LONGEST_ID, bulk_lines, cut, documents_size, unusable_ids
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 BODY = st.none() | st.dictionaries(TEXT, TEXT | st.integers() | st.none(), max_size=3)

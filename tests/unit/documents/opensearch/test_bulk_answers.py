@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.sinks.opensearch.answers import Verdict, judge
+from penstock.documents.sinks.opensearch.bulk import Verdict, judge
 
 FIELDS = frozenset({"age", "address", "address.since", "labels", "code"})
 

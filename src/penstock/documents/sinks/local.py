@@ -1,18 +1,20 @@
-"""Indexes in memory, for tests and for looking: generations, versions and seeding as a search server has them."""
+"""Sinks without a server: in memory, on standard output, a counter, and one that writes to several sinks."""
 
 from __future__ import annotations
 
 import json
 import random
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from penstock.documents.base import FlushReport, Sink
+from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.reading import SCAN_CHUNK, IndexFacts
 
 
 @dataclass(slots=True)
@@ -161,3 +163,104 @@ class _GenerationSink(Sink):
     def count(self, index: str) -> int | None:
         """See `Sink`."""
         return self._generation.count
+
+
+class StdoutSink(Sink):
+    """`{"op":"upsert","index":…,"id":…,"version":…,"document":{…}}` or `"op":"delete"`, a line each.
+
+    It cannot remember that it was seeded: without `skip_backfill` everything comes again at each start.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, pretty: bool = False) -> None:
+        self._stream = stream
+        self._pretty = pretty
+        self._waiting: list[pa.Table] = []
+
+    def write(self, batch: pa.Table) -> None:
+        """See `Sink`."""
+        self._waiting.append(batch)
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        """See `Sink`."""
+        stream = self._stream or sys.stdout
+        for batch in self._waiting:
+            # Cold: somebody reads this.
+            for row in batch.to_pylist():
+                body = row.pop("body")
+                line = {"op": "delete" if body is None else "upsert", **row}
+                if body is not None:
+                    line["document"] = json.loads(body)
+                stream.write(json.dumps(line, ensure_ascii=False, indent=2 if self._pretty else None) + "\n")
+        self._waiting.clear()
+        stream.flush()
+        return FlushReport()
+
+
+class CountingSink(Sink):
+    """Counts documents and bytes by index, and keeps nothing: for measuring what comes before the sink."""
+
+    def __init__(self) -> None:
+        self.upserts: Counter[str] = Counter()
+        self.deletes: Counter[str] = Counter()
+        self.bytes = 0
+
+    def write(self, batch: pa.Table) -> None:
+        """See `Sink`."""
+        present = pc.is_valid(batch.column("body"))
+        for counter, mask in ((self.upserts, present), (self.deletes, pc.invert(present))):
+            counts = pc.value_counts(batch.column("index").filter(mask))
+            for each in counts.to_pylist():
+                counter[each["values"]] += each["counts"]
+        self.bytes += pc.sum(pc.binary_length(batch.column("body"))).as_py() or 0
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        """See `Sink`."""
+        return FlushReport()
+
+
+class FanOutSink(Sink):
+    """Forwards every method to all, one after the other; the first error ends the call.
+
+    An index is seeded when it is in all of them. What one of them refuses counts as refused.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, batch: pa.Table) -> None:
+        """See `Sink`."""
+        for sink in self._sinks:
+            sink.write(batch)
+
+    def flush(self, caught_up: bool) -> FlushReport:
+        """See `Sink`."""
+        reports = [sink.flush(caught_up) for sink in self._sinks]
+        return FlushReport(tuple(rejection for report in reports for rejection in report.rejections))
+
+    def ensure_index(self, mapping: IndexMapping) -> None:
+        """See `Sink`."""
+        for sink in self._sinks:
+            sink.ensure_index(mapping)
+
+    def is_seeded(self, index: str) -> bool:
+        """See `Sink`."""
+        return all(sink.is_seeded(index) for sink in self._sinks)
+
+    def mark_seeded(self, index: str) -> None:
+        """See `Sink`."""
+        for sink in self._sinks:
+            sink.mark_seeded(index)
+
+    def reindex(self, mapping: IndexMapping) -> None:
+        """See `Sink`."""
+        for sink in self._sinks:
+            sink.reindex(mapping)
+
+    def filling(self, index: str) -> Sink:
+        """See `Sink`."""
+        return FanOutSink([sink.filling(index) for sink in self._sinks])
+
+    def count(self, index: str) -> int | None:
+        """See `Sink`. The smallest: what one of them lacks is missing."""
+        counts = [count for sink in self._sinks if (count := sink.count(index)) is not None]
+        return min(counts, default=None)
