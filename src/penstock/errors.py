@@ -46,7 +46,8 @@ a secret or the value of a cell.
     │   ├── LeaseLost               another process took over; this one stops writing
     │   └── IllegalTransition       a phase, version or position that cannot follow the current one
     ├── DestinationError            where changes are written
-    │   ├── DestinationUnavailable  unreachable: retried
+    │   ├── DestinationUnavailable  the whole destination is unreachable or full; all tables wait: retried
+    │   ├── TableBusy               other writers keep committing to the table: retried
     │   ├── DestinationRefused      credentials, certificate or privileges refused
     │   ├── TableRejected           the destination cannot store a table or its changes
     │   ├── TableOwned              another pipeline writes this table
@@ -385,10 +386,17 @@ class DestinationError(PenstockError):
 
 
 class DestinationUnavailable(DestinationError):
-    """The destination does not respond."""
+    """The whole destination cannot be written: it does not respond, or its disk is full. All tables wait."""
 
     retry = Retry.TIMED
     default_hint = "Check that the destination is running and reachable from here; Penstock keeps retrying."
+
+
+class TableBusy(DestinationError):
+    """Other writers commit to this table so often that Penstock cannot."""
+
+    retry = Retry.TIMED
+    default_hint = "Find out who else writes this table; Penstock keeps retrying."
 
 
 class DestinationRefused(DestinationError):

@@ -22,6 +22,7 @@ from penstock.testing.trial import TrialReport, TrialSettings, add_up, run_trial
 from penstock.testing.workload import Ddl
 from penstock.testing.writers import Writers
 from penstock.workers import BatchSettings
+from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.e2e.support import current_position, wait_for
 
@@ -30,7 +31,9 @@ SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "2000"))
 SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 
 
-def pipeline_into(database, folder, *, max_rows: int = 500, publication="e2e", lake=None, **options) -> TablesOutput:
+def pipeline_into(
+    database, folder, *, max_rows: int = 500, publication="e2e", lake=None, error_hold=None, **options
+) -> TablesOutput:
     settings = TablesSettings(
         id="e2e",
         source=SourceSettings(database.dsn),
@@ -40,6 +43,7 @@ def pipeline_into(database, folder, *, max_rows: int = 500, publication="e2e", l
         spool=SpoolSettings(folder / "spool", min_free_bytes=0),
         tables=("public.*",),
         batches=BatchSettings(interval=0.1, max_rows=max_rows),
+        error_hold=error_hold or ErrorHold(),
     )
     destination = DeltaDestination(lake or folder / "lake", **options)
     return TablesOutput(settings, MemoryStore("e2e"), destination, LocalTasks())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from datetime import timedelta
 from random import Random
 from typing import Any
 
@@ -18,9 +19,10 @@ import pytest
 from deltalake import DeltaTable, QueryBuilder
 
 from penstock.destinations.base import Tasks
+from penstock.destinations.delta import destination as delta
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.log import DeltaLog
-from penstock.destinations.delta.storage import open_storage
+from penstock.destinations.delta.storage import ObjectStorage, open_storage
 from penstock.destinations.naming import FOLDERS
 from penstock.testing.destinations import ScriptedSource, make_context
 from penstock.testing.destinations.contract import ORDERS
@@ -29,9 +31,11 @@ from penstock.testing.readback import check_equal
 from penstock.testing.s3 import S3Server
 from penstock.testing.samples import available_samples
 from penstock.testing.writers import Writers
+from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import wait_for
 from tests.e2e.test_delta import pipeline_into, wait_applied, wait_ready
+from tests.e2e.test_faults import Proxy
 
 SIZE = Size(tables=3, columns=8, sessions=2, initial_rows=40)
 DRIVERS, TRANSACTIONS = 3, 24
@@ -116,6 +120,38 @@ def test_random_tables_are_followed_into_a_bucket(s3, database, tmp_path):
         wait_applied(pipeline, database)
         assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
     check_equal(database.dsn, LakeReadBack(lake, s3.options), [table.name for table in tables])
+
+
+def test_a_store_that_is_away_makes_all_tables_wait_and_none_is_lost(s3, database, tmp_path, monkeypatch, caplog):
+    """Also when far more is written meanwhile than an errored table may hold back."""
+    monkeypatch.setattr(delta, "open_storage", lambda path, options: ObjectStorage(path, options, retry_seconds=0.5))
+    proxy = Proxy(s3.port)
+    options = {**s3.options, "aws_endpoint": f"http://127.0.0.1:{proxy.port}"}
+    with database.connect() as connection:
+        for table in ("one", "two"):
+            connection.execute(f"create table {table} (id int primary key, note text)")
+            connection.execute(f"insert into {table} select n, 'copied' from generate_series(1, 50) n")
+    lake = f"s3://lake/{uuid.uuid4().hex}"
+    hold = ErrorHold(timedelta(seconds=1), bytes=1024)
+    try:
+        with pipeline_into(database, tmp_path, lake=lake, error_hold=hold, storage_options=options) as pipeline:
+            wait_ready(pipeline, 2)
+            proxy.refuse = True
+            proxy.cut()
+            with database.connect() as connection:
+                connection.execute("update one set note = repeat('x', 200)")
+                connection.execute("update two set note = repeat('y', 200)")
+                connection.execute("create table three (id int primary key)")
+                connection.execute("insert into three values (1)")
+            wait_for(lambda: caplog.text.count("apply tries again") > 2, "apply to have waited three times")
+            assert {phase.name for phase in pipeline.phases.values()} <= {"ready", "init", "data_sync", "errored"}
+            assert sum(phase.name == "ready" for phase in pipeline.phases.values()) == 2
+            proxy.refuse = False
+            wait_applied(pipeline, database)
+            wait_ready(pipeline, 3)
+    finally:
+        proxy.close()
+    check_equal(database.dsn, LakeReadBack(lake, s3.options), ["one", "two", "three"])
 
 
 @pytest.mark.trap(28, 35)

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import pyarrow as pa
 
 from penstock.changes.batch import EventBatch
+from penstock.destinations.refusals import concerns_all_tables
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
@@ -188,7 +189,14 @@ class WriteResult:
 
     @classmethod
     def failures(cls, errors: Mapping[int, PenstockError]) -> WriteResult:
-        """All durable but these."""
+        """Return the answer of a batch in which these tables failed and all others are durable.
+
+        Raises an error among them that concerns all tables (`refusals.concerns_all_tables`): returned as the error of a
+        table, it would stop every table one by one instead of making the apply worker wait.
+        """
+        for error in errors.values():
+            if concerns_all_tables(error):
+                raise error
         return cls({table_id: TableResult(durable=False, error=error) for table_id, error in errors.items()})
 
 

@@ -7,6 +7,7 @@ exceptions may contain.
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 from penstock.errors import (
     RESYNC,
@@ -16,23 +17,49 @@ from penstock.errors import (
     LeaseLost,
     LineageChanged,
     PenstockError,
+    TableBusy,
     TableOwned,
     TableRejected,
 )
 
 _PASSING = frozenset(
     {
-        *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-        *(errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT),
+        *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
     }
 )
-"""What is wrong with a disk or a machine for a while: full, cut off, out of handles."""
-_MAKE_ROOM = "Look at the disk that it is about: room, and its connection; Penstock keeps trying."
+"""Faults of a disk, machine or network that time or an operator heals: full, read-only, disconnected, out of handles.
+They are never about one table."""
+_MAKE_ROOM = "Check that this disk has room and is connected; Penstock keeps trying."
 
 
-def out_of_reach(destination: str, what: str, *, table: str | None = None) -> PenstockError:
+def concerns_all_tables(error: PenstockError) -> bool:
+    """Return True if no table can be written: the destination is unreachable, full or misconfigured.
+
+    Such an error is raised for the whole batch, never returned for a table, so that the apply worker waits.
+    """
+    return isinstance(error, DestinationUnavailable | ConfigError)
+
+
+def out_of_reach(destination: str, what: str) -> PenstockError:
     """The destination does not answer now; tried again."""
-    return DestinationUnavailable(f"{destination} is out of reach: {what}", table=table)
+    return DestinationUnavailable(f"{destination} is out of reach: {what}")
+
+
+def require_mounted(marker: Path | None) -> None:
+    """Raise if a file that `startup` left in a folder is gone; None, in an object store, is always fine.
+
+    The disk was probably unmounted. What is written to its mount point now would be lost when it comes back.
+    """
+    if marker is not None and not marker.exists():
+        raise out_of_reach(str(marker.parent), f"{marker.name} is missing; is the disk mounted?")
+
+
+def busy(table: str) -> PenstockError:
+    """Other writers were faster, again and again; tried again."""
+    return TableBusy(f"{table}: other writers keep committing to this table", table=table)
 
 
 def rejected(table: str, what: str, *, hint: str = "") -> PenstockError:
@@ -126,11 +153,12 @@ def unexpected(table: str, error: BaseException) -> PenstockError:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a disk or a machine may be well again soon: then nobody has to do anything but that."""
-    return isinstance(error, OSError) and error.errno in _PASSING
+    """Return True for faults of a disk, machine or network that pass; the write is tried again until they have."""
+    return isinstance(error, OSError) and (error.errno in _PASSING or isinstance(error, TimeoutError))
 
 
 def _said(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return type(error).__name__
-    return f"{error.strerror or type(error).__name__} ({error.filename})"
+    reason = error.strerror or type(error).__name__
+    return reason if error.filename is None else f"{reason} ({error.filename})"

@@ -26,7 +26,7 @@ from penstock.documents.output import DocumentsOutput, DocumentsSettings
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import parse_specification
-from penstock.errors import DestinationUnavailable
+from penstock.errors import TableBusy
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
@@ -118,7 +118,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
     options = {"path": str(settings.lake), **settings.options}
     destination = FaultyDestination(create_destination(settings.destination, options))
     if settings.reject is not None:
-        error = DestinationUnavailable("by order", table=settings.reject)
+        error = TableBusy("by order", table=settings.reject)
         destination.reject(settings.reject, error, times=settings.times)
     return TablesOutput(
         TablesSettings(

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import psycopg
 
+from penstock.destinations.refusals import is_passing, unexpected
 from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn
 from penstock.retry import Backoff
@@ -22,6 +23,8 @@ def as_error(error: BaseException) -> PenstockError:
     if isinstance(error, psycopg.OperationalError):
         # About the connection or the server, not about values; noticed where nobody expected it.
         return from_exception(error, Place("the source"), "go on")
+    if is_passing(error):
+        return unexpected("the destination", error)
     return PenstockError(
         f"an unexpected {type(error).__name__}",
         hint="Please report this with the log; `penstock resync` copies the table again.",

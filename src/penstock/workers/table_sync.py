@@ -31,8 +31,16 @@ from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.listening import listening
 from penstock.copy.progress import CopyCounter, CopyProgress
 from penstock.destinations.base import Destination, Tasks
-from penstock.errors import PenstockError, PublicationChanged, QueryFailed, TableRewritten, ValuesNotSent
+from penstock.errors import (
+    DestinationUnavailable,
+    PenstockError,
+    PublicationChanged,
+    QueryFailed,
+    TableRewritten,
+    ValuesNotSent,
+)
 from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.retry import Backoff
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
@@ -121,6 +129,7 @@ class TableSync:
         self.attempt = uuid.uuid4().hex
         self._counter: CopyCounter | None = None
         self._copy_seconds: float | None = None
+        self._backoff = Backoff(first=0.5, longest=30.0)
         self.waiting: SnapshotWait | None = None
         """Whom its snapshot waits for, while it does."""
         self._holds = Holds(SpoolFolder(spool))
@@ -244,7 +253,15 @@ class TableSync:
         if not entries:
             return position
         end = earliest(limit, entries[-1].end)
-        written = self._writer.write(entries, position, end, {self._table_id: position})
+        try:
+            written = self._writer.write(entries, position, end, {self._table_id: position})
+        except DestinationUnavailable as error:
+            # The copy is complete: wait for the destination, as the apply worker does, instead of copying again.
+            delay = self._backoff.next_delay()
+            logger.warning("table sync tries again in=%.1fs error=%s", delay, error)
+            self._stop.wait(delay)
+            return position
+        self._backoff.reset()
         if written.failed:
             raise _for_a_copy(written.failed[self._table_id])
         return written.durable.get(self._table_id, position)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.destinations.base import Destination
 from penstock.destinations.http import HttpDestination
-from penstock.errors import ConfigError, PenstockError, Retry
+from penstock.errors import ConfigError, DestinationUnavailable, PenstockError, Retry
 from penstock.schema import TableSchema
 from penstock.testing.destinations import DestinationContract, ScriptedSource, make_context
 from penstock.testing.destinations.contract import LINES, ORDERS
@@ -118,10 +118,9 @@ def test_a_receiver_that_stays_away_is_an_error_that_is_tried_again(receiver: Re
     copy(destination, source, [])
     write_line(source, 1)
     receiver.faults = [503] * 20
-    error = destination.write_events(source.batch()).result().of(LINES.table_id).error
-    assert isinstance(error, PenstockError)
-    assert error.retry is Retry.TIMED
-    assert "503" in error.message
+    with pytest.raises(DestinationUnavailable, match="503") as caught:
+        destination.write_events(source.batch()).result()
+    assert caught.value.retry is Retry.TIMED
 
 
 def test_what_the_receiver_asks_for_in_retry_after_is_waited(receiver: Receiver, source: ScriptedSource) -> None:

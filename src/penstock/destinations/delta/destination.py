@@ -29,7 +29,15 @@ from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.destinations.delta.table import Batch, LakeTable
 from penstock.destinations.delta.tasks import apply_changes
 from penstock.destinations.delta.write import Written
-from penstock.destinations.refusals import fenced_copy, not_copied, out_of_reach, unexpected, unusable
+from penstock.destinations.refusals import (
+    busy,
+    concerns_all_tables,
+    fenced_copy,
+    not_copied,
+    require_mounted,
+    unexpected,
+    unusable,
+)
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
@@ -110,6 +118,7 @@ class DeltaDestination:
 
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""
+        require_mounted(self._storage.local_path(_MARKER))
         catalog = self._started_catalog
         folder, before = catalog.place(schema), catalog.folder(schema.table_id)
         table = self._table(schema.table_id, str(schema), folder)
@@ -147,15 +156,15 @@ class DeltaDestination:
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
         """See `Destination`."""
+        require_mounted(self._storage.local_path(_MARKER))
         errors: dict[int, PenstockError] = {}
         left = {changes.table_id: changes for changes in batch.tables}
         with self._writes.writing():
             for _ in range(_ROUNDS):
                 left = self._round(batch, left, errors)
                 if not left:
-                    return completed(WriteResult.failures(errors))
-        for table_id, changes in left.items():
-            errors[table_id] = out_of_reach("delta", "others commit all the time", table=changes.table)
+                    break
+        errors |= {table_id: busy(changes.table) for table_id, changes in left.items()}
         return completed(WriteResult.failures(errors))
 
     def position(self, table_id: int) -> Lsn | None:
@@ -215,6 +224,8 @@ class DeltaDestination:
                 plan = self._plan(batch, changes)
             except Exception as error:
                 errors[changes.table_id] = unexpected(changes.table, error)
+                if concerns_all_tables(errors[changes.table_id]):
+                    raise errors[changes.table_id] from error
                 continue
             if plan is not None:
                 plans.append(plan)
@@ -305,7 +316,7 @@ class DeltaDestination:
                 done = table.fence(replace(version.state, begun=attempt), version.snapshot, {})
             if done:
                 return
-        raise out_of_reach("delta", "others commit all the time", table=str(schema))
+        raise busy(str(schema))
 
     def _known(self, table_id: int, name: str) -> LakeTable | None:
         with self._lock:

@@ -29,9 +29,8 @@ import obstore.exceptions as store_errors
 import pyarrow as pa
 from obstore.store import from_url
 
-from penstock.destinations.refusals import is_passing, out_of_reach, unusable
+from penstock.destinations.refusals import out_of_reach, unusable
 from penstock.durable import sync_folder
-from penstock.errors import PenstockError
 
 _LOCAL_SCHEME = "file://"
 _RETRY_SECONDS = 20.0
@@ -375,18 +374,6 @@ def _make_folder(path: Path) -> None:
     if path.is_dir():
         return
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if is_passing(error):
-            raise
-        raise _not_writable(path, error) from error
+    path.mkdir(parents=True, exist_ok=True)
     for each in missing:
         sync_folder(each.parent)
-
-
-def _not_writable(path: Path, error: OSError) -> PenstockError:
-    return unusable(
-        f"{path} cannot be written: {error.strerror}",
-        hint="The folder must be writable for the user that runs Penstock.",
-    )

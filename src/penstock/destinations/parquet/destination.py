@@ -33,6 +33,7 @@ from penstock.destinations.refusals import (
     not_copied,
     other_lineage,
     other_writer,
+    require_mounted,
     unexpected,
     unusable,
 )
@@ -99,9 +100,8 @@ class ParquetDestination:
         self._context = context
         try:
             make_folder(self._root.path)
-            marker = self._root.path / "_penstock.json"
-            put_if_absent(marker, json.dumps({"format": FORMAT}))
-            found = json.loads(marker.read_text())["format"]
+            put_if_absent(self._root.marker, json.dumps({"format": FORMAT}))
+            found = json.loads(self._root.marker.read_text())["format"]
         except OSError as error:
             raise unusable(
                 f"{self._root.path} cannot be written: {error.strerror}",
@@ -122,6 +122,7 @@ class ParquetDestination:
 
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""
+        require_mounted(self._root.marker)
         context = self._started
         folder = self._root.table(schema.namespace, schema.name)
         owner = folder.claim(context.pipeline_id, schema)
@@ -162,6 +163,7 @@ class ParquetDestination:
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
         """See `Destination`."""
+        require_mounted(self._root.marker)
         errors: dict[int, PenstockError] = {}
         plans: dict[int, _Plan] = {}
         for changes in batch.tables:

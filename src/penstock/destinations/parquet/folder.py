@@ -199,6 +199,11 @@ class RootFolder:
 
     path: Path
 
+    @property
+    def marker(self) -> Path:
+        """The file that says which format the tables have."""
+        return self.path / "_penstock.json"
+
     def table(self, namespace: str, name: str) -> TableFolder:
         """Where a table is, or would be."""
         return TableFolder(self.path / FOLDERS.name(namespace, name))

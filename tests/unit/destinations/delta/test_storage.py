@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.storage import LocalStorage, ObjectStorage, open_storage
 from penstock.errors import ConfigError, DestinationUnavailable
+from penstock.testing.destinations import make_context
 
 
 def test_a_path_or_url_chooses_the_storage(tmp_path: Path) -> None:
@@ -31,7 +33,7 @@ def test_what_cannot_work_is_a_clear_error(tmp_path: Path) -> None:
         open_storage("nowhere://lake").get("file")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
-        LocalStorage(tmp_path / "file" / "below").put("x", b"")
+        DeltaDestination(tmp_path / "file" / "below").startup(make_context())
 
 
 def test_a_store_out_of_reach_is_tried_again() -> None:
