@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-COORDINATES = "io.delta:delta-spark_4.1_2.13:4.4.0"
+from penstock.spark.lake import COORDINATES
+
 # What Spark has itself, in versions that fit it.
 EXCLUDED = (
     "com.fasterxml.jackson.core:jackson-databind",

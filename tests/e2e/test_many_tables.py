@@ -20,7 +20,7 @@ import pytest
 
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.source.connections import SourceSettings
-from penstock.spark import SparkTasks
+from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
 from penstock.tables import TablesOutput, TablesSettings

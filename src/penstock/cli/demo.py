@@ -20,7 +20,9 @@ from penstock.comparison.verification import verify_tables
 from penstock.config import Config, load_config
 from penstock.config.models import NO_SPARK
 from penstock.coordinator import Coordinator
+from penstock.destinations.registry import load_destination
 from penstock.errors import PenstockError, Retry
+from penstock.spark.java import require_spark
 from penstock.state import Errored, Ready
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
@@ -94,7 +96,7 @@ def demo(
 
     Starts a server on a free port of 127.0.0.1, with a shop in it and writers that never rest; copies the tables,
     follows the changes for a while, asks the lake a question, and compares every row of source and destination. Ends
-    with status 0 only if all are equal. Needs the server's programs: pip install 'penstock\\[server]'.
+    with status 0 only if all are equal. Needs the server's programs: pip install 'penstock\\[all]'.
 
     With --search its documents go to a search server: a search, a row that changes and its document with it, an index
     that is built anew under load, and every document compared in the end. Needs an OpenSearch: make opensearch.
@@ -123,6 +125,9 @@ def demo(
 
 def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool | None:
     binaries = find_binaries()
+    load_destination("delta")
+    if chosen.master != NO_SPARK:
+        require_spark()
     place = fresh_folder(chosen.folder)
     display.say(f"starting PostgreSQL {binaries.version} in a temporary folder")
     with PostgresServer(binaries=binaries) as server:

@@ -25,6 +25,7 @@ from penstock.cli.tail import Ending
 from penstock.config import Config, load_config
 from penstock.documents.base import ReadableSink, readable
 from penstock.documents.diff import IndexDiff, Kind, Patience
+from penstock.documents.sinks.registry import load_sink
 from penstock.errors import ConfigError, PenstockError
 from penstock.source.wal import current_position
 from penstock.state import CommandKind, IndexStatus
@@ -57,6 +58,7 @@ it runs on, with these to look at; Ctrl-C ends it:
 def run_search_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool | None:
     """The whole demo; whether all documents were equal in the end, None if it was cut short."""
     binaries = find_binaries()
+    load_sink("opensearch")
     if reason := why_not():
         raise ConfigError(reason, hint="In a clone of the repository: make opensearch")
     place = fresh_folder(chosen.folder)

@@ -252,14 +252,14 @@ def _usable_id(database: str) -> str:
 
 
 def _default_master() -> str:
-    """Spark, where there is a Java for it."""
+    """Spark, where it is installed and there is a Java for it."""
     # Imported here: commands without Spark start without it.
-    from penstock.spark.java import find_java
+    from penstock.spark.java import require_spark
 
     try:
-        find_java()
+        require_spark()
     except PenstockError as error:
-        typer.echo(f'{error.message}: the config says master = "none", which needs neither')
+        typer.echo(f'{error.message}: the config says master = "none", which needs no Spark')
         return "none"
     return "local[*]"
 

@@ -22,6 +22,7 @@ from penstock.documents.output import DocumentsOutput, DocumentsSettings
 from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import LeaseHeld, Retry
+from penstock.registry import requires_extra
 from penstock.source import Role, connect
 from penstock.state import Errored, Ready, Store, WorkerType
 from penstock.tables import TablesOutput
@@ -185,8 +186,9 @@ def started_tasks(config: Config, ending: Ending, display: Display) -> Iterator[
         yield ProcessTasks(copy_tasks=config.copy_tasks), None
         return
     # Imported here: commands without Spark start without it.
-    from penstock.spark.session import SparkSettings, build_session, stop_session
-    from penstock.spark.tasks import SparkTasks
+    with requires_extra("spark", f'spark.master = "{choice.master}"'):
+        from penstock.spark.session import SparkSettings, build_session, stop_session
+        from penstock.spark.tasks import SparkTasks
 
     settings = SparkSettings(
         master=choice.master,

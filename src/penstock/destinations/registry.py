@@ -13,7 +13,7 @@ from penstock.destinations.base import Destination
 from penstock.registry import Registered, Registry
 
 DESTINATIONS: Mapping[str, Registered] = {
-    "delta": Registered("penstock.destinations.delta.destination:DeltaDestination"),
+    "delta": Registered("penstock.destinations.delta.destination:DeltaDestination", extra="delta"),
     "memory": Registered("penstock.destinations.memory:MemoryDestination"),
     "stdout": Registered("penstock.destinations.stdout:StdoutDestination"),
     "parquet": Registered("penstock.destinations.parquet:ParquetDestination"),

@@ -23,7 +23,12 @@ NEEDED = (
 
 def main() -> None:
     for each in NEEDED:
-        importlib.import_module(each)
+        try:
+            importlib.import_module(each)
+        except ModuleNotFoundError as error:
+            # Without the extra of a destination no task needs its module.
+            if error.name is None or error.name.startswith("penstock"):
+                raise
     # Archives that Spark distributes do not change under a worker.
     zipimport.zipimporter.invalidate_caches = lambda self: None
     gc.collect()

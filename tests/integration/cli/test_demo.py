@@ -126,7 +126,7 @@ def test_without_server_programs_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert "penstock[server]" in capsys.readouterr().err
+    assert "penstock[embedded]" in capsys.readouterr().err
 
 
 def test_the_shop_stays_consistent_while_it_is_written(database):

@@ -29,7 +29,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (tmp_path / "needs_more.py").write_text("import a_library_that_nobody_has\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "SINKS", {"more": Registered("needs_more:Sink", extra="more")})
-    with pytest.raises(ConfigError, match="sink 'more' needs a_library_that_nobody_has") as caught:
+    with pytest.raises(ConfigError, match="sink 'more' needs the package a_library_that_nobody_has") as caught:
         create_sink("more")
     assert "pip install 'penstock[more]'" in caught.value.hint
 

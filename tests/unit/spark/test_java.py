@@ -48,7 +48,7 @@ def test_no_java_or_an_old_one_is_an_error_that_says_what_to_install(
 ) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match="there is none") as caught:
+    with pytest.raises(ConfigError, match="this machine has none") as caught:
         find_java(tmp_path)
     assert "default-jre-headless" in caught.value.hint
     pretend(tmp_path / "x", 'openjdk version "11.0.2"')

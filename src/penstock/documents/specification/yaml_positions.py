@@ -10,9 +10,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
+from penstock.registry import requires_extra
 
 Path = tuple[str | int, ...]
+_Node = Any
+"""A `yaml.Node`. PyYAML comes with an extra and is imported when the first text is parsed."""
 
 _NODE_LIMIT = 100_000
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -60,6 +62,8 @@ class Located:
 
 def parse_yaml(text: str) -> Located:
     """The one document in a text; raises `Misplaced`."""
+    with requires_extra("opensearch", "an index specification"):
+        import yaml
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -80,7 +84,7 @@ class _Reader:
         self._open: set[int] = set()
         self._count = 0
 
-    def read(self, node: yaml.Node, path: Path) -> Any:
+    def read(self, node: _Node, path: Path) -> Any:
         place = _position(node)
         self._count += 1
         if id(node) in self._open or self._count > _NODE_LIMIT:
@@ -88,19 +92,19 @@ class _Reader:
         self._open.add(id(node))
         self._located.values[path] = place
         try:
-            if isinstance(node, yaml.MappingNode):
+            if node.id == "mapping":
                 return self._mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
+            if node.id == "sequence":
                 return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
             return _scalar(node)
         finally:
             self._open.discard(id(node))
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _mapping(self, node: _Node, path: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
             place = _position(key_node)
-            if not isinstance(key_node, yaml.ScalarNode):
+            if key_node.id != "scalar":
                 raise Misplaced("keys are texts", place, path)
             key = str(key_node.value)
             if key in found:
@@ -110,9 +114,9 @@ class _Reader:
         return found
 
 
-def _scalar(node: yaml.Node) -> Any:
+def _scalar(node: _Node) -> Any:
     text: str = node.value
-    if isinstance(node, yaml.ScalarNode) and node.style is not None:
+    if node.id == "scalar" and node.style is not None:
         return text
     if _NULL.fullmatch(text):
         return None
@@ -125,5 +129,5 @@ def _scalar(node: yaml.Node) -> Any:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def _position(node: yaml.Node) -> Position:
+def _position(node: _Node) -> Position:
     return Position(node.start_mark.line + 1, node.start_mark.column + 1)
