@@ -27,10 +27,13 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
-from penstock.testing.handover_model import SCENARIOS
 from penstock.testing.postgres_binaries import installed_binaries
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.support.handover_model import SCENARIOS  # noqa: E402
+
 FOLDER = ROOT / "docs" / "soak"
 GRACE_SECONDS = 120.0
 """Beyond twice its share a stage is cut off."""

@@ -23,12 +23,12 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from penstock.errors import ConfigError
-from penstock.testing.delta_jars import delta_spark_options, find_delta_jars
 from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, why_not
-from penstock.testing.opensearch_shared import shared_opensearch
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
-from penstock.testing.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
+from tests.support.delta_jars import delta_spark_options, find_delta_jars
+from tests.support.opensearch_shared import shared_opensearch
+from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
 # Most JVMs of a test run live for seconds: what the second compiler would save comes too late, and it takes half of the
 # processor time meanwhile. Classes are not verified again, either.

@@ -18,7 +18,7 @@ from tests.unit.destinations.delta.reading import read_table, replay_history
 
 
 class LakeReadBack:
-    """See `penstock.testing.readback.ReadBack`."""
+    """See `tests.support.readback.ReadBack`."""
 
     def __init__(self, path: Path | str, storage_options: Mapping[str, str] | None = None) -> None:
         self._options = dict(storage_options or {})
@@ -43,7 +43,7 @@ class LakeReadBack:
 
 
 class HistoryReadBack(LakeReadBack):
-    """The rows that follow from the changes, and these (`penstock.testing.readback.ChangesReadBack`)."""
+    """The rows that follow from the changes, and these (`tests.support.readback.ChangesReadBack`)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -19,10 +19,10 @@ from penstock.capture import CaptureProcess, CaptureSettings, Reading
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
-from penstock.testing import oracle
-from penstock.testing.oracle import check_transactions, normalised
-from penstock.testing.replay import Replayable, Table, read_spool
-from penstock.testing.workload import read_rows
+from tests.support import oracle
+from tests.support.oracle import check_transactions, normalised
+from tests.support.replay import Replayable, Table, read_spool
+from tests.support.workload import read_rows
 
 PUBLICATION = "e2e"
 HANG_SECONDS = 120.0

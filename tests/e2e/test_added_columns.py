@@ -18,11 +18,11 @@ from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
-from penstock.testing.readback import ReadBack, check_equal
 from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import current_position, wait_for
+from tests.support.readback import ReadBack, check_equal
 
 
 @pytest.fixture(params=[False, True], ids=["by the catalog", "by the trigger"])

@@ -16,7 +16,6 @@ from penstock.lsn import reaches
 from penstock.spark.tasks import SparkTasks
 from penstock.state import Command, CommandKind, CommandStatus, Errored, MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
-from penstock.testing.readback import check_equal
 from penstock.values import OutOfRange, TypeSettings
 from penstock.workers import ErrorHold
 from penstock.workers.process_tasks import ProcessTasks
@@ -29,6 +28,7 @@ from tests.e2e.test_spark_pipeline import (
     job_ids,
     pipeline_settings,
 )
+from tests.support.readback import check_equal
 
 TABLES = 20
 BAD = "t07"

@@ -19,10 +19,10 @@ from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.state.transitions import is_legal
 from penstock.tables import TablesOutput, TablesSettings
-from penstock.testing.readback import check_equal
 from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import current_position, wait_for
+from tests.support.readback import check_equal
 
 ROWS = 600
 WAY = ["init", "data_sync", "finished_copy", "sync_done", "ready"]

@@ -14,10 +14,10 @@ import time
 import pytest
 
 from penstock.capture import AssemblerSettings, CaptureProcess
-from penstock.testing.oracle import capture_until, check_same
 from penstock.testing.processes import wait_until_gone
-from penstock.testing.replay import Replayable, read_spool
 from tests.e2e.support import HANG_SECONDS, Writers, insert_things, list_in_journal, wait_for, write_rows
+from tests.support.oracle import capture_until, check_same
+from tests.support.replay import Replayable, read_spool
 
 SOAK_KILLS = int(os.environ.get("PENSTOCK_SOAK_KILLS", "50"))
 SEED = int(os.environ.get("PENSTOCK_SEED", "1"))

@@ -15,16 +15,16 @@ from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
-from penstock.testing.planned_tables import Size, plan_tables
-from penstock.testing.readback import check_equal, check_exactly_once
-from penstock.testing.samples import available_samples
-from penstock.testing.trial import TrialReport, TrialSettings, add_up, run_trial
-from penstock.testing.workload import Ddl
-from penstock.testing.writers import Writers
 from penstock.workers import BatchSettings
 from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.e2e.support import current_position, wait_for
+from tests.support.planned_tables import Size, plan_tables
+from tests.support.readback import check_equal, check_exactly_once
+from tests.support.samples import available_samples
+from tests.support.trial import TrialReport, TrialSettings, add_up, run_trial
+from tests.support.workload import Ddl
+from tests.support.writers import Writers
 
 SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "50"))
 SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "2000"))

@@ -26,16 +26,16 @@ from penstock.destinations.delta.storage import ObjectStorage, open_storage
 from penstock.destinations.naming import FOLDERS
 from penstock.testing.destinations import ScriptedSource, make_context
 from penstock.testing.destinations.contract import ORDERS
-from penstock.testing.planned_tables import Size, plan_tables
-from penstock.testing.readback import check_equal
-from penstock.testing.s3 import S3Server
-from penstock.testing.samples import available_samples
-from penstock.testing.writers import Writers
 from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import wait_for
 from tests.e2e.test_delta import pipeline_into, wait_applied, wait_ready
 from tests.e2e.test_faults import Proxy
+from tests.support.planned_tables import Size, plan_tables
+from tests.support.readback import check_equal
+from tests.support.s3 import S3Server
+from tests.support.samples import available_samples
+from tests.support.writers import Writers
 
 SIZE = Size(tables=3, columns=8, sessions=2, initial_rows=40)
 DRIVERS, TRANSACTIONS = 3, 24

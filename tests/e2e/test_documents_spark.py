@@ -12,10 +12,10 @@ from penstock.documents.output import DocumentsSettings
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spark.tasks import SparkTasks
 from penstock.state import CommandKind
-from penstock.testing.document_sink import FileSink
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import wait_for
 from tests.integration.documents import world
+from tests.support.document_sink import FileSink
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -24,10 +24,10 @@ from penstock.documents.resolve import ResolvedKeys
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolReader
 from penstock.testing.destinations.script import LocalTasks
-from penstock.testing.document_sink import FileSink
 from tests.conftest import Database
 from tests.e2e.documents import PEOPLE, Site, run, specifications
 from tests.e2e.support import wait_for
+from tests.support.document_sink import FileSink
 
 BOTH_WAYS = pytest.mark.parametrize("on", [True, False], ids=["with", "without"])
 TABLES = """

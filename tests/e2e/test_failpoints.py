@@ -16,10 +16,10 @@ import pytest
 from penstock import failpoints
 from penstock.destinations.parquet import ParquetReader
 from penstock.state import CommandKind, open_store
-from penstock.testing.drive_pipeline import DriveSettings
-from penstock.testing.pipeline_process import PipelineProcess
-from penstock.testing.readback import check_equal, check_exactly_once
 from tests.e2e.support import current_position
+from tests.support.drive_pipeline import DriveSettings
+from tests.support.pipeline_process import PipelineProcess
+from tests.support.readback import check_equal, check_exactly_once
 
 ROUNDS = int(os.environ.get("PENSTOCK_SOAK_FAILPOINT_ROUNDS", "1"))
 TABLES = ("counts", "moving", "quiet")

@@ -25,8 +25,8 @@ from penstock.errors import (
     SlotUnusable,
 )
 from penstock.lsn import Lsn
-from penstock.testing.oracle import capture_until
 from tests.e2e.support import PUBLICATION, Stream, Writers, wait_for, watch_connection, write_rows
+from tests.support.oracle import capture_until
 
 
 class Link:

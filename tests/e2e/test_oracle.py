@@ -17,11 +17,11 @@ from psycopg import sql
 from penstock.capture import AssemblerSettings, CaptureSettings
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
-from penstock.testing.oracle import capture_until, check_same, check_spool, current_position
-from penstock.testing.planned_tables import PlannedColumn, PlannedTable, Size, plan_tables
-from penstock.testing.replay import Replayable
-from penstock.testing.samples import Sample, available_samples
-from penstock.testing.workload import MESSAGE_PREFIX, Truth, Workload
+from tests.support.oracle import capture_until, check_same, check_spool, current_position
+from tests.support.planned_tables import PlannedColumn, PlannedTable, Size, plan_tables
+from tests.support.replay import Replayable
+from tests.support.samples import Sample, available_samples
+from tests.support.workload import MESSAGE_PREFIX, Truth, Workload
 
 SEED = os.environ.get("PENSTOCK_SEED")
 SOAK_SEEDS = int(os.environ.get("PENSTOCK_SOAK_SEEDS", "100"))

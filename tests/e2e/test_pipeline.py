@@ -13,12 +13,12 @@ from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
-from penstock.testing.planned_tables import Size, plan_tables
-from penstock.testing.readback import MemoryReadBack, check_equal
-from penstock.testing.samples import available_samples
-from penstock.testing.writers import Writers
 from penstock.workers import BatchSettings
 from tests.e2e.support import current_position, wait_for
+from tests.support.planned_tables import Size, plan_tables
+from tests.support.readback import MemoryReadBack, check_equal
+from tests.support.samples import available_samples
+from tests.support.writers import Writers
 
 SIZE = Size(tables=6, columns=8, sessions=4, initial_rows=60)
 

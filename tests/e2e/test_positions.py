@@ -18,8 +18,6 @@ from penstock.spool import SpoolReader
 from penstock.spool.folder import SpoolFolder
 from penstock.spool.registry import Holds
 from penstock.spool.schemas import SchemaVersions
-from penstock.testing.oracle import capture_until, check_same
-from penstock.testing.replay import read_spool
 from tests.e2e.support import (
     PUBLICATION,
     insert_things,
@@ -28,6 +26,8 @@ from tests.e2e.support import (
     write_rows,
     write_transaction,
 )
+from tests.support.oracle import capture_until, check_same
+from tests.support.replay import read_spool
 
 PATIENT = {"cut_seconds": 2.0, "longest_cut_seconds": 60.0}
 """Nothing is cut but at the end."""

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from penstock.testing.trial import TrialReport, TrialSettings, add_up, run_trial
-from penstock.testing.workload import Ddl
+from tests.support.trial import TrialReport, TrialSettings, add_up, run_trial
+from tests.support.workload import Ddl
 
 SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "60"))
 SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))

@@ -16,7 +16,6 @@ from penstock.lsn import Lsn, reaches
 from penstock.spark.tasks import SparkTasks
 from penstock.state import CommandKind, MemoryStore, PipelineStore
 from penstock.tables import Coordinator, OnLostSlot, TablesOutput
-from penstock.testing.readback import check_equal
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
 from tests.e2e.test_spark_pipeline import (
@@ -30,6 +29,7 @@ from tests.e2e.test_spark_pipeline import (
     table_names,
     writers,
 )
+from tests.support.readback import check_equal
 
 
 @dataclass

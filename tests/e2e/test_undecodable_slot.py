@@ -19,11 +19,11 @@ from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore, PipelineStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
-from penstock.testing.readback import check_equal
 from penstock.workers import BatchSettings
 from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import wait_for
 from tests.e2e.test_delta import wait_applied, wait_ready
+from tests.support.readback import check_equal
 
 
 class Site:

@@ -20,10 +20,10 @@ from penstock.lsn import Lsn
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.slots import create_slot
 from penstock.spool import SpoolReader, SpoolSettings
-from penstock.testing.oracle import capture_until, current_position
-from penstock.testing.samples import Sample, available_samples
 from penstock.values import NumericPolicy, OutOfRange, TypeSettings, UnknownTypes, apply_policy
 from tests.integration.copy.conftest import PUBLICATION, Source, read
+from tests.support.oracle import capture_until, current_position
+from tests.support.samples import Sample, available_samples
 
 ROWS = 60
 

@@ -21,8 +21,8 @@ from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.slots import create_slot
 from penstock.spool import SpoolReader, SpoolSettings
-from penstock.testing.oracle import capture_until, current_position
 from tests.conftest import Database
+from tests.support.oracle import capture_until, current_position
 
 Connection = psycopg.Connection[Any]
 

@@ -20,7 +20,7 @@ from penstock.source.columns import CatalogTable
 from penstock.source.ddl_trigger import SCHEMA, DdlTrigger, parse_announcement
 from penstock.source.slots import create_slot, drop_slot
 from penstock.spool import SpoolReader, SpoolSettings
-from penstock.testing.oracle import capture_until, current_position
+from tests.support.oracle import capture_until, current_position
 
 TABLE = "create table t (id int primary key, a text, b int)"
 

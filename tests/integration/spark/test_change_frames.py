@@ -16,7 +16,7 @@ from penstock.lsn import Lsn
 from penstock.source import SourceSettings
 from penstock.source.slots import create_slot
 from penstock.spool import SpoolReader, SpoolSettings
-from penstock.testing.oracle import capture_until, current_position
+from tests.support.oracle import capture_until, current_position
 
 HEAD = ["_op", "_commit_lsn", "_ordinal", "_commit_time", "_xid"]
 

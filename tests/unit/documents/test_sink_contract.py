@@ -8,8 +8,8 @@ import pytest
 
 from penstock.documents.base import Sink
 from penstock.documents.sinks import MemorySink
-from penstock.testing.document_sink import FileSink
 from penstock.testing.sinks import SinkContract
+from tests.support.document_sink import FileSink
 
 
 class TestMemorySink(SinkContract):

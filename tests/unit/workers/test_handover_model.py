@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.state import transitions
-from penstock.testing import handover_model
-from penstock.testing.handover_model import SCENARIOS, Rule, Scenario, explore
+from tests.support import handover_model
+from tests.support.handover_model import SCENARIOS, Rule, Scenario, explore
 
 SMALL = {
     "hand-over": Scenario(("a", "", "a"), crashes=2),

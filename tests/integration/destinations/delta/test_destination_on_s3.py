@@ -20,7 +20,7 @@ from penstock.destinations.delta.storage import open_storage
 from penstock.errors import ConfigError
 from penstock.schema import TableSchema
 from penstock.testing.destinations import make_context
-from penstock.testing.s3 import S3Server
+from tests.support.s3 import S3Server
 from tests.unit.destinations.delta.reading import rows_of
 from tests.unit.destinations.delta.test_destination import DeltaContract
 

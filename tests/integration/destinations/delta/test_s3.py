@@ -23,7 +23,7 @@ from penstock.destinations.delta.snapshot import Verdict
 from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.errors import ConfigError
 from penstock.testing.destinations import LocalTasks
-from penstock.testing.s3 import S3Server
+from tests.support.s3 import S3Server
 from tests.unit.destinations.delta.lake import LakeTable, make_rows
 
 

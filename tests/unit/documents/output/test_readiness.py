@@ -15,7 +15,7 @@ from penstock.documents.output.writer import DocumentsSettings
 from penstock.lsn import Lsn
 from penstock.source.lineage import Lineage
 from penstock.state import IndexStatus, MemoryStore, WorkerType
-from penstock.testing.document_sink import FileSink
+from tests.support.document_sink import FileSink
 
 MAPPING = IndexMapping("people", "f", {}, {})
 

@@ -1,6 +1,6 @@
 """A trial: random tables, random writers, pipelines, SIGKILLs, and in the end the destination equals the source.
 
-    python -m penstock.testing.trial --seed 7 --kills 6 --pipelines 2 --master 'local[2]' --ddl any
+    python -m tests.support.trial --seed 7 --kills 6 --pipelines 2 --master 'local[2]' --ddl any
 
 Everything random comes from the seed: the tables, the statements and their order, whom a kill strikes and after how
 many statements. How far a pipeline is at that moment is up to the machine, so a seed that failed fails again often, not
@@ -31,17 +31,17 @@ from penstock.destinations.parquet import ParquetReader
 from penstock.lsn import Lsn
 from penstock.state import open_store
 from penstock.state.commands import CommandKind
-from penstock.testing.drive_pipeline import DriveSettings
-from penstock.testing.oracle import current_position
 from penstock.testing.parts import Part
-from penstock.testing.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess
-from penstock.testing.planned_tables import PlannedTable, Size, plan_tables
 from penstock.testing.postgres import PostgresServer
-from penstock.testing.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
-from penstock.testing.replay import Discrepancy
-from penstock.testing.samples import available_samples
-from penstock.testing.workload import Ddl
-from penstock.testing.writers import Writers
+from tests.support.drive_pipeline import DriveSettings
+from tests.support.oracle import current_position
+from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess
+from tests.support.planned_tables import PlannedTable, Size, plan_tables
+from tests.support.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
+from tests.support.replay import Discrepancy
+from tests.support.samples import available_samples
+from tests.support.workload import Ddl
+from tests.support.writers import Writers
 
 _COLUMNS = """
     select c.relname, array_agg(a.attname::text)
@@ -109,7 +109,7 @@ class TrialSettings:
         """What repeats it."""
         master = f" --master '{self.master}'" if self.master else ""
         return (
-            f"python -m penstock.testing.trial --seed {self.seed} --kills {self.kills} "
+            f"python -m tests.support.trial --seed {self.seed} --kills {self.kills} "
             f"--pipelines {self.pipelines}{master} --ddl {self.ddl}"
         )
 
@@ -338,7 +338,7 @@ def _kill_one(backends: list[int]) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """One trial, and its report as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m penstock.testing.trial", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.trial", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--pipelines", type=int, default=1)

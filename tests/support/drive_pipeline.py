@@ -1,6 +1,6 @@
-"""A pipeline in a process of its own, so that it can be killed: `python -m penstock.testing.drive_pipeline FILE`.
+"""A pipeline in a process of its own, so that it can be killed: `python -m tests.support.drive_pipeline FILE`.
 
-The file holds `DriveSettings` as JSON; `penstock.testing.pipeline_process` writes it. Ten times a second a line of JSON
+The file holds `DriveSettings` as JSON; `tests.support.pipeline_process` writes it. Ten times a second a line of JSON
 on standard output says where the pipeline is. SIGTERM ends it in good order.
 """
 
@@ -33,9 +33,9 @@ from penstock.state import open_store
 from penstock.stream import StreamSettings
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
-from penstock.testing.document_sink import FileSink
 from penstock.testing.faults import FaultyDestination
 from penstock.workers import BatchSettings, ErrorHold
+from tests.support.document_sink import FileSink
 
 _TELL_SECONDS = 0.1
 

@@ -6,7 +6,7 @@ step can make of it; what follows what, and what may be stored, is asked of `pen
 `penstock.state.positions`, the functions that the workers call. `explore` visits all states, and gives the shortest way
 to one in which a row is lost or there twice: there must be none, unless rules are left out.
 
-    python -m penstock.testing.handover_model [scenario] [rule to leave out …]
+    python -m tests.support.handover_model [scenario] [rule to leave out …]
 """
 
 from __future__ import annotations

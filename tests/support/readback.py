@@ -20,9 +20,9 @@ from penstock.changes.segment import COMMIT_LSN, ORDINAL, UNREPRESENTABLE, segme
 from penstock.destinations.memory import MemoryDestination
 from penstock.schema import TableSchema
 from penstock.source.connections import PINNED_PARAMETERS
-from penstock.testing.oracle import normalised
-from penstock.testing.replay import Discrepancy, Row, element_delimiter, from_arrow, from_text
-from penstock.testing.workload import read_rows
+from tests.support.oracle import normalised
+from tests.support.replay import Discrepancy, Row, element_delimiter, from_arrow, from_text
+from tests.support.workload import read_rows
 
 
 class ReadBack(Protocol):

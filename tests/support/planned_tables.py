@@ -8,7 +8,7 @@ from random import Random
 
 from psycopg import sql
 
-from penstock.testing.samples import Sample
+from tests.support.samples import Sample
 
 _TABLE_NAMES = ('Weird "Table"', "select", "täble", "with space", "dots.in.name", "x" * 60, "plain", "_op")
 _COLUMN_NAMES = (

@@ -26,9 +26,9 @@ from typing import Any
 
 from penstock import failpoints
 from penstock.lsn import Lsn, reaches
-from penstock.testing.drive_pipeline import DriveSettings
 from penstock.testing.parts import Part, part_of
 from penstock.testing.processes import descendants_of, wait_until_gone
+from tests.support.drive_pipeline import DriveSettings
 
 HANG_SECONDS = 240.0
 """Far longer than anything here takes: a guard, not a measure."""
@@ -49,7 +49,7 @@ class Seen:
 
     @classmethod
     def parse(cls, line: str) -> Seen:
-        """A line of `penstock.testing.drive_pipeline`."""
+        """A line of `tests.support.drive_pipeline`."""
         record: dict[str, Any] = json.loads(line)
         applied = record["applied"]
         return cls(
@@ -96,7 +96,7 @@ class PipelineProcess:
             environment[failpoints.VARIABLE] = armed
         self._seen = Seen()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.testing.drive_pipeline", str(path)],
+            [sys.executable, "-m", "tests.support.drive_pipeline", str(path)],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,

@@ -116,7 +116,7 @@ class S3Emulator(S3Server):
             return f"s3://{name}"
 
     def _command(self) -> Sequence[str]:
-        return [sys.executable, "-m", "penstock.testing.s3_emulator", str(self.port)]
+        return [sys.executable, "-m", "tests.support.s3_emulator", str(self.port)]
 
 
 class S3Gateway(S3Server):

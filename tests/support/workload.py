@@ -21,8 +21,8 @@ from psycopg import pq, sql
 
 from penstock.lsn import Lsn
 from penstock.source.connections import PINNED_PARAMETERS
-from penstock.testing.planned_tables import PlannedColumn, PlannedTable, Size
-from penstock.testing.samples import Sample
+from tests.support.planned_tables import PlannedColumn, PlannedTable, Size
+from tests.support.samples import Sample
 
 LOCK_TIMEOUT = "30ms"
 MESSAGE_PREFIX = "oracle"

@@ -16,8 +16,8 @@ from random import Random
 
 import psycopg
 
-from penstock.testing.planned_tables import PlannedTable, Size
-from penstock.testing.workload import Ddl, Truth, Workload
+from tests.support.planned_tables import PlannedTable, Size
+from tests.support.workload import Ddl, Truth, Workload
 
 HANG_SECONDS = 120.0
 """Far longer than a server takes to recover, or a statement to end."""

@@ -18,9 +18,9 @@ from penstock.changes.segment import segment_layout
 from penstock.lsn import Lsn, is_in, reaches
 from penstock.schema import TableSchema
 from penstock.spool import SpoolReader
-from penstock.testing.planned_tables import PlannedTable
-from penstock.testing.replay import Cell, Discrepancy, Replayable, Row, Table, element_delimiter, from_text, read_spool
-from penstock.testing.workload import Checkpoint, Rows, Truth
+from tests.support.planned_tables import PlannedTable
+from tests.support.replay import Cell, Discrepancy, Replayable, Row, Table, element_delimiter, from_text, read_spool
+from tests.support.workload import Checkpoint, Rows, Truth
 
 HANG_SECONDS = 120.0
 """Far longer than anything here takes."""

@@ -1,9 +1,9 @@
-"""The process of `penstock.testing.s3.S3Emulator`: moto, one request at a time.
+"""The process of `tests.support.s3.S3Emulator`: moto, one request at a time.
 
 moto looks whether an object is there and then writes it, and another request may come in between: of two conditional
 puts both could succeed, which no store may do.
 
-    python -m penstock.testing.s3_emulator <port>
+    python -m tests.support.s3_emulator <port>
 """
 
 from __future__ import annotations

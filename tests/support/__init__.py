@@ -1,0 +1,12 @@
+"""What tests Penstock itself: random workloads, pipelines that are killed, an oracle, object stores.
+
+Child processes and Spark's Python workers import these modules by name, so the repository is put on their path.
+"""
+
+import os
+from pathlib import Path
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_PATH = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if _ROOT not in _PATH:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, *_PATH]))
