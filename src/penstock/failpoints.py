@@ -3,7 +3,6 @@
     PENSTOCK_FAILPOINTS="after_finished_copy=kill"                      SIGKILL when it is reached
     PENSTOCK_FAILPOINTS="after_progress=kill:2,before_snapshot=sleep:1" the second time; a second's pause, each time
     PENSTOCK_FAILPOINTS="before_rollback=error"                         raise `FailpointReached`, once
-    PENSTOCK_FAILPOINTS="visibility_gate=off"                           leave out a measure against a trap
 
 The environment is read once, when this module is imported. Where it has nothing, `reach` is a look into an empty dict.
 """
@@ -72,25 +71,11 @@ DOCUMENT_POINTS = {
 }
 """Every point of an output of search documents."""
 
-MEASURES = {
-    "visibility_gate": "41: documents are built when the transactions that change them can be seen",
-    "old_links": "42: what a row hung on before is looked up",
-    "canonical_keys": "43: equal keys have one text",
-    "document_versions": "44: what a build has read decides which of two bodies stays",
-    "recorded_removals": "45: documents that went while an index was built are looked at again",
-    "busy_tried_again": "46: what a search server is too busy for is tried again, and not refused",
-    "fresh_generation": "47: an index is built into an empty generation",
-    "bounded_fan_out": "48: the documents of a change are built in pieces",
-    "unfiltered_changes": "49: a change of a row that fails a filter concerns its documents",
-}
-"""What can be left out to see a test fail without it, each with its trap."""
-
 
 class _Kind(StrEnum):
     KILL = "kill"
     ERROR = "error"
     SLEEP = "sleep"
-    OFF = "off"
 
 
 @dataclass(slots=True)
@@ -122,11 +107,6 @@ def reach(name: str) -> None:
         action.happen(name)
 
 
-def is_off(name: str) -> bool:
-    """Whether a measure of `MEASURES` is left out; never, unless a test asked for it."""
-    return bool(_actions) and name in _actions
-
-
 def arm(text: str) -> None:
     """Replace what is to happen by what `text` says, in the notation of the environment; empty for nothing."""
     actions = dict(_parse(each.strip()) for each in text.split(",") if each.strip())
@@ -137,18 +117,15 @@ def arm(text: str) -> None:
 def _parse(text: str) -> tuple[str, _Action]:
     name, _, action = text.partition("=")
     kind, _, number = action.partition(":")
-    if name not in POINTS | DOCUMENT_POINTS | MEASURES:
+    if name not in POINTS | DOCUMENT_POINTS:
         raise ConfigError(f"{VARIABLE} names a point that does not exist: {name!r}", hint="See penstock.failpoints.")
     try:
-        parsed = _Action(_Kind(kind), float(number or 1))
-        if (parsed.kind is _Kind.OFF) != (name in MEASURES):
-            raise ValueError(kind)
+        return name, _Action(_Kind(kind), float(number or 1))
     except ValueError:
         raise ConfigError(
             f"{VARIABLE} has an action that is not known: {action!r}",
-            hint="Use kill, kill:2, error, error:2 or sleep:0.5; off for a measure.",
+            hint="Use kill, kill:2, error, error:2 or sleep:0.5.",
         ) from None
-    return name, parsed
 
 
 arm(os.environ.get(VARIABLE, ""))

@@ -1,25 +1,30 @@
 """The traps of documents, one by one: with the measure the documents are right, without it they are not.
 
-Each test runs twice. The second time a failpoint leaves the measure out, and what it guards against is there to see.
+Each test runs twice. The second time the measure is patched away, and what it guards against is there to see.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from psycopg import sql
 
-from penstock import failpoints
 from penstock.changes.steps import Segment
+from penstock.documents import expressions, paths
 from penstock.documents.base import Sink
 from penstock.documents.catalog import load_catalog
 from penstock.documents.mapping import index_mapping
-from penstock.documents.output import DocumentsSettings
-from penstock.documents.output.writer import BuildJob, SharedSink
+from penstock.documents.output import DocumentsSettings, live
+from penstock.documents.output.indexes import Builds
+from penstock.documents.output.writer import BuildJob, DocumentWriter, SharedSink
+from penstock.documents.paths import Entry
+from penstock.documents.relation_map import SqliteRelationMap
 from penstock.documents.resolve import ResolvedKeys
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolReader
@@ -38,14 +43,7 @@ create table w.orders (id bigint primary key, person_id bigint, status text);
 """
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    failpoints.arm("")
-
-
-def arm(measure: str, on: bool) -> None:
-    failpoints.arm("" if on else f"{measure}=off")
+Patch = pytest.MonkeyPatch
 
 
 def make_site(database: Any, folder: Path, sink: FileSink | None = None, **indexes: str) -> Site:
@@ -57,9 +55,10 @@ def make_site(database: Any, folder: Path, sink: FileSink | None = None, **index
 @BOTH_WAYS
 @pytest.mark.trap(41)
 def test_documents_are_built_when_their_changes_can_be_seen(
-    make_server: Callable[..., Any], tmp_path: Path, on: bool
+    make_server: Callable[..., Any], tmp_path: Path, monkeypatch: Patch, on: bool
 ) -> None:
-    arm("visibility_gate", on)
+    if not on:
+        monkeypatch.setattr(live, "wait_until_visible", lambda connection, xids: None)
     server = make_server(settings={"synchronous_standby_names": "nobody"})
     local = "options=-c%20synchronous_commit%3Dlocal"
 
@@ -111,14 +110,17 @@ def _has_changes(folder: Path) -> bool:
 
 @BOTH_WAYS
 @pytest.mark.trap(42)
-def test_a_deleted_child_leaves_its_parents_document(database: Any, tmp_path: Path, on: bool) -> None:
+def test_a_deleted_child_leaves_its_parents_document(
+    database: Any, tmp_path: Path, monkeypatch: Patch, on: bool
+) -> None:
     site = make_site(database, tmp_path)
     database.execute("insert into w.people (id, name) values (1, 'a'), (2, 'b')")
     database.execute("insert into w.orders values (1, 1, 'new'), (2, 1, 'new')")
     output = site.output()
     with run(output):
         site.wait_settled(output)
-        arm("old_links", on)
+        if not on:
+            monkeypatch.setattr(SqliteRelationMap, "lookup", lambda self, relation, keys: [])
         database.execute("delete from w.orders where id = 1")
         database.execute("update w.orders set person_id = 2 where id = 2")
         site.wait_settled(output)
@@ -128,8 +130,9 @@ def test_a_deleted_child_leaves_its_parents_document(database: Any, tmp_path: Pa
 
 @BOTH_WAYS
 @pytest.mark.trap(43)
-def test_equal_keys_name_one_document(database: Any, tmp_path: Path, on: bool) -> None:
-    arm("canonical_keys", on)
+def test_equal_keys_name_one_document(database: Any, tmp_path: Path, monkeypatch: Patch, on: bool) -> None:
+    if not on:
+        monkeypatch.setattr(expressions, "_CANONICAL", {})
     site = make_site(database, tmp_path, priced="version: 1\nschema: w\ntable: prices\nfields: [{text: label}]")
     database.execute("create table w.prices (amount numeric primary key, label text)")
     database.execute("insert into w.prices values (1.50, 'cheap')")
@@ -143,8 +146,11 @@ def test_equal_keys_name_one_document(database: Any, tmp_path: Path, on: bool) -
 
 @BOTH_WAYS
 @pytest.mark.trap(44)
-def test_an_old_body_that_lands_late_changes_nothing(database: Any, tmp_path: Path, on: bool) -> None:
-    arm("document_versions", on)
+def test_an_old_body_that_lands_late_changes_nothing(
+    database: Any, tmp_path: Path, monkeypatch: Patch, on: bool
+) -> None:
+    if not on:
+        monkeypatch.setattr(SharedSink, "write", _write_without_versions)
     site = make_site(database, tmp_path)
     database.execute("insert into w.people (id, name) values (1, 'old')")
     late: list[pa.Table] = []
@@ -172,6 +178,12 @@ def test_an_old_body_that_lands_late_changes_nothing(database: Any, tmp_path: Pa
         assert site.read("people")["1"]["name"] == ("new" if on else "old")
 
 
+def _write_without_versions(self: SharedSink, index: str, built: pa.Table, write: Any = SharedSink.write) -> Any:
+    place = built.schema.get_field_index("version")
+    same = pa.repeat(pa.scalar(1, pa.int64()), built.num_rows)
+    return write(self, index, built.set_column(place, built.schema.field("version"), same))
+
+
 ARRIVED, GO_ON = threading.Event(), threading.Event()
 
 
@@ -195,8 +207,11 @@ class _LateRange(FileSink):
 
 @BOTH_WAYS
 @pytest.mark.trap(45)
-def test_what_went_while_an_index_was_built_does_not_come_back(database: Any, tmp_path: Path, on: bool) -> None:
-    arm("recorded_removals", on)
+def test_what_went_while_an_index_was_built_does_not_come_back(
+    database: Any, tmp_path: Path, monkeypatch: Patch, on: bool
+) -> None:
+    if not on:
+        monkeypatch.setattr(Builds, "recorded", frozenset())
     ARRIVED.clear()
     GO_ON.clear()
     site = make_site(database, tmp_path, LateRanges(tmp_path / "documents.db", forgetful=True))
@@ -224,8 +239,11 @@ class Countless(FileSink):
 
 @BOTH_WAYS
 @pytest.mark.trap(47)
-def test_an_index_is_filled_into_an_empty_generation(database: Any, tmp_path: Path, on: bool) -> None:
-    arm("fresh_generation", on)
+def test_an_index_is_filled_into_an_empty_generation(
+    database: Any, tmp_path: Path, monkeypatch: Patch, on: bool
+) -> None:
+    if not on:
+        monkeypatch.setattr(Countless, "reindex", lambda self, mapping: None)
     site = make_site(database, tmp_path, Countless(tmp_path / "documents.db"))
     database.execute("insert into w.people (id, name) values (1, 'a')")
     # An earlier attempt has left something, and nobody knows of it.
@@ -242,8 +260,11 @@ def test_an_index_is_filled_into_an_empty_generation(database: Any, tmp_path: Pa
 
 @BOTH_WAYS
 @pytest.mark.trap(48)
-def test_a_row_that_many_documents_show_is_no_large_batch(database: Any, tmp_path: Path, on: bool) -> None:
-    arm("bounded_fan_out", on)
+def test_a_row_that_many_documents_show_is_no_large_batch(
+    database: Any, tmp_path: Path, monkeypatch: Patch, on: bool
+) -> None:
+    if not on:
+        monkeypatch.setattr(DocumentWriter, "_waves", _all_in_one_wave)
     site = make_site(database, tmp_path)
     site.settings = DocumentsSettings(chunk_documents=10, wave_chunks=2)
     database.execute("insert into w.teams values ('a', 'before')")
@@ -256,6 +277,16 @@ def test_a_row_that_many_documents_show_is_no_large_batch(database: Any, tmp_pat
         site.wait_settled(output)
         assert {each["team"]["label"] for each in site.read("people").values()} == {"after"}
         assert site.sink.largest_write == (10 if on else 300)
+
+
+def _all_in_one_wave(self: DocumentWriter, keys: Iterable[ResolvedKeys]) -> Iterator[list[ResolvedKeys]]:
+    together: dict[str, list[list[str]]] = {}
+    for each in keys:
+        columns = together.setdefault(each.index, [[] for _ in each.keys])
+        for column, values in zip(columns, each.keys, strict=True):
+            column += values
+    for index, columns in together.items():
+        yield [ResolvedKeys(index, tuple(columns))]
 
 
 PAID = """
@@ -274,8 +305,11 @@ fields:
 
 @BOTH_WAYS
 @pytest.mark.trap(49)
-def test_a_row_that_fails_a_filter_now_leaves_its_document(database: Any, tmp_path: Path, on: bool) -> None:
-    arm("unfiltered_changes", on)
+def test_a_row_that_fails_a_filter_now_leaves_its_document(
+    database: Any, tmp_path: Path, monkeypatch: Patch, on: bool
+) -> None:
+    if not on:
+        monkeypatch.setattr(paths, "_joins_up", _filtered_joins_up)
     site = make_site(database, tmp_path, people=PAID)
     database.execute("insert into w.people (id) values (1)")
     database.execute("insert into w.orders values (1, 1, 'paid')")
@@ -286,3 +320,15 @@ def test_a_row_that_fails_a_filter_now_leaves_its_document(database: Any, tmp_pa
         database.execute("update w.orders set status = 'refunded'")
         site.wait_settled(output)
         assert site.read("people")["1"] == {"orders": [] if on else [{"id": 1}]}
+
+
+def _filtered_joins_up(entry: Entry, specification: Any, catalog: Any, join: Any = paths._joins_up) -> Any:
+    """Only what passes the relation's filters now leads to a document."""
+    joins, top = join(entry, specification, catalog)
+    if not entry.is_junction:
+        table, filters = catalog.table(entry.table), entry.relations[-1].filters
+        below = [replace(each, name=f"v{number}") for number, each in enumerate(table.select(entry.columns))]
+        link = expressions.equal_columns("f", table.select(entry.columns), "s", below)
+        passing = expressions.conjunction([link, *expressions.conditions(filters, "f", table)])
+        joins.insert(0, sql.SQL("join {} on {}").format(expressions.from_table(table, "f", filters), passing))
+    return joins, top

@@ -34,26 +34,9 @@ def test_every_point_is_reached_at_exactly_one_place() -> None:
     assert set(found.values()) == {1}
 
 
-def test_every_measure_is_left_out_at_exactly_one_place() -> None:
-    found = Counter(
-        name
-        for file in SOURCES.rglob("*.py")
-        for name in re.findall(r'failpoints\.is_off\(\s*"(\w+)"\s*\)', file.read_text())
-    )
-    assert set(found) == set(failpoints.MEASURES)
-    assert set(found.values()) == {1}
-
-
 def test_nothing_happens_unless_asked() -> None:
     for name in failpoints.POINTS | failpoints.DOCUMENT_POINTS:
         failpoints.reach(name)
-    assert not any(failpoints.is_off(name) for name in failpoints.MEASURES)
-
-
-def test_a_measure_is_left_out_when_asked() -> None:
-    failpoints.arm("old_links=off,after_write=error")
-    assert failpoints.is_off("old_links")
-    assert not failpoints.is_off("visibility_gate")
 
 
 def test_an_error_comes_once_at_its_time() -> None:
@@ -81,7 +64,6 @@ def test_a_pause_comes_each_time() -> None:
         "after_write",
         "after_write=kill:x",
         "after_write=off",
-        "old_links=kill",
     ],
 )
 def test_what_is_not_known_is_refused_and_changes_nothing(text: str) -> None:

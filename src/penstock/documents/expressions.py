@@ -12,7 +12,6 @@ from typing import Any
 
 from psycopg import sql
 
-from penstock import failpoints
 from penstock.documents.catalog import SourceColumn, SourceTable
 from penstock.documents.specification import Filter, Geo, Scalar, ScalarType, SoftDelete, Transform
 from penstock.documents.statements import as_literal
@@ -34,6 +33,13 @@ KEY_TYPES = frozenset(
 """Types whose equal values can be brought to one text; enums too. Only these can name a document."""
 
 _COLLATED = ("text", "varchar", "bpchar")
+_AS_TEXT = sql.SQL("{}::pg_catalog.text")
+_CANONICAL = {
+    "numeric": sql.SQL("pg_catalog.trim_scale({})::pg_catalog.text"),
+    "citext": sql.SQL("pg_catalog.lower({}::pg_catalog.text)"),
+    "bytea": sql.SQL(r"('\x' || pg_catalog.encode({}, 'hex'))"),
+}
+"""Types of which equal values have different texts, and the one text of each."""
 
 
 def table_name(table: TableName) -> Sql:
@@ -80,16 +86,7 @@ def canonical(value: Sql, source: SourceColumn) -> Sql:
     For sessions whose settings are pinned (`penstock.source.connections`). The only place that decides this: what
     resolving gives, what a map of relations holds and what names a document in an index all went through here.
     """
-    name = "" if failpoints.is_off("canonical_keys") else source.base.name
-    match name:
-        case "numeric":
-            return sql.SQL("pg_catalog.trim_scale({})::pg_catalog.text").format(value)
-        case "citext":
-            return sql.SQL("pg_catalog.lower({}::pg_catalog.text)").format(value)
-        case "bytea":
-            return sql.SQL(r"('\x' || pg_catalog.encode({}, 'hex'))").format(value)
-        case _:
-            return sql.SQL("{}::pg_catalog.text").format(value)
+    return _CANONICAL.get(source.base.name, _AS_TEXT).format(value)
 
 
 def same_key(left: Sql, right: Sql, source: SourceColumn) -> Sql:

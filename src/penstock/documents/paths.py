@@ -13,17 +13,15 @@ that row's own old values lead up. What shows a row now is found from its new va
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from psycopg import sql
 
-from penstock import failpoints
-from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable
+from penstock.documents.catalog import SourceCatalog, SourceColumn
 from penstock.documents.expressions import (
     Sql,
     canonical,
     column,
-    conditions,
     conjunction,
     equal_columns,
     from_table,
@@ -75,8 +73,6 @@ def way_up(entry: Entry, specification: IndexSpecification, catalog: SourceCatal
         named = [column("s", f"v{number}") for number in range(len(key))]
         return sql.SQL("select {} from {}").format(_keys(named, key), source)
     joins, top = _joins_up(entry, specification, catalog)
-    if failpoints.is_off("unfiltered_changes") and not entry.is_junction:
-        joins.insert(0, _filtered(entry, catalog.table(entry.table)))
     named = [column(top, each.name) for each in key]
     return sql.SQL("select {} from {} {} where {}").format(
         _keys(named, key),
@@ -111,16 +107,6 @@ def _joins_up(entry: Entry, specification: IndexSpecification, catalog: SourceCa
         if depth:
             below, below_columns = alias, table.select(entry.relations[depth - 1].columns)
     return joins, "t0"
-
-
-def _filtered(entry: Entry, table: SourceTable) -> Sql:
-    """Only what passes the relation's filters now: what must not be done."""
-    filters = entry.relations[-1].filters
-    below = [replace(each, name=f"v{number}") for number, each in enumerate(table.select(entry.columns))]
-    link = equal_columns("f", table.select(entry.columns), "s", below)
-    return sql.SQL("join {} on {}").format(
-        from_table(table, "f", filters), conjunction([link, *conditions(filters, "f", table)])
-    )
 
 
 def _keys(values: Sequence[Sql], key: Sequence[SourceColumn]) -> Sql:

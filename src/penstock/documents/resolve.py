@@ -21,7 +21,6 @@ import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock import failpoints
 from penstock.documents.canonical_links import canonical_links
 from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
@@ -233,7 +232,7 @@ class Resolver:
         return sql.SQL("select distinct * from ({}) d").format(sql.SQL(" union all ").join(ways)).as_string(None)
 
     def _look_up(self, relation: TrackedRelation, keys: list[str]) -> _Links:
-        found = self._relations.lookup(relation, keys) if keys and not failpoints.is_off("old_links") else []
+        found = self._relations.lookup(relation, keys) if keys else []
         columns = list(zip(*found, strict=True)) if found else [() for _ in relation.links]
         everything = np.ones(len(found), np.bool_)
         return _Links(

@@ -134,8 +134,7 @@ class Backfill:
             raise _Superseded
         indexes = self._indexes()
         with self._generations.changing(), self._sink.lock:
-            if not failpoints.is_off("fresh_generation"):
-                self._sink.sink.reindex(indexes.mappings[build.index])
+            self._sink.sink.reindex(indexes.mappings[build.index])
             failpoints.reach("after_reindex")
             # Before anybody writes to it: from now on removals are written down.
             plan = {"generation": filling_of(self._sink.sink, build.index), "ranges": self._ranges(build.index)}

@@ -199,8 +199,6 @@ class Builds:
     @property
     def recorded(self) -> frozenset[str]:
         """The indexes whose removals have to be remembered."""
-        if failpoints.is_off("recorded_removals"):
-            return frozenset()
         with self._changed:
             return frozenset(name for name, each in self._builds.items() if each.status is IndexStatus.FILLING)
 

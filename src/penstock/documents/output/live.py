@@ -181,8 +181,7 @@ class LiveChanges:
     ) -> float:
         """All that changes concern is durable afterwards, or stored as still to be done; the seconds of the flush."""
         resolver = session.indexes.resolver
-        if not failpoints.is_off("visibility_gate"):
-            wait_until_visible(session.connection, sorted(changes.xids))
+        wait_until_visible(session.connection, sorted(changes.xids))
         resolution = resolver.resolve(session.connection, changes)
         many: list[Question] = []
         written = self._writer.write(self._keys(session, resolution.questions, many))

@@ -24,7 +24,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import pq
 
-from penstock import failpoints
 from penstock.destinations.base import Tasks
 from penstock.documents.base import WRITTEN, BatchPolicy, FailurePolicies, Rejection, Sink
 from penstock.documents.build import BuildQuery, build_documents, build_range
@@ -171,10 +170,6 @@ class SharedSink:
 
     def write(self, index: str, built: pa.Table) -> tuple[Rejection, ...]:
         """Documents as `penstock.documents.build.BUILT`; durable afterwards, but for those that are refused."""
-        if failpoints.is_off("document_versions"):
-            place = built.schema.get_field_index("version")
-            same = pa.repeat(pa.scalar(1, pa.int64()), built.num_rows)
-            built = built.set_column(place, built.schema.field("version"), same)
         name = pa.repeat(pa.scalar(index, pa.string()), built.num_rows)
         with self.lock:
             self.sink.write(pa.Table.from_arrays([name, *built.columns], schema=WRITTEN))
@@ -346,9 +341,6 @@ class DocumentWriter:
 
     def _waves(self, keys: Iterable[ResolvedKeys]) -> Iterator[list[ResolvedKeys]]:
         source = iter(keys)
-        if failpoints.is_off("bounded_fan_out"):
-            yield from _as_one(source)
-            return
         while wave := list(islice(source, self._settings.wave_chunks)):
             yield wave
 
@@ -356,14 +348,3 @@ class DocumentWriter:
 def _description(wave: Sequence[ResolvedKeys]) -> str:
     indexes = sorted({each.index for each in wave})
     return f"build {sum(map(len, wave))} documents of {', '.join(indexes)}"
-
-
-def _as_one(keys: Iterator[ResolvedKeys]) -> Iterator[list[ResolvedKeys]]:
-    """All keys of an index in one piece: what must not be done."""
-    together: dict[str, list[list[str]]] = {}
-    for each in keys:
-        columns = together.setdefault(each.index, [[] for _ in each.keys])
-        for column, values in zip(columns, each.keys, strict=True):
-            column += values
-    for index, columns in together.items():
-        yield [ResolvedKeys(index, tuple(columns))]

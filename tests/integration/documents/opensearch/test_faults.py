@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from penstock import failpoints
-from penstock.documents.sinks.opensearch import OpenSearchSink
+from penstock.documents.sinks.opensearch import OpenSearchSink, bulk
+from penstock.documents.sinks.opensearch.bulk import Verdict, judge
 from penstock.errors import DestinationRefused, DestinationUnavailable
 from penstock.testing.opensearch import OpenSearchServer
 from penstock.testing.own_folder import free_port
@@ -37,7 +38,7 @@ def rejected_by_the_queue(server: OpenSearchServer) -> int:
 @pytest.mark.trap(46)
 @pytest.mark.parametrize("on", [True, False], ids=["with", "without"])
 def test_in_a_storm_of_429_every_document_arrives_and_none_is_refused(
-    server: OpenSearchServer, caplog: pytest.LogCaptureFixture, on: bool
+    server: OpenSearchServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, on: bool
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")
     name = f"storm-{on}".lower()
@@ -50,13 +51,13 @@ def test_in_a_storm_of_429_every_document_arrives_and_none_is_refused(
         sink.ensure_index(mapping_of(name))
         refused.extend(write(sink, name, {f"{part}-{number}": {"n": number} for number in range(2000)}))
 
-    failpoints.arm("" if on else "busy_tried_again=off")
+    if not on:
+        monkeypatch.setattr(bulk, "judge", _judge_busy_as_refused)
     threads = [threading.Thread(target=send, args=(sink, part)) for part, sink in enumerate(sinks)]
     for each in threads:
         each.start()
     for each in threads:
         each.join(240)
-    failpoints.arm("")
     assert rejected_by_the_queue(server) > before, "there was a storm"
     assert bool(refused) is not on
     assert sinks[0].count(name) == 8000 - len(refused)
@@ -64,6 +65,11 @@ def test_in_a_storm_of_429_every_document_arrives_and_none_is_refused(
         assert any("429" in record.getMessage() for record in caplog.records), "and somebody can see it"
     for sink in sinks:
         sink.close()
+
+
+def _judge_busy_as_refused(*arguments: Any) -> Verdict:
+    verdict = judge(*arguments)
+    return replace(verdict, again=(), refused=verdict.refused + tuple((place, verdict.busy) for place in verdict.again))
 
 
 def test_a_server_killed_in_the_middle_of_bulks_comes_back_with_what_was_flushed_and_takes_the_rest(

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock import failpoints
 from penstock.documents.base import Rejection
 from penstock.documents.sinks.opensearch.client import (
     OK,
@@ -188,9 +187,6 @@ def judge(data: bytes, said: Any, fields: frozenset[str]) -> Verdict:
         if kind in _GONE_TYPES:
             gone = kind
         elif status in _PASSING or status >= 500 or kind in _PASSING_TYPES:
-            if failpoints.is_off("busy_tried_again"):
-                refused.append((place, f"{status} {kind}"))
-                continue
             again.append(place)
             busy = f"{status} {kind}"
         elif kind in _SENTENCES:
