@@ -140,7 +140,7 @@ s3-server: $(STAMP) ## build a real S3 server for the long tests, once; needs Go
 	@$(BIN)/python scripts/s3-server.py $(BIN)
 
 .PHONY: soak
-soak: $(STAMP) system s3-server ## the long tests, in full or as much as fits: MINUTES=20; the report goes to docs/soak
+soak: $(STAMP) system s3-server ## the long tests, in full or as much as fits: MINUTES=20; a row per stage goes to docs/soak/README.md
 	$(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .PHONY: build

@@ -1,11 +1,11 @@
-"""Run the long tests, stage by stage, and write what happened to docs/soak, one page per run.
+"""Run the long tests, stage by stage, and append a row per stage to the table in docs/soak/README.md.
 
     scripts/soak.py                  the full counts of every stage
     scripts/soak.py --minutes 20     each stage gets its share of the time, and does as much as fits
     scripts/soak.py --stage trials   only some stages; --seed 7 repeats the seeds of a run
 
-Every stage is a pytest process of its own. A failed test is in the report with the command that repeats it; a stage
-that took far longer than its share is cut off, which counts as a failure: it may hang.
+Every stage is a pytest process of its own. For a failed stage the tests and the command that repeats it are printed. A
+stage that takes far longer than its share is stopped, which counts as a failure: it may hang.
 """
 
 from __future__ import annotations
@@ -23,21 +23,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
-
-from penstock.testing.postgres_binaries import installed_binaries
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.support.handover_model import SCENARIOS  # noqa: E402
 
-FOLDER = ROOT / "docs" / "soak"
+PAGE = ROOT / "docs" / "soak" / "README.md"
 GRACE_SECONDS = 120.0
 """Beyond twice its share a stage is cut off."""
-PACKAGES = ("penstock", "pyspark", "pyarrow", "numpy", "psycopg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +89,7 @@ class StageResult:
     stage: Stage
     count: int
     run: Run
+    begun: datetime
     seconds: float
     cut_off: bool
     outcomes: tuple[Outcome, ...]
@@ -158,7 +155,7 @@ STAGES = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run, write the page; 1 if anything failed."""
+    """Run the stages; 1 if any failed."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=None, help="limit of time; without it the full counts")
     parser.add_argument("--seed", type=int, default=None, help="of all stages")
@@ -168,12 +165,13 @@ def main(arguments: list[str]) -> int:
     stages = [stage for stage in STAGES if given.stage is None or stage.name in given.stage]
     # Told to end, it ends its stage too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    when = datetime.now(UTC)
-    results = [_run(stage, seed, _share(stage, stages, given.minutes)) for stage in stages]
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    page = FOLDER / f"{when:%Y-%m-%d-%H%M}.md"
-    page.write_text(_report(results, when, seed, given.minutes))
-    print(f"soak: report in {page.relative_to(ROOT)}")
+    results: list[StageResult] = []
+    for stage in stages:
+        results.append(_run(stage, seed, _share(stage, stages, given.minutes)))
+        with PAGE.open("a") as page:
+            page.write(_row(results[-1], seed))
+        _print_failures(results[-1])
+    print(f"soak: {len(results)} rows appended to {PAGE.relative_to(ROOT)}")
     return int(any(result.failed for result in results))
 
 
@@ -186,7 +184,7 @@ def _run(stage: Stage, seed: int, seconds: float | None) -> StageResult:
     count = stage.count(seconds)
     run = stage.run(count, seed)
     print(f"soak: {stage.name}: {count} {stage.unit}", flush=True)
-    begun = time.monotonic()
+    when, begun = datetime.now(UTC), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
         xml = Path(folder) / "results.xml"
         process = subprocess.Popen(
@@ -201,7 +199,7 @@ def _run(stage: Stage, seed: int, seconds: float | None) -> StageResult:
         )
         cut_off = not _ends(process, None if seconds is None else 2 * seconds + GRACE_SECONDS)
         outcomes = _read(xml) if xml.exists() else ()
-    return StageResult(stage, count, run, time.monotonic() - begun, cut_off, outcomes)
+    return StageResult(stage, count, run, when, time.monotonic() - begun, cut_off, outcomes)
 
 
 def _ends(process: subprocess.Popen[bytes], timeout: float | None) -> bool:
@@ -241,37 +239,31 @@ def _read(xml: Path) -> tuple[Outcome, ...]:
     return tuple(outcomes)
 
 
-def _report(results: list[StageResult], when: datetime, seed: int, minutes: float | None) -> str:
+def _row(result: StageResult, seed: int) -> str:
+    """The row of the table of runs for one stage."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    servers = ", ".join(each.version for each in installed_binaries().values())
-    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    lines = [
-        f"# Soak of {when:%Y-%m-%d %H:%M} UTC",
-        "",
-        f"- commit {commit.strip() or 'unknown'}, Python {platform.python_version()}, PostgreSQL {servers}",
-        f"- {packages}",
-        f"- {platform.system()} {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f} at the end",
-        f"- seed {seed}; " + (f"limited to {minutes:g} minutes" if minutes is not None else "full counts"),
-        f"- {sum(result.seconds for result in results):.0f} s in all",
-        "",
-        "| Stage | Count | Full | Outcome | Seconds |",
-        "|---|---|---|---|---|",
+    tally = {name: sum(each.outcome == name for each in result.outcomes) for name in ("passed", "failed")}
+    outcome = "stopped" if result.cut_off else ", ".join(f"{count} {name}" for name, count in tally.items() if count)
+    notes = [f"Python {platform.python_version()}, load {os.getloadavg()[2]:.1f}"]
+    notes += [each.noted for each in result.outcomes if each.noted]
+    notes += [f"{each.test}: {_first_line(each.message)}" for each in result.outcomes if each.outcome == "failed"]
+    cells = [
+        *(f"{result.begun:%Y-%m-%d %H:%M}", commit.strip() or "unknown", result.stage.name, result.count, seed),
+        *(outcome or "no test ran", f"{result.seconds:.0f}", "; ".join(notes)),
     ]
-    for result in results:
-        tally = {name: sum(each.outcome == name for each in result.outcomes) for name in ("passed", "failed")}
-        text = "cut off" if result.cut_off else ", ".join(f"{count} {name}" for name, count in tally.items() if count)
-        asked = f"{result.count} {result.stage.unit} | {result.stage.full}"
-        lines.append(f"| {result.stage.name} | {asked} | {text or 'no test ran'} | {result.seconds:.0f} |")
-    noted = [(each, result) for result in results for each in result.outcomes if each.noted]
-    if noted:
-        lines += ["", "| Test | Noted |", "|---|---|", *(f"| {each.test} | {each.noted} |" for each, _ in noted)]
-    for result in results:
-        bad = [each for each in result.outcomes if each.outcome == "failed"]
-        if bad or result.cut_off:
-            lines += ["", f"## {result.stage.name}", "", f"Again: `{result.run.command}`"]
-        for each in bad:
-            lines += ["", f"`{each.test}`", "", "```text", each.message[:3000], "```"]
-    return "\n".join(lines) + "\n"
+    return f"| {' | '.join(str(cell).replace('|', '¦') for cell in cells)} |\n"
+
+
+def _print_failures(result: StageResult) -> None:
+    if result.failed:
+        print(f"soak: {result.stage.name} failed; to repeat it: {result.run.command}")
+    for each in result.outcomes:
+        if each.outcome == "failed":
+            print(f"soak: {each.test}:\n{each.message[:3000]}")
+
+
+def _first_line(message: str) -> str:
+    return message.partition("\n")[0][:200]
 
 
 if __name__ == "__main__":
