@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Benchmarks share code with tests.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 SAMPLE_SECONDS = 0.05
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MIB = 1 << 20

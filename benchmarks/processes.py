@@ -14,8 +14,7 @@ from pathlib import Path
 
 from harness import SAMPLE_SECONDS, format_table, read_usage
 
-from penstock.testing.parts import Part, part_of
-from penstock.testing.processes import command_of
+from tests.support.processes import Part, command_of, part_of
 
 DRIVER, JVM, PYTHON_WORKER, CAPTURE = "driver", "Spark JVM", "Spark Python worker", "capture"
 _PYTHON_DAEMON = "Spark Python daemon"

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from penstock.capture import AssemblerSettings, CaptureProcess
-from penstock.testing.processes import wait_until_gone
+from penstock.testing.server import wait_until_gone
 from tests.e2e.support import HANG_SECONDS, Writers, insert_things, list_in_journal, wait_for, write_rows
 from tests.support.oracle import capture_until, check_same
 from tests.support.replay import Replayable, read_spool

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.testing.processes import resident_bytes
 from tests.e2e.support import wait_for
 from tests.support.document_sink import FileSink
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess, Seen
+from tests.support.processes import resident_bytes
 
 DOCUMENTS = int(os.environ.get("PENSTOCK_SOAK_FAN_OUT", "1000000"))
 PEOPLE = """

@@ -18,13 +18,13 @@ from penstock import failpoints
 from penstock.documents.specification import parse_specification
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, open_store
-from penstock.testing.parts import Part
 from tests.e2e.documents import documents_of
 from tests.e2e.support import current_position
 from tests.integration.documents import world
 from tests.support.document_sink import FileSink
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
+from tests.support.processes import Part
 
 KILLS = int(os.environ.get("PENSTOCK_SOAK_KILLS", "100"))
 SEED = int(os.environ.get("PENSTOCK_SEED", "1"))

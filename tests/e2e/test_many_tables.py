@@ -24,11 +24,10 @@ from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
 from penstock.tables import TablesOutput, TablesSettings
-from penstock.testing.parts import Part, part_of
-from penstock.testing.processes import descendants_of, resident_bytes
 from penstock.workers import BatchSettings
 from tests.e2e.support import current_position, wait_for
 from tests.e2e.test_spark_pipeline import CountingTasks, job_description, job_ids
+from tests.support.processes import Part, descendants_of, part_of, resident_bytes
 
 TABLES = 300
 ROWS = 5

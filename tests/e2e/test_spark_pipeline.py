@@ -29,11 +29,12 @@ from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
-from penstock.testing.processes import descendants_of, wait_until_gone
+from penstock.testing.server import wait_until_gone
 from penstock.workers import BatchSettings
 from tests.e2e.support import current_position, wait_for
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
+from tests.support.processes import descendants_of
 from tests.support.readback import check_equal
 
 ROWS = 400

@@ -26,9 +26,9 @@ from typing import Any
 
 from penstock import failpoints
 from penstock.lsn import Lsn, reaches
-from penstock.testing.parts import Part, part_of
-from penstock.testing.processes import descendants_of, wait_until_gone
+from penstock.testing.server import wait_until_gone
 from tests.support.drive_pipeline import DriveSettings
+from tests.support.processes import Part, descendants_of, part_of
 
 HANG_SECONDS = 240.0
 """Far longer than anything here takes: a guard, not a measure."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,9 +20,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from penstock.errors import ServerUnavailable
+from penstock.testing.server import free_port
 
 PROGRAM_VARIABLE = "PENSTOCK_VERSITYGW"
 """The server's program; by default `versitygw` beside the interpreter."""
@@ -41,9 +42,7 @@ class S3Server(ABC):
     """A server with its own buckets; use it in a `with` block."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind((_HOST, 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -116,7 +115,7 @@ class S3Emulator(S3Server):
             return f"s3://{name}"
 
     def _command(self) -> Sequence[str]:
-        return [sys.executable, "-m", "tests.support.s3_emulator", str(self.port)]
+        return [sys.executable, "-m", "tests.support.s3", str(self.port)]
 
 
 class S3Gateway(S3Server):
@@ -144,3 +143,26 @@ class S3Gateway(S3Server):
     def _stop(self) -> None:
         super()._stop()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _emulate(port: int) -> None:
+    """Run moto, one request at a time.
+
+    moto checks whether an object exists and then writes it. If another request came in between, two conditional puts
+    could both succeed, which no store allows.
+    """
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import run_simple
+
+    application: Any = DomainDispatcherApplication(create_backend_app)
+    turn = threading.Lock()
+
+    def serve(environment: dict[str, Any], start_response: Any) -> list[bytes]:
+        with turn:
+            return list(application(environment, start_response))
+
+    run_simple(_HOST, port, serve, threaded=True, request_handler=MotoRequestHandler)
+
+
+if __name__ == "__main__":
+    _emulate(int(sys.argv[1]))

@@ -31,12 +31,12 @@ from penstock.destinations.parquet import ParquetReader
 from penstock.lsn import Lsn
 from penstock.state import open_store
 from penstock.state.commands import CommandKind
-from penstock.testing.parts import Part
 from penstock.testing.postgres import PostgresServer
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.oracle import current_position
 from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess
 from tests.support.planned_tables import PlannedTable, Size, plan_tables
+from tests.support.processes import Part
 from tests.support.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
 from tests.support.replay import Discrepancy
 from tests.support.samples import available_samples

@@ -7,14 +7,11 @@
 `make opensearch` fetches the server into the environment. It has no security, listens on 127.0.0.1 and a free port, and
 takes 0.8 GB with its usual heap. It can be stopped, killed and started again with its data. As root it runs as an
 unprivileged user, as it demands.
-
-The server does not outlive the process that made it: normally it is closed by `close()` or at exit; if the process is
-killed, a waiting shell sees its pipe end, kills the server and removes the folder.
+The server does not outlive the process that made it.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib.util
@@ -30,19 +27,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from penstock.errors import ConfigError, ServerUnavailable
 from penstock.registry import install_command
-from penstock.testing.own_folder import free_port, give, is_open_to_all, make_folder, unprivileged_account
+from penstock.testing.server import STOP_SECONDS, OwnServer, free_port, is_open_to_all
 
 HOME_VARIABLE = "PENSTOCK_OPENSEARCH_HOME"
 """A folder with an unpacked server; by default `opensearch` in the environment of the interpreter."""
 JAVA_VARIABLE = "OPENSEARCH_JAVA_HOME"
 OLDEST_JAVA = 21
 START_SECONDS = 240.0
-STOP_SECONDS = 60.0
 DEFAULT_HEAP_MEGABYTES = 512
 DEFAULT_SETTINGS: Mapping[str, object] = {
     "discovery.type": "single-node",
@@ -83,13 +78,6 @@ _JVM_OPTIONS = """\
 --add-opens=java.base/java.nio=org.apache.arrow.memory.core,ALL-UNNAMED
 """
 """What its launching script works out, by four more runs of Java."""
-_WATCHER = """
-read -r _
-pid=$(cat "$1/pid" 2>/dev/null)
-[ -n "$pid" ] && kill -KILL "$pid" 2>/dev/null
-rm -rf "$1"
-"""
-"""Waits for the end of its input, which comes when the process that holds the pipe ends, however it ends."""
 _PROBE = "penstock-probe"
 _PORTS_TRIED = 5
 
@@ -139,7 +127,7 @@ class ExistingOpenSearch:
             return json.loads(response.read() or b"null")
 
 
-class OpenSearchServer(ExistingOpenSearch):
+class OpenSearchServer(OwnServer, ExistingOpenSearch):
     """A server of one's own; `settings` go into its `opensearch.yml`. Port and data stay over restarts."""
 
     def __init__(
@@ -152,24 +140,10 @@ class OpenSearchServer(ExistingOpenSearch):
         home, java = find_opensearch(), find_java()
         if home is None or java is None:
             raise ConfigError(why_not() or "", hint="make opensearch")
-        self.port = free_port()
-        super().__init__(f"http://127.0.0.1:{self.port}")
-        self._account = unprivileged_account()
-        self._owner = os.getpid()
+        super().__init__("penstock-os-", pid_file="pid", end_signal="KILL")
+        self._url = f"http://127.0.0.1:{self.port}"
         self._name = f"penstock-{secrets.token_hex(6)}"
         self._settled = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self.folder = make_folder("penstock-os-", self._account)
-        self.log_path = self.folder / "server.log"
-        self._watcher = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHER, "penstock-opensearch-watcher", str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
-        atexit.register(self.close)
         try:
             self._home = self._reachable(home, "home")
             self._java = self._reachable(java, "java")
@@ -177,17 +151,6 @@ class OpenSearchServer(ExistingOpenSearch):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        """The process id of the server's JVM."""
-        if self._process is None:
-            raise ServerUnavailable("the search server is not running", hint="")
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
 
     def start(self, *, timeout: float = START_SECONDS) -> Self:
         """Start it and wait until an index can be created, which is later than that it answers."""
@@ -202,22 +165,8 @@ class OpenSearchServer(ExistingOpenSearch):
 
     def launch(self) -> None:
         """Start it and do not wait."""
-        account = self._account
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAVA", "JDK_JAVA"))}
-        environment["HOME"] = str(self.folder)
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-                env=environment,
-                start_new_session=True,
-                user=account.pw_uid if account else None,
-                group=account.pw_gid if account else None,
-                extra_groups=[] if account else None,
-            )
+        self._process = self._spawn(self._command, environment | {"HOME": str(self.folder)})
         (self.folder / "pid").write_text(str(self._process.pid))
 
     def stop(self, *, timeout: float = STOP_SECONDS) -> None:
@@ -236,40 +185,10 @@ class OpenSearchServer(ExistingOpenSearch):
             process.wait(STOP_SECONDS)
         self._process = None
 
-    def log_tail(self, line_count: int = 30) -> str:
-        """The end of the server's log."""
-        try:
-            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-line_count:])
-        except FileNotFoundError:
-            return ""
-
-    def close(self) -> None:
-        """End it at once and remove all of its files."""
-        if os.getpid() != self._owner:
-            return
-        atexit.unregister(self.close)
-        self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._watcher.stdin is not None:
-            self._watcher.stdin.close()
-        self._watcher.wait(STOP_SECONDS)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _configure(self, heap: int, settings: Mapping[str, object], java_options: Sequence[str]) -> None:
         for name in ("config", "data", "logs", "tmp"):
             (self.folder / name).mkdir()
-            give(self.folder / name, self._account)
+            self._give(self.folder / name)
         config = self.folder / "config"
         settings = {
             **settings,
@@ -290,7 +209,7 @@ class OpenSearchServer(ExistingOpenSearch):
         ]
         shutil.copy(self._home / "config" / "log4j2.properties", config)
         for path in config.iterdir():
-            give(path, self._account)
+            self._give(path)
 
     def _try_start(self, timeout: float) -> bool:
         if not self.running:

@@ -8,24 +8,19 @@ runs. As root the server runs as an unprivileged user, as PostgreSQL demands.
         name = server.create_database()
         server.execute("create table t (id bigint primary key)", database=name)
 
-The server does not outlive the process that made it: normally it is closed by `close()` or at exit; if the process is
-killed, a waiting shell sees its pipe end, stops the server and removes the folder. It trades safety for speed
-(`fsync = off`): never keep data in it.
+The server does not outlive the process that made it. It trades safety for speed (`fsync = off`): never keep data in it.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import quote, urlsplit
 
@@ -34,9 +29,8 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from penstock.errors import ServerUnavailable, SlotInUse
-from penstock.testing.own_folder import free_port, give, make_folder, unprivileged_account
 from penstock.testing.postgres_binaries import ServerBinaries, clean_environment, find_binaries
-from penstock.testing.processes import children_of, wait_until_gone
+from penstock.testing.server import STOP_SECONDS, OwnServer, free_port, parents, wait_until_gone
 
 DEFAULT_SETTINGS: Mapping[str, str] = {
     "wal_level": "logical",
@@ -52,7 +46,6 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "log_line_prefix": "%m [%p] %q%a@%d ",
 }
 START_SECONDS = 60.0
-STOP_SECONDS = 60.0
 
 StopMode = Literal["smart", "fast", "immediate"]
 
@@ -61,17 +54,6 @@ _STOP_SIGNALS: Mapping[StopMode, signal.Signals] = {
     "fast": signal.SIGINT,
     "immediate": signal.SIGQUIT,
 }
-_WATCHER = """
-read -r _
-pid=$(head -n 1 "$1/data/postmaster.pid" 2>/dev/null)
-if [ -n "$pid" ]; then
-    kill -QUIT "$pid" 2>/dev/null
-    for _ in 1 2 3 4 5 6 7 8 9 10; do kill -0 "$pid" 2>/dev/null || break; sleep 0.5; done
-    kill -KILL "$pid" 2>/dev/null
-fi
-rm -rf "$1"
-"""
-"""Waits for the end of its input, which comes when the process that holds the pipe ends, however it ends."""
 
 
 class DatabaseServer:
@@ -147,7 +129,7 @@ class ExistingServer(DatabaseServer):
         return make_conninfo(self._dsn, dbname=database)
 
 
-class PostgresServer(DatabaseServer):
+class PostgresServer(OwnServer, DatabaseServer):
     """A server of our own in a temporary folder; made on creation, started by `start()` or `with`.
 
     `settings` go into its configuration after `DEFAULT_SETTINGS`; `hba` lines stand before those of the cluster
@@ -166,22 +148,8 @@ class PostgresServer(DatabaseServer):
     ) -> None:
         self.binaries = binaries or find_binaries(major)
         self.password = secrets.token_urlsafe(12)
-        self.port = free_port()
-        self._account = unprivileged_account()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = os.getpid()
-        self.folder = make_folder("penstock-pg-", self._account)
+        super().__init__("penstock-pg-", pid_file="data/postmaster.pid", end_signal="QUIT")
         self.data_dir = self.folder / "data"
-        self.log_path = self.folder / "server.log"
-        self._watcher = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHER, "penstock-server-watcher", str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
-        atexit.register(self.close)
         try:
             self._programs = self._reachable_programs()
             self._initialise(dict(DEFAULT_SETTINGS) | {key: str(value) for key, value in (settings or {}).items()}, hba)
@@ -201,17 +169,6 @@ class PostgresServer(DatabaseServer):
     @property
     def version(self) -> str:
         return self.binaries.version
-
-    @property
-    def pid(self) -> int:
-        """The process id of the postmaster."""
-        if self._process is None:
-            raise ServerUnavailable("the server is not running")
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
 
     def dsn(self, database: str = "postgres", *, user: str | None = None, password: str | None = None) -> str:
         """A connection URL; other roles need their own password."""
@@ -260,7 +217,7 @@ class PostgresServer(DatabaseServer):
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGSTOP)
-            children = children_of(process.pid)
+            children = [child for child, parent in parents() if parent == process.pid]
             for pid in (*children, process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -280,49 +237,20 @@ class PostgresServer(DatabaseServer):
         path = self.data_dir / name
         path.touch(mode=0o600)
         path.write_text(content)
-        give(path, self._account)
+        self._give(path)
         return path
 
-    def log_tail(self, line_count: int = 30) -> str:
-        """The end of the server's log."""
-        try:
-            lines = self.log_path.read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
-        return "\n".join(lines[-line_count:])
-
-    def close(self) -> None:
-        """Stop it at once and remove all of its files."""
-        if os.getpid() != self._owner:
-            return
-        atexit.unregister(self.close)
+    def _end(self) -> None:
         try:
             self.stop("immediate")
         except ServerUnavailable:
             self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._watcher.stdin is not None:
-            self._watcher.stdin.close()
-        self._watcher.wait(STOP_SECONDS)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _reachable_programs(self) -> ServerBinaries:
         """The programs where the server's user can run them: a copy if they lie in a folder closed to it."""
         if self._account is None:
             return self.binaries
-        probe = self._spawn([str(self.binaries.program("postgres")), "--version"])
-        if probe is not None and probe.wait(START_SECONDS) == 0:
+        if self._run(str(self.binaries.program("postgres")), "--version"):
             return self.binaries
         copy = self.binaries.copy_to(self.folder / "programs")
         os.chmod(self.folder / "programs", 0o755)
@@ -332,16 +260,14 @@ class PostgresServer(DatabaseServer):
         password_path = self.folder / "password"
         password_path.touch(mode=0o600)
         password_path.write_text(self.password)
-        give(password_path, self._account)
-        process = self._spawn(
-            [
-                str(self._programs.program("initdb")),
-                *("-D", str(self.data_dir), "-U", self.user, "--pwfile", str(password_path)),
-                *("--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C", "--no-sync"),
-                *(("--locale-provider", "libc") if self.major >= 15 else ()),
-            ]
+        self._give(password_path)
+        initialised = self._run(
+            str(self._programs.program("initdb")),
+            *("-D", str(self.data_dir), "-U", self.user, "--pwfile", str(password_path)),
+            *("--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C", "--no-sync"),
+            *(("--locale-provider", "libc") if self.major >= 15 else ()),
         )
-        if process is None or process.wait(START_SECONDS * 2) != 0:
+        if not initialised:
             raise ServerUnavailable(
                 f"initdb of PostgreSQL {self.version} ({self.binaries.origin}) failed:\n{self.log_tail()}", hint=""
             )
@@ -358,12 +284,8 @@ class PostgresServer(DatabaseServer):
             path.write_text("".join(f"{line}\n" for line in hba) + path.read_text())
 
     def _try_start(self, timeout: float) -> bool:
-        process = self._spawn(
-            [str(self._programs.program("postgres")), "-D", str(self.data_dir), "-p", str(self.port)], session=True
-        )
-        if process is None:
-            return False
-        self._process = process
+        command = [str(self._programs.program("postgres")), "-D", str(self.data_dir), "-p", str(self.port)]
+        process = self._process = self._spawn(command, clean_environment())
         deadline = time.monotonic() + timeout
         while process.poll() is None and time.monotonic() < deadline:
             if self._is_ready(process.pid):
@@ -380,26 +302,14 @@ class PostgresServer(DatabaseServer):
             return False
         return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
 
-    def _spawn(self, command: Sequence[str], *, session: bool = False) -> subprocess.Popen[bytes] | None:
-        account = self._account
-        with self.log_path.open("ab") as log:
-            try:
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self.folder,
-                    env=clean_environment(),
-                    start_new_session=session,
-                    user=account.pw_uid if account else None,
-                    group=account.pw_gid if account else None,
-                    extra_groups=[] if account else None,
-                    umask=0o077,
-                )
-            except PermissionError as error:
-                log.write(f"{error}\n".encode())
-                return None
+    def _run(self, *command: str) -> bool:
+        """Run a program to its end; true if it succeeded."""
+        try:
+            return self._spawn(command, clean_environment(), session=False).wait(START_SECONDS * 2) == 0
+        except PermissionError as error:
+            with self.log_path.open("a") as log:
+                log.write(f"{error}\n")
+            return False
 
 
 def execute_on(

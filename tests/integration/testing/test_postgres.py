@@ -18,7 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from penstock.errors import ConfigError, ServerUnavailable
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
-from penstock.testing.processes import is_alive, wait_until_gone
+from penstock.testing.server import is_alive, wait_until_gone
 
 MakeServer = Callable[..., PostgresServer]
 

@@ -14,7 +14,7 @@ from penstock.documents.sinks.opensearch import OpenSearchSink, bulk
 from penstock.documents.sinks.opensearch.bulk import Verdict, judge
 from penstock.errors import DestinationRefused, DestinationUnavailable
 from penstock.testing.opensearch import OpenSearchServer
-from penstock.testing.own_folder import free_port
+from penstock.testing.server import free_port
 from tests.integration.documents.opensearch.conftest import Looker, batch_of, mapping_of, write
 
 
