@@ -127,7 +127,7 @@ traps: $(STAMP) ## which trap is covered by which tests, and which by none
 	@$(BIN)/python scripts/traps.py
 
 .PHONY: audit
-audit: $(STAMP) ## look for what must not be committed, overlong files and broken requirements
+audit: $(STAMP) ## look for what must not be committed, overlong files, repeated code and broken requirements; the size of src
 	@$(BIN)/python scripts/audit.py
 	@$(BIN)/python -m pip check
 
