@@ -1,0 +1,109 @@
+"""The pages: links lead somewhere, quoted messages exist, and samples of config files can be read."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from penstock.config import load_config
+from penstock.documents import load_specification
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+TROUBLESHOOTING = (ROOT / "docs/guides/troubleshooting.md").read_text()
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _without_code(path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(path.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), target
+        assert not anchor or linked.suffix != ".md" or anchor in _anchors(linked), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_samples_of_config_files_can_be_read(path: Path) -> None:
+    for sample in re.findall(r"^```toml\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+        tomllib.loads(sample)
+
+
+@cache
+def _messages() -> str:
+    """Every text in the source, one per line, with `…` for what is filled in."""
+    return "\n".join(
+        " ".join(text.split())
+        for path in sorted((ROOT / "src/penstock").rglob("*.py"))
+        for text in _texts(ast.parse(path.read_text()))
+    )
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def _quoted() -> list[str]:
+    """The messages in the first column of the page's tables."""
+    cells = re.findall(r"^\| (.*?) \| .* \| .* \|$", TROUBLESHOOTING, re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    return [text for text in quoted if not text.startswith("penstock ") and text != "deltalake"]
+
+
+FROM_THE_SERVER = {"password authentication failed", "Connection refused"}
+
+
+@pytest.mark.parametrize("message", sorted(set(_quoted()) - FROM_THE_SERVER))
+def test_messages_that_troubleshooting_quotes_exist(message: str) -> None:
+    parts = [re.escape(part.strip()) for part in message.split("…")]
+    assert re.search("[^\n]*".join(parts), _messages()), "the message has changed: change the page with it"
+
+
+def test_troubleshooting_quotes_messages() -> None:
+    assert len(_quoted()) > 30
+
+
+def test_the_specification_for_people_who_know_pgsync_is_understood(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guides/migrating-from-pgsync.md").read_text()
+    for language, name in (("yaml", "books.schema.yml"), ("toml", "penstock.toml")):
+        sample = re.search(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        assert sample is not None
+        (tmp_path / name).write_text(sample[1])
+    config = load_config(
+        tmp_path / "penstock.toml", {"LIBRARY_URL": "postgresql://reader@db/library", "SEARCH_URL": "http://search"}
+    )
+    assert config.pipeline.id == "library"
+    assert load_specification(tmp_path / "books.schema.yml").table.name == "book"
+
+
+def test_the_config_for_people_who_know_debezium_is_understood(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guides/migrating-from-debezium.md").read_text()
+    sample = re.search(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert sample is not None
+    (tmp_path / "penstock.toml").write_text(sample[1])
+    assert load_config(tmp_path / "penstock.toml", {"SHOP_URL": "postgresql://reader@db/shop"}).pipeline.id == "shop"
