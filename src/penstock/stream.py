@@ -20,7 +20,7 @@ from penstock import failpoints
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
 from penstock.errors import PermissionDenied, SlotLost, SlotMissing, SlotUndecodable
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, earliest, reaches
 from penstock.source.connections import Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.lineage import Lineage, identify_system, verify_lineage
@@ -35,7 +35,7 @@ from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, re
 from penstock.spool import Holds, Readers, SpoolSettings
 from penstock.spool.folder import SpoolFolder
 from penstock.state import Errored, IndexStatus, PipelineStore, Ready, SyncDone, WorkerType
-from penstock.state.positions import earliest, start_position
+from penstock.state.positions import start_position
 from penstock.values import TypeSettings
 
 logger = logging.getLogger(__name__)

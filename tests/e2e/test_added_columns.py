@@ -14,6 +14,7 @@ from penstock.comparison.verification import verify_tables
 from penstock.destinations.base import Destination
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
+from penstock.lsn import reaches
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
@@ -64,7 +65,7 @@ def check(
 ) -> None:
     wait_ready(pipeline)
     end = current_position(database)
-    wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= end, "apply to reach the end")
+    wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply to reach the end")
     check_equal(database.dsn, read(folder / "lake"), ["t", "other"])
 
 

@@ -13,6 +13,7 @@ import pytest
 from penstock.copy import CopySettings
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import Retry
+from penstock.lsn import reaches
 from penstock.source.connections import SourceSettings
 from penstock.source.snapshots import SLOT_PREFIX
 from penstock.spool import SpoolSettings
@@ -100,7 +101,7 @@ class Site:
         for table in ("busy", "other"):
             self.change(table)
         end = current_position(self.database)
-        wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= end, "apply to reach the end")
+        wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply to reach the end")
         check_equal(self.database.dsn, ParquetReader(self._lake), ["busy", "other"])
 
     def phases(self) -> dict[str, str]:
@@ -201,7 +202,7 @@ def test_a_column_that_is_filled_behind_the_last_range_begins_the_copy_anew(site
         assert site.pipeline is not None
         pipeline, end = site.pipeline, current_position(site.database)
         # So that it is the worker that meets it, and not apply.
-        wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= end, "apply to pass")
+        wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply to pass")
 
     site.start(DisturbedTasks("public.busy", 1000, act))
     site.wait_until_equal()

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from penstock.destinations.delta.destination import DeltaDestination
+from penstock.lsn import reaches
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
@@ -51,7 +52,7 @@ def pipeline_into(
 
 def wait_applied(pipeline: TablesOutput, database) -> None:
     end = current_position(database)
-    wait_for(lambda: pipeline.status.applied >= end, "apply to reach the end")
+    wait_for(lambda: reaches(pipeline.status.applied, end), "apply to reach the end")
 
 
 def wait_ready(pipeline: TablesOutput, count: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
+from penstock.lsn import reaches
 from penstock.source.connections import SourceSettings
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
@@ -139,7 +140,7 @@ def follow(
         def applied(round_: int) -> None:
             wait_for(lambda: changes.rounds >= round_, "rounds of changes", START_SECONDS + 3 * rounds)
             position = current_position(database)
-            wait_for(lambda: pipeline.wait(0) or pipeline.status.applied >= position, "apply", START_SECONDS)
+            wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, position), "apply", START_SECONDS)
 
         wait_for(ready, "all tables to be ready", START_SECONDS)
         jobs, batches = job_ids(spark), pipeline.status.batches

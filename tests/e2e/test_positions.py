@@ -13,7 +13,7 @@ import pytest
 
 from penstock.capture import AssemblerSettings, CaptureProcess, CaptureSettings
 from penstock.changes.steps import Segment, Truncation
-from penstock.lsn import Lsn, is_in
+from penstock.lsn import Lsn, is_in, reaches
 from penstock.spool import SpoolReader
 from penstock.spool.folder import SpoolFolder
 from penstock.spool.registry import Holds
@@ -131,7 +131,7 @@ def test_capture_may_begin_at_any_commit(stream):
     for number, (_, boundary) in enumerate(commits):
         path = stream.folder / f"from-{number}"
         capture_until(into(stream.settings(start=boundary, acknowledge=False), path), end)
-        found = sorted({change.key.commit_lsn for change in read_spool(path).changes})
+        found = sorted({int(change.key.commit_lsn) for change in read_spool(path).changes})
         assert found == [start for start, _ in commits if not is_in(start, boundary)]
 
 
@@ -148,10 +148,10 @@ def test_capture_may_stop_after_any_commit(stream):
         for connection in connections:
             connection.execute("commit")
             last = committed_ends(stream, slot)[-1][1]
-            assert capture_until(stream.settings(), last) >= last
+            assert reaches(capture_until(stream.settings(), last), last)
     starts = [start for start, _ in committed_ends(stream, slot)]
     spool = stream.check()
-    assert sorted({change.key.commit_lsn for change in spool.changes}) == starts
+    assert sorted({int(change.key.commit_lsn) for change in spool.changes}) == starts
     assert len(spool.entries) >= 8
 
 

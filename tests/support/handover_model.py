@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple
 
-from penstock.lsn import Lsn, is_in, reaches
+from penstock.lsn import Lsn, earliest, furthest, is_in, reaches
 from penstock.state.phases import (
     Catchup,
     DataSync,
@@ -32,7 +32,7 @@ from penstock.state.phases import (
     SyncWait,
     TableReplicationPhase,
 )
-from penstock.state.positions import earliest, furthest, progress, start_position, table_start
+from penstock.state.positions import progress, start_position, table_start
 from penstock.state.transitions import (
     after_crash,
     apply_takes,
@@ -239,14 +239,14 @@ def _beginning(scenario: Scenario) -> World:
 
 
 def _server_steps(scenario: Scenario, world: World) -> Iterator[tuple[str, World]]:
-    if world.committed < scenario.end:
+    if is_in(world.committed, scenario.end):
         sent = sum(
             1 << index
             for index, name in enumerate(scenario.tables)
             if world.published[index] and name in scenario.transactions[world.committed]
         )
         yield "commit", world._replace(committed=Lsn(world.committed + 1), sent=(*world.sent, sent))
-    if world.captured < world.committed:
+    if is_in(world.captured, world.committed):
         yield "capture", world._replace(captured=Lsn(world.captured + 1))
     for index, name in enumerate(scenario.tables):
         version = tuple(value + (each == index) for each, value in enumerate(world.version))
@@ -261,28 +261,28 @@ def _server_steps(scenario: Scenario, world: World) -> Iterator[tuple[str, World
             yield f"{name} comes back to the publication", world._replace(published=published, version=version)
     readers = [output.reader for output in world.outputs]
     slot = earliest(*readers) if Rule.SLOWEST_OUTPUT in scenario else furthest(*readers)
-    if slot > world.slot:
+    if is_in(world.slot, slot):
         yield f"slot at {slot:d}", world._replace(slot=slot)
     needed = [table.held for output in world.outputs for table in output.tables if table.held is not None]
     floor = earliest(*readers, *needed)
-    if floor > world.released:
+    if is_in(world.released, floor):
         yield f"spool released up to {floor:d}", world._replace(released=floor)
 
 
 def _output_steps(scenario: Scenario, world: World, output: Output) -> Iterator[tuple[str, Output]]:
-    if world.captured > output.applied:
+    if is_in(output.applied, world.captured):
         # Tables that were not in the batch stay behind; each has a position of its own.
         yield f"P = {world.captured:d}", output._replace(applied=world.captured)
     holding = [(table.phase, table.position) for table in output.tables if table.phase is not None]
     if Rule.LOSE_BEFORE_PROGRESS not in scenario:
         holding = [(phase, position) for phase, position in holding if not isinstance(phase, Errored)]
     goal = progress(output.applied, holding if Rule.MINIMUM in scenario else [])
-    if goal > output.stored:
+    if is_in(output.stored, goal):
         acknowledged = furthest(output.acknowledged, goal)
         yield f"progress {goal:d}", output._replace(stored=goal, acknowledged=acknowledged)
-    if output.stored > output.reader:
+    if is_in(output.reader, output.stored):
         yield f"acknowledge {output.stored:d}", output._replace(reader=output.stored)
-    if Rule.ACKNOWLEDGE_THROUGH_APPLY not in scenario and world.captured > output.reader:
+    if Rule.ACKNOWLEDGE_THROUGH_APPLY not in scenario and is_in(output.reader, world.captured):
         followed = any(isinstance(phase, Catchup | SyncDone | Ready | Errored) for phase, _ in holding)
         if not followed:
             acknowledged = furthest(output.acknowledged, world.captured)
@@ -325,7 +325,7 @@ def _copy_steps(
             yield "copied", _copied(scenario, index, table, table.snapshot)._replace(phase=finish_copy(phase))
         case FinishedCopy() | SyncWait() if table.worker is not None:
             limit = earliest(output.applied, world.captured)
-            if limit > table.worker:
+            if is_in(table.worker, limit):
                 new = _written(scenario, world, index, table, table.worker, limit)
                 yield f"catches up to {limit:d}", new._replace(worker=limit)
             elif isinstance(phase, FinishedCopy):
@@ -335,7 +335,7 @@ def _copy_steps(
                 target = hand_over(phase, snapshot=table.snapshot, applied=output.applied, acknowledged=known)
                 yield f"Catchup {target.lsn:d}", table._replace(phase=target)
         case Catchup(lsn) if table.worker is not None and reaches(world.captured, lsn):
-            new = _written(scenario, world, index, table, table.worker, lsn) if lsn > table.worker else table
+            new = _written(scenario, world, index, table, table.worker, lsn) if is_in(table.worker, lsn) else table
             done = finish_catchup(phase, furthest(table.worker, lsn))
             yield f"SyncDone {lsn:d}", new._replace(phase=done, held=None, snapshot=None, worker=None)
         case _:
@@ -354,7 +354,7 @@ def _apply_steps(
     phase = table.phase
     if isinstance(phase, SyncDone | Ready):
         at = _apply_position(table, phase)
-        if world.captured > at:
+        if is_in(at, world.captured):
             new = _written(scenario, world, index, table, at, world.captured)
             yield f"apply {at:d} to {world.captured:d}", new._replace(applied=world.captured)
         if isinstance(phase, SyncDone) and reaches(output.applied, phase.lsn) and may_be_ready(phase, at):

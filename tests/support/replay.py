@@ -32,7 +32,7 @@ from penstock.changes.segment import (
     segment_layout,
 )
 from penstock.changes.steps import Message, Segment, Truncation
-from penstock.lsn import Lsn, OrderKey, is_in
+from penstock.lsn import Lsn, OrderKey, is_in, reaches
 from penstock.schema import Column, ReplicaIdentity, TableSchema, resolve_domain
 from penstock.spool import Entry, SpoolReader
 from penstock.spool.folder import SpoolFolder
@@ -136,7 +136,7 @@ def read_spool(path: Path) -> Replayable:
 def _check_entry(before: Entry | None, entry: Entry) -> None:
     if before is not None and (before.end != entry.begin or before.number + 1 != entry.number):
         raise Discrepancy(f"entry {entry.number} does not follow entry {before.number}")
-    if entry.end < entry.begin:
+    if not reaches(entry.end, entry.begin):
         raise Discrepancy(f"entry {entry.number} ends before it begins")
 
 

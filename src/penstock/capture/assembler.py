@@ -33,7 +33,7 @@ from penstock.capture.scan import HEADER, Parcel, Scan
 from penstock.capture.streams import OpenStreams
 from penstock.changes.steps import Message, Truncation
 from penstock.errors import DecodeError
-from penstock.lsn import Lsn, OrderKey
+from penstock.lsn import Lsn, OrderKey, furthest
 from penstock.schema import TableSchema
 from penstock.values import TypeSettings
 
@@ -139,7 +139,7 @@ class Assembler:
         if self._open is not None or self._streaming is not None:
             return
         if self._transactions:
-            self._end = max(self._end or position, position)
+            self._end = furthest(self._end or position, position)
         else:
             self._sink.publish(position, transactions=0, commit_times=(0, 0))
 

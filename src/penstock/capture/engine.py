@@ -25,8 +25,9 @@ from penstock.capture.scan import Parcel
 from penstock.capture.session import ReplicationSession, StartOptions
 from penstock.capture.streams import OpenStreams
 from penstock.errors import PenstockError, PositionAhead, Retry, SlotUnusable
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.retry import Backoff
+from penstock.schema import quote_identifier
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, run_command
 from penstock.source.faults import translated
 from penstock.source.lineage import check_lineage, identify_system, read_timeline_history
@@ -188,7 +189,7 @@ class Capture:
             )
         session.start(needed)
         writer.begin_at(needed, lineage)
-        self._acknowledged = max(self._acknowledged, confirmed)
+        self._acknowledged = furthest(self._acknowledged, confirmed)
 
     def _run_threads(
         self, session: ReplicationSession, writer: SpoolWriter, assembler: Assembler, sender_timeout: float
@@ -278,7 +279,7 @@ class Capture:
             while not ended.wait(0.05):
                 floor = writer.tick()
                 if self._settings.acknowledge and floor is not None and writer.end is not None:
-                    self._acknowledged = max(self._acknowledged, min(floor, writer.end))
+                    self._acknowledged = furthest(self._acknowledged, earliest(floor, writer.end))
                 with self._reporting:
                     if self._connected and time.monotonic() - reported >= 0.2:
                         reported = time.monotonic()
@@ -309,6 +310,6 @@ def _sender_timeout(catalog: psycopg.Connection[Any]) -> float:
 
 
 def _create_temporary_slot(session: ReplicationSession, slot: str) -> Lsn:
-    command = f'CREATE_REPLICATION_SLOT "{slot}" TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT'
+    command = f"CREATE_REPLICATION_SLOT {quote_identifier(slot)} TEMPORARY LOGICAL pgoutput NOEXPORT_SNAPSHOT"
     rows = run_command(session.connection, command, f"create the temporary slot {slot!r}", timeout=None, slot=slot)
     return Lsn.parse(rows[0][1] or "0/0")

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from penstock.capture.scan import Parcel
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, furthest
 
 
 class ParcelQueue:
@@ -31,7 +31,7 @@ class ParcelQueue:
         with self._changed:
             last = self._items[-1] if self._items else None
             if isinstance(item, Lsn) and isinstance(last, Lsn):
-                item = max(item, last)
+                item = furthest(item, last)
                 self._items.pop()
             self._items.append(item)
             self._bytes += _size(item)

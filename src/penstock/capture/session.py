@@ -26,7 +26,8 @@ from penstock.capture.messages import POSTGRES_EPOCH_MICROSECONDS
 from penstock.capture.queue import ParcelQueue
 from penstock.capture.scan import PADDING, Parcel
 from penstock.errors import DecodeError, ServerUnavailable
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, furthest, reaches
+from penstock.schema import quote_identifier, quote_literal
 from penstock.source.connections import SourceSettings, connect_replication
 from penstock.source.faults import Place, from_connection, from_notice, from_result
 
@@ -162,7 +163,7 @@ class ReplicationSession:
             raise self._notice
         if lengths:
             last = len(raw) - lengths[-1]
-            self._received = max(self._received, Lsn(int.from_bytes(raw[last + 1 : last + 9], "big")))
+            self._received = furthest(self._received, Lsn(int.from_bytes(raw[last + 1 : last + 9], "big")))
             raw += PADDING
             queue.put(Parcel(raw, np.array(lengths, np.int64)))
 
@@ -170,7 +171,7 @@ class ReplicationSession:
         if message[0] != _KEEPALIVE or len(message) != 18:
             raise DecodeError("neither a change nor a keepalive", offset=0)
         position = Lsn(int.from_bytes(message[1:9], "big"))
-        self._received = max(self._received, position)
+        self._received = furthest(self._received, position)
         self._asked = self._asked or message[17] == 1
         queue.put(position)
 
@@ -180,7 +181,7 @@ class ReplicationSession:
         `ask` makes the server answer at once: a connection that broke without a word looks like a quiet one.
         """
         elapsed = time.monotonic() - self._answered_at
-        news = acknowledged > self._answered and elapsed >= 0.1
+        news = elapsed >= 0.1 and not reaches(self._answered, acknowledged)
         if self._asked or news or elapsed >= answer_seconds:
             try:
                 self._send_answer(acknowledged, ask=ask)
@@ -190,10 +191,10 @@ class ReplicationSession:
     def _send_answer(self, acknowledged: Lsn, *, ask: bool = False) -> None:
         # What is flushed is said once, and 0 ("not known") otherwise: a server that shuts down waits until its client
         # has flushed all that was sent, if it knows of that, and else until the client has received it.
-        flushed = acknowledged if acknowledged > self._answered else Lsn(0)
-        self._answered = max(self._answered, acknowledged)
+        flushed = Lsn(0) if reaches(self._answered, acknowledged) else acknowledged
+        self._answered = furthest(self._answered, acknowledged)
         clock = time.time_ns() // 1000 - POSTGRES_EPOCH_MICROSECONDS
-        received = max(self._received, self._answered)
+        received = furthest(self._received, self._answered)
         self.connection.put_copy_data(struct.pack(">cQQQqB", b"r", received, flushed, flushed, clock, ask))
         self.connection.flush()
         self._answered_at = time.monotonic()
@@ -217,12 +218,12 @@ class ReplicationSession:
 
     def _start_command(self, position: Lsn) -> str:
         options = self._options
-        names = ",".join('"' + name.replace('"', '""') + '"' for name in options.publications)
+        names = ",".join(map(quote_identifier, options.publications))
         streaming = options.streaming and self.connection.server_version >= _STREAMING_SINCE
         parameters = {"proto_version": "2" if streaming else "1", "publication_names": names}
         if streaming:
             parameters["streaming"] = "on"
         if options.messages and self.connection.server_version >= _STREAMING_SINCE:
             parameters["messages"] = "true"
-        quoted = ", ".join(f"{key} '{value.replace(chr(39), chr(39) * 2)}'" for key, value in parameters.items())
-        return f'START_REPLICATION SLOT "{options.slot}" LOGICAL {position} ({quoted})'
+        quoted = ", ".join(f"{key} {quote_literal(value)}" for key, value in parameters.items())
+        return f"START_REPLICATION SLOT {quote_identifier(options.slot)} LOGICAL {position} ({quoted})"

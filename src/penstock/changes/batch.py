@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from penstock.changes.frames import frame_of_files, spark_columns
 from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, require_representable
 from penstock.changes.steps import Message, Segment, Step, Truncation
-from penstock.lsn import Lsn, OrderKey, are_in, is_in, reaches
+from penstock.lsn import Lsn, OrderKey, are_in, furthest, is_in, reaches
 from penstock.schema import TableSchema
 
 _THREADS_FROM_BYTES = 1 << 20
@@ -213,7 +213,7 @@ def build_batch(
         for step in entry.steps:
             if isinstance(step, Message) or step.table_id not in positions:
                 continue
-            after = max(begin, positions[step.table_id])
+            after = furthest(begin, positions[step.table_id])
             if isinstance(step, Truncation):
                 if not is_in(step.key.commit_lsn, after) and is_in(step.key.commit_lsn, end):
                     names[step.table_id] = step.table

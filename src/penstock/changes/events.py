@@ -230,7 +230,7 @@ class _Source:
     item: _Item | None = None
 
     def __lt__(self, other: _Source) -> bool:
-        return (*self.key, self.rank, self.number) < (*other.key, other.rank, other.number)
+        return (self.key, self.rank, self.number) < (other.key, other.rank, other.number)
 
     def advance(self) -> bool:
         """Take the next item; False when there is none."""

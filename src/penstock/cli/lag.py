@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from penstock.errors import SourceError
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, distance, reaches
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.wal import flushed_position
 
@@ -56,7 +56,7 @@ class Lag:
         if first_beyond == 0 and last_commit_time:
             # It was written before the first look that is remembered.
             seconds = max(seconds, now - last_commit_time / 1e6)
-        return Behind(server - applied, max(0.0, seconds))
+        return Behind(distance(applied, server), max(0.0, seconds))
 
 
 class LagWatch:

@@ -19,7 +19,7 @@ from penstock.cli.status_file import LastLook, StatusFile
 from penstock.cli.table_states import TableState, driver_facts, table_states
 from penstock.config import Config, DocumentsChoice, OutputChoice
 from penstock.errors import ServerUnavailable, SourceError
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, distance
 from penstock.source import Role, connect
 from penstock.source.sizes import TableSize, load_sizes
 from penstock.source.slots import Slot, find_blockers, inspect_slot
@@ -255,4 +255,4 @@ def _table(state: TableState, live: LastLook | None, size: TableSize | None) -> 
 def _distance(position: Lsn | None, server: Lsn | None) -> int | None:
     if position is None or server is None:
         return None
-    return 0 if reaches(position, server) else server - position
+    return distance(position, server)

@@ -10,10 +10,9 @@ from rich.text import Text
 from penstock.cli.configured import table_names
 from penstock.config import Config, OutputChoice
 from penstock.errors import RESYNC, Retry, for_table
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, furthest
 from penstock.observe import scrub
 from penstock.state import Errored, LeaseInfo, Ready, Store, StoredPhase, SyncDone
-from penstock.state.positions import furthest
 
 
 @dataclass(frozen=True, slots=True)

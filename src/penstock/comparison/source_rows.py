@@ -22,7 +22,7 @@ from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, XID,
 from penstock.copy import CopyRange, RangeReader
 from penstock.copy.copy_out import CONSUME_TIMES, failure_of, start_copy_out
 from penstock.errors import DecodeError
-from penstock.schema import TypeKind, resolve_domain
+from penstock.schema import TypeKind, quote_identifier, resolve_domain
 from penstock.source.connections import Role, connect
 from penstock.source.faults import Place, from_exception
 from penstock.values.text import TextCodec
@@ -69,7 +69,7 @@ class SourceReader:
                 raise from_exception(error, place, doing) from None
 
     def _query(self, columns: tuple[SegmentColumn, ...], part: CopyRange, name: str) -> str:
-        names = [_quote(column.column.name) for column in columns]
+        names = [quote_identifier(column.column.name) for column in columns]
         # A line needs something on it, also that of a row without columns.
         selected = ", ".join([*names, "xmin"] if self.with_transactions else names) or "1"
         conditions = [part.condition, f"({self.heap.row_filter})" if self.heap.row_filter else ""]
@@ -156,7 +156,3 @@ def _stream(connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Plac
         raise failure_of(result, place, doing)
     if text:
         yield text
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

@@ -14,6 +14,7 @@ from penstock.documents.polling import PollSettings
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import IndexSpecification, load_specification
 from penstock.errors import ConfigError, SpecificationInvalid
+from penstock.schema import quote_identifier
 from penstock.source.patterns import TableName, select_tables
 from penstock.tables import TablesSettings
 
@@ -111,7 +112,7 @@ def documents_choice(file: ConfigFile, settings: TablesSettings, folder: Path) -
 def tables_of(indexes: Sequence[IndexSection], folder: Path) -> tuple[str, ...]:
     """Patterns for exactly the tables whose rows are in documents."""
     tables = {table for each in _indexes(indexes, folder) for table in each.specification.tables()}
-    return tuple(f"{_literal(table.namespace)}.{_literal(table.name)}" for table in sorted(tables))
+    return tuple(f"{quote_identifier(table.namespace)}.{quote_identifier(table.name)}" for table in sorted(tables))
 
 
 def _indexes(sections: Sequence[IndexSection], folder: Path) -> tuple[IndexChoice, ...]:
@@ -168,7 +169,3 @@ def _polling(section: PollingSection | None, indexes: Sequence[IndexChoice]) -> 
 
 def _listed(tables: set[TableName]) -> str:
     return ", ".join(str(table) for table in sorted(tables))
-
-
-def _literal(name: str) -> str:
-    return '"{}"'.format(name.replace('"', '""'))

@@ -28,7 +28,7 @@ from penstock.copy.plan import CopyRange, CopySettings
 from penstock.copy.tuples import TRAILER, TupleLayout, decode_tuples, strip_header, tuple_layout
 from penstock.copy.wire import PADDING, select_expression
 from penstock.errors import DecodeError, TableLocked, TableRewritten
-from penstock.schema import TableSchema, resolve_domain
+from penstock.schema import TableSchema, quote_identifier, resolve_domain
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import Place, from_exception, translated
 from penstock.source.snapshots import enter_snapshot
@@ -95,7 +95,7 @@ class RangeReader:
 
     def _query(self, layout: TupleLayout, part: CopyRange, name: str) -> str:
         columns = ", ".join(
-            select_expression(form, _quote(column.column.name))
+            select_expression(form, quote_identifier(column.column.name))
             for column, form in zip(layout.columns, layout.forms, strict=True)
         )
         conditions = [part.condition, f"({self.row_filter})" if self.row_filter else ""]
@@ -111,7 +111,7 @@ class RangeReader:
                     names = _fetch(cursor, _CURRENT_NAME, [part.leaf.oid])[0]
                 if names is None:
                     raise self._changed("was dropped")
-                name = ".".join(_quote(part_of_name) for part_of_name in names)
+                name = ".".join(quote_identifier(part_of_name) for part_of_name in names)
                 types = self._read_nothing(connection, cursor, name)
                 if types is not None and self._compare(connection, cursor, part, names, types):
                     return name
@@ -122,7 +122,7 @@ class RangeReader:
         self, connection: psycopg.Connection[Any], cursor: psycopg.Cursor[Any], name: str
     ) -> list[int] | None:
         """Take the lock, as reading does; the types of the columns, None if there is no such table."""
-        columns = ", ".join(_quote(column.name) for column in self.schema.columns)
+        columns = ", ".join(quote_identifier(column.name) for column in self.schema.columns)
         place = Place.of(connection)
         doing = f"read {self.schema}"
         try:
@@ -250,7 +250,3 @@ class _Pace:
 def _fetch(cursor: psycopg.Cursor[Any], query: str, parameters: Any) -> tuple[Any, ...]:
     row = cursor.execute(query.encode(), parameters).fetchone()
     return row if row is not None else (None,)
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

@@ -40,7 +40,6 @@ class Naming:
     """Of the whole; where the separator is a slash, of each part."""
     case_sensitive: bool = True
     """False: names that differ only by case are the same name there."""
-    quote: str = '"'
 
     def table(self, schema: TableSchema) -> str:
         """The table's name at the destination."""
@@ -57,10 +56,6 @@ class Naming:
     def columns(self, schema: TableSchema) -> tuple[str, ...]:
         """The columns' names: as in segments, where none collides with another one or with ours."""
         return field_names(schema)
-
-    def quoted(self, name: str) -> str:
-        """A name inside of a statement."""
-        return f"{self.quote}{name.replace(self.quote, self.quote * 2)}{self.quote}"
 
     def _is_allowed(self, part: str) -> bool:
         return re.fullmatch(self.allowed, part) is not None

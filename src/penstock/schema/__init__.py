@@ -1,6 +1,6 @@
 """What a table is: Postgres types, columns, table schemas."""
 
-from penstock.schema.table import Column, ReplicaIdentity, TableSchema
+from penstock.schema.table import Column, ReplicaIdentity, TableSchema, quote_identifier, quote_literal
 from penstock.schema.types import (
     PostgresType,
     TypeKind,
@@ -15,5 +15,7 @@ __all__ = [
     "TableSchema",
     "TypeKind",
     "numeric_precision_scale",
+    "quote_identifier",
+    "quote_literal",
     "resolve_domain",
 ]

@@ -17,6 +17,16 @@ class ReplicaIdentity(StrEnum):
     NOTHING = "n"
 
 
+def quote_identifier(name: str) -> str:
+    """A name as SQL and replication commands take it: in double quotes."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def quote_literal(text: str) -> str:
+    """Text as SQL and replication commands take it: in single quotes."""
+    return "'" + text.replace("'", "''") + "'"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column. `attnum` identifies it: a name can move to another column, a number cannot."""

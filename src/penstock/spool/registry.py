@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.durable import sync_folder
 from penstock.errors import ConfigError, HoldBroken, PositionGone, SpoolError
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, earliest, reaches
 from penstock.spool.folder import SpoolFolder, read_file, replace_file
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -88,6 +88,11 @@ class Readers:
         """All readers."""
         found = {path.stem: self.position(path.stem) for path in self._folder.readers.glob("[!.]*.json")}
         return {name: position for name, position in found.items() if position is not None}
+
+    def earliest(self) -> Lsn | None:
+        """The boundary that all readers have passed; None without readers."""
+        positions = self.positions().values()
+        return earliest(*positions) if positions else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.changes.steps import Segment
-from penstock.lsn import Lsn, is_in, reaches
+from penstock.lsn import Lsn, earliest, is_in, reaches
 from penstock.spool.disk import is_disk_full
 from penstock.spool.entries import Entry
 from penstock.spool.folder import SpoolFolder
@@ -76,7 +76,7 @@ class Retention:
                     begin = self._waiting[0].begin if self._waiting else end
                 if not self._say(replace(hold, begin=begin)):
                     continue
-            begins[hold.table_id] = min(begin, begins.get(hold.table_id, begin))
+            begins[hold.table_id] = earliest(begin, begins.get(hold.table_id, begin))
         return begins
 
     def _release(self, floor: Lsn, holds: dict[int, Lsn]) -> None:
@@ -139,7 +139,7 @@ class Retention:
         """Delete parts of the log that all readers and copies have passed; the last part always stays."""
         if floor is None:
             return
-        passed = min([floor, *holds.values()])
+        passed = earliest(floor, *holds.values())
         for part, following in itertools.pairwise(self._folder.log_parts()):
             if not reaches(passed, _begin_of(following)):
                 return

@@ -26,7 +26,7 @@ class SchemaVersions:
     def version_for(self, schema: TableSchema, since: OrderKey) -> str:
         """The version that holds at `since`; a new one only if the schema differs from the one that held so far."""
         versions = self._known(schema.table_id)
-        name = _name(since)
+        name = str(since)
         names = sorted(versions)
         position = bisect_right(names, name)
         if position and versions[names[position - 1]] == schema:
@@ -41,7 +41,7 @@ class SchemaVersions:
         """The version that holds at a key; versions beyond it were made before a restart, by what comes again now."""
         versions = self._known(table_id)
         names = sorted(versions)
-        position = bisect_right(names, _name(key))
+        position = bisect_right(names, str(key))
         return versions[names[position - 1]] if position else None
 
     def latest(self, table_id: int) -> TableSchema | None:
@@ -72,7 +72,3 @@ class SchemaVersions:
 
     def _path(self, table_id: int, version: str) -> Path:
         return self._folder.schemas / str(table_id) / f"{version}.json"
-
-
-def _name(key: OrderKey) -> str:
-    return f"{key.commit_lsn:016X}-{key.ordinal:08X}"

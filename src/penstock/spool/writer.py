@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from penstock.changes.segment import count_unrepresentable
 from penstock.changes.steps import Message, Segment, Step, Truncation
 from penstock.errors import SpoolCorrupt, SpoolInUse
-from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.lsn import Lsn, OrderKey, furthest, reaches
 from penstock.schema import TableSchema
 from penstock.source.lineage import Lineage
 from penstock.spool.disk import DiskGuard, Stopping, append, is_disk_full
@@ -109,7 +109,7 @@ class SpoolWriter:
         """From where the server must send: the end, or what the slowest reader lacks if there is nothing yet."""
         if self._end is not None:
             return self._end
-        return min(self.readers.positions().values(), default=None)
+        return self.readers.earliest()
 
     @property
     def lineage(self) -> Lineage | None:
@@ -171,7 +171,7 @@ class SpoolWriter:
     def publish(self, end: Lsn, *, transactions: int, commit_times: tuple[int, int]) -> None:
         """Make the next entry visible. A position without transactions is written down now and then only."""
         if not transactions:
-            self._seen = max(self._seen or end, end)
+            self._seen = furthest(self._seen or end, end)
             if time.monotonic() - self._seen_at < self._settings.position_interval:
                 return
         self._flush(end, transactions, commit_times)
@@ -179,7 +179,7 @@ class SpoolWriter:
     def flush_position(self) -> None:
         """Write down a position that `publish` has put off; called when nothing else happens."""
         due = time.monotonic() - self._seen_at >= self._settings.position_interval
-        if due and not self._steps and self._seen is not None and self._end is not None and self._seen > self._end:
+        if due and not self._steps and self._seen is not None and self._end is not None:
             self._flush(self._seen, 0, (0, 0))
 
     def wait_for_room(self, ended: threading.Event | None = None) -> None:
@@ -208,7 +208,7 @@ class SpoolWriter:
     def tick(self) -> Lsn | None:
         """Let go of what nobody needs; the boundary that all readers have passed, None without readers."""
         with self.readers.locked():
-            floor = min(self.readers.positions().values(), default=None)
+            floor = self.readers.earliest()
             if floor is not None and self._retention.would_release(floor):
                 self._note_released(floor)
             self._retention.apply(floor, self._end)
@@ -231,7 +231,7 @@ class SpoolWriter:
     def _flush(self, end: Lsn, transactions: int, commit_times: tuple[int, int]) -> None:
         if self._end is None:
             raise SpoolCorrupt("an entry was published before the spool has begun")
-        if not transactions and not self._steps and not reaches(end, self._end + 1):
+        if not transactions and not self._steps and reaches(self._end, end):
             return
         self._append(Entry(self._number, self._end, end, transactions, *commit_times, tuple(self._steps)))
         self._steps = []

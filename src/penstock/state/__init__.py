@@ -13,8 +13,6 @@ from penstock.state.metadata import (
     TableSchemaVersion,
     WorkerKind,
     WorkerType,
-    format_version,
-    parse_version,
 )
 from penstock.state.opening import open_store
 from penstock.state.phases import (
@@ -94,7 +92,5 @@ __all__ = [
     "WorkKind",
     "WorkerKind",
     "WorkerType",
-    "format_version",
     "open_store",
-    "parse_version",
 ]

@@ -72,7 +72,9 @@ class MemoryTransaction:
     def put(self, records: Iterable[Record]) -> None:
         """See `records.Transaction`."""
         for record in records:
-            key = tuple(getattr(record, name) for name in layout_of(type(record)).key)
+            values = (getattr(record, name) for name in layout_of(type(record)).key)
+            # Positions have no order of their own, and rows are given in the order of their keys.
+            key = tuple(int(value) if isinstance(value, int) else value for value in values)
             self._tables[record.table][key] = record
 
     def delete(self, kind: type[Record], **values: Any) -> int:

@@ -62,7 +62,7 @@ class TableSchemaVersion:
     @property
     def version(self) -> str:
         """Its name in the spool (`Segment.version`)."""
-        return format_version(self.snapshot_id)
+        return str(self.snapshot_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +177,6 @@ def check_metadata(current: DestinationTableMetadata | None, new: DestinationTab
     if current.interrupted and new == current.undo():
         return
     raise IllegalTransition(
-        f"the destination has schema version {format_version(current.snapshot_id)}, "
-        f"which is newer than {format_version(new.snapshot_id)}",
+        f"the destination has schema version {current.snapshot_id}, which is newer than {new.snapshot_id}",
         hint="An older description was read again; what is there stays.",
     )
-
-
-def format_version(key: OrderKey) -> str:
-    """A version's name, which sorts like its key."""
-    return f"{key.commit_lsn:016X}-{key.ordinal:08X}"
-
-
-def parse_version(text: str) -> OrderKey:
-    """The key of a version's name."""
-    commit_lsn, _, ordinal = text.partition("-")
-    return OrderKey(Lsn(int(commit_lsn, 16)), int(ordinal, 16))

@@ -8,24 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, earliest, furthest
 from penstock.state.phases import Catchup, Errored, Ready, SyncDone, TableReplicationPhase
-
-
-def furthest(first: Lsn, *others: Lsn) -> Lsn:
-    """The boundary that covers all the others."""
-    result = first
-    for each in others:
-        result = result if reaches(result, each) else each
-    return result
-
-
-def earliest(first: Lsn, *others: Lsn) -> Lsn:
-    """The boundary that all the others cover."""
-    result = first
-    for each in others:
-        result = each if reaches(result, each) else result
-    return result
 
 
 def table_position(applied: Lsn, first_pending: Lsn | None) -> Lsn:

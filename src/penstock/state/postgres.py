@@ -23,6 +23,7 @@ from psycopg.types.json import Jsonb
 from penstock.errors import ConfigError, ServerUnavailable, SourceError, StateUnusable
 from penstock.lsn import Lsn
 from penstock.retry import Backoff
+from penstock.schema import quote_identifier
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.state.migrate import Migration, check_unused, load_migrations, pending
@@ -283,4 +284,4 @@ def _number(name: str) -> int:
 def _quoted(name: str) -> str:
     if not name or any(each in name for each in "\0%") or len(name.encode()) > 63:
         raise ConfigError("a schema's name has 1 to 63 bytes, none of them %", schema=name)
-    return '"' + name.replace('"', '""') + '"'
+    return quote_identifier(name)

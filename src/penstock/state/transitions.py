@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from penstock.errors import RESYNC, IllegalTransition, Retry
-from penstock.lsn import Lsn, is_in, reaches
+from penstock.lsn import Lsn, furthest, is_in, reaches
 from penstock.state.phases import (
     Catchup,
     DataSync,
@@ -25,7 +25,6 @@ from penstock.state.phases import (
     TableReplicationPhase,
     stored_form,
 )
-from penstock.state.positions import furthest
 
 _RESYNC = f"Copy the table again: {RESYNC}."
 _TOO_LATE = f"It held back progress for too long. When the cause is gone, copy the table again: {RESYNC}."

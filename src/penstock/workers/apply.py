@@ -19,11 +19,10 @@ from pathlib import Path
 from penstock import failpoints
 from penstock.destinations.base import Destination
 from penstock.errors import PenstockError, Retry
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
 from penstock.state import Errored, PipelineStore, Ready, SyncDone, TableSchemaRetention
-from penstock.state.positions import earliest
 from penstock.state.transitions import lose_position, retry_is_due, roll_back
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
@@ -222,8 +221,8 @@ class ApplyWorker:
         now = datetime.now(UTC)
         for table_id, phase in self._board.phases().items():
             if isinstance(phase, Errored) and phase.holds and phase.position is not None:
-                late = now - phase.since > self._error_hold.time or end - phase.position > self._error_hold.bytes
-                if late:
+                hold = self._error_hold
+                if now - phase.since > hold.time or distance(phase.position, end) > hold.bytes:
                     name = self._board.name_of(table_id)
                     logger.error("table has held back progress for too long, its changes go table=%s", name)
                     failpoints.reach("before_lose_position")

@@ -12,7 +12,7 @@ from penstock.errors import PenstockError, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.spool import Entry, SpoolReader
-from penstock.state import PipelineStore, TableSchemaVersion, parse_version
+from penstock.state import PipelineStore, TableSchemaVersion
 from penstock.values import OutOfRange, TypeSettings
 
 
@@ -106,7 +106,7 @@ class BatchWriter:
         for changes in batch.tables:
             change = changes.last_schema_change
             if changes.table_id not in failed and change is not None:
-                self._store.store_table_schema(TableSchemaVersion(parse_version(change.version), change.new))
+                self._store.store_table_schema(TableSchemaVersion(OrderKey.parse(change.version), change.new))
         return Written(batch, durable, failed)
 
     def _leave_out_accepted(self, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:

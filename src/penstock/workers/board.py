@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock import failpoints
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, furthest, reaches
 from penstock.spool import Stopping
 from penstock.state import (
     Catchup,
@@ -31,7 +31,7 @@ from penstock.state import (
     WorkerType,
 )
 from penstock.state.phases import is_persisted, stored_form
-from penstock.state.positions import furthest, progress, table_start
+from penstock.state.positions import progress, table_start
 from penstock.state.transitions import hand_over, may_be_ready, wait_for_apply
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from penstock.errors import (
     TableRewritten,
     ValuesNotSent,
 )
-from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.lsn import Lsn, OrderKey, earliest, reaches
 from penstock.retry import Backoff
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
@@ -50,7 +50,6 @@ from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
 from penstock.spool.folder import SpoolFolder
 from penstock.state import PipelineStore, TableSchemaVersion
-from penstock.state.positions import earliest
 from penstock.state.transitions import finish_catchup, finish_copy, start_copy
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.errors import PublicationMissing
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, reaches
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
 
@@ -32,7 +32,7 @@ def test_a_publication_younger_than_the_changes_is_an_error(any_database, tmp_pa
     ):
         capture.wait_captured(end, 60)
     # Nothing beyond the gap may be taken for captured: a reader would let the slot pass it.
-    assert SpoolReader(tmp_path / "spool").captured < end
+    assert not reaches(SpoolReader(tmp_path / "spool").captured, end)
 
 
 def test_a_publication_that_never_was_is_an_error(any_database, tmp_path):

@@ -27,7 +27,7 @@ from penstock.changes.steps import Segment
 from penstock.destinations.batch_events import copied_rows
 from penstock.destinations.http import read_bodies
 from penstock.destinations.mirror import MirrorTable
-from penstock.lsn import Lsn, OrderKey, is_in
+from penstock.lsn import Lsn, OrderKey, furthest, is_in
 from penstock.schema import TableSchema
 from penstock.schema.json import schema_from_json
 
@@ -178,7 +178,7 @@ class Receiver:
         for event in _arrow_events(request.body, mirror.schema) if arrow else _line_events(request.body):
             if isinstance(event, Relation) or not is_in(event.key.commit_lsn, table.position):
                 mirror.apply(event)
-        table.mirror, table.position = mirror, max(table.position, Lsn.parse(request.headers["Penstock-End"]))
+        table.mirror, table.position = mirror, furthest(table.position, Lsn.parse(request.headers["Penstock-End"]))
         return 204, None
 
 

@@ -62,7 +62,3 @@ def test_collisions_are_found_where_a_rule_has_them() -> None:
     tables = [TableSchema(1, "a_b", "c", ()), TableSchema(2, "a", "b_c", ()), TableSchema(3, "a", "d", ())]
     assert find_collisions(tables, lossy) == {"a_b_c": tables[:2]}
     assert find_collisions(tables, FOLDERS) == {}
-
-
-def test_quotes_are_doubled() -> None:
-    assert IDENTIFIERS.quoted('a"b') == '"a""b"'

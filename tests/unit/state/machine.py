@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.errors import IllegalTransition, PenstockError
-from penstock.lsn import Lsn, OrderKey
+from penstock.lsn import Lsn, OrderKey, furthest
 from penstock.state import (
     Catchup,
     DataSync,
@@ -72,7 +72,7 @@ class Model:
 
     def upsert_replication_progress(self, worker: WorkerType, lsn: Lsn, *, table_positions: dict[int, Lsn]) -> Lsn:
         self.upsert_table_positions(table_positions)
-        self.progress[worker] = max(lsn, self.progress.get(worker, lsn))
+        self.progress[worker] = furthest(lsn, self.progress.get(worker, lsn))
         return self.progress[worker]
 
     def delete_replication_progress(self, worker: WorkerType) -> None:
@@ -80,7 +80,7 @@ class Model:
 
     def upsert_table_positions(self, positions: dict[int, Lsn]) -> dict[int, Lsn]:
         for table, position in positions.items():
-            self.positions[table] = max(position, self.positions.get(table, position))
+            self.positions[table] = furthest(position, self.positions.get(table, position))
         return {table: self.positions[table] for table in positions}
 
     def store_table_schema(self, version: TableSchemaVersion) -> TableSchemaVersion:

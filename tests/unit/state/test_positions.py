@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, earliest, furthest
 from penstock.state.phases import (
     Catchup,
     DataSync,
@@ -20,8 +20,6 @@ from penstock.state.phases import (
 )
 from penstock.state.positions import (
     acknowledgement,
-    earliest,
-    furthest,
     held_at,
     progress,
     start_position,

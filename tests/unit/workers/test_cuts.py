@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, furthest
 from penstock.state import CommandKind, CommandStatus, MemoryStore
 from penstock.workers.cuts import PATIENCE_SECONDS, Cuts
 
@@ -35,7 +35,7 @@ class Site:
         command = self.store.add_command(CommandKind.VERIFY, options={"step": step, "asker": asker, **options})
         self.cuts.take(command)
         if self.apply.limit is not None:
-            self.board.applied = max(self.board.applied, self.apply.limit)
+            self.board.applied = furthest(self.board.applied, self.apply.limit)
         self.cuts.settle()
         answer = self.store.get_command(command.number)
         assert answer is not None

@@ -41,6 +41,7 @@ from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import LOCKED
 from penstock.errors import LeaseLost, PenstockError, Retry
+from penstock.lsn import distance
 from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
 from penstock.source.wal import current_position
@@ -336,7 +337,7 @@ class DocumentsOutput:
     def _tell_lag(self, live: LiveChanges) -> None:
         """How far what is acknowledged is behind the server: asked on a connection of its own, whatever others do."""
         if not self._stop.wait(LAG_SECONDS):
-            self._observer.on_slot_lag(max(0, current_position(self._settings.source) - live.status.acknowledged))
+            self._observer.on_slot_lag(distance(live.status.acknowledged, current_position(self._settings.source)))
 
     def _check_wanted(self) -> None:
         if self._stop.is_set():

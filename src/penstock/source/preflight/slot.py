@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.errors import ConfigError, SlotMissing, SourceError
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, distance
 from penstock.source.preflight.context import Context
 from penstock.source.preflight.report import Check, Severity, failed, passed
 from penstock.source.preflight.server import LARGE_RETENTION_BYTES
@@ -51,7 +51,7 @@ def check_retention(context: Context) -> Iterator[Check]:
         return
     function = "pg_last_wal_replay_lsn" if context.in_recovery else "pg_current_wal_lsn"
     position = Lsn.parse(str(context.value(f"select pg_catalog.{function}()")))
-    kept = position - slot.restart_lsn
+    kept = distance(slot.restart_lsn, position)
     what = f"slot {slot.name!r} keeps {kept / (1 << 20):.0f} MiB of WAL on the server"
     if kept > LARGE_RETENTION_BYTES:
         remedy = "Start reading from it, or drop it if nobody needs it: WAL can fill the server's disk."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
+from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, quote_identifier, resolve_domain
 from penstock.source.catalog import load_types
 from penstock.source.columns import CatalogTable
 from penstock.source.patterns import TableName, select_tables
@@ -324,7 +324,8 @@ def _becomes_text(type_: PostgresType, modifier: int) -> bool:
 
 
 def _identifier(name: str) -> str:
-    return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else '"' + name.replace('"', '""') + '"'
+    """A name as a person would type it: quoted only where it has to be."""
+    return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else quote_identifier(name)
 
 
 def _quoted(subject: Subject) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, StateError
-from penstock.lsn import Lsn, OrderKey
+from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.source.lineage import Lineage
 from penstock.source.publications import Heap, Membership, RowVersion
 from penstock.state import (
@@ -533,7 +533,8 @@ class StoreContract(IndexStoreContract):
 
         def work(worker: int) -> None:
             for step in range(10):
-                assert store.upsert_replication_progress(APPLY, Lsn(step * 8 + worker)) >= step * 8 + worker
+                position = Lsn(step * 8 + worker)
+                assert reaches(store.upsert_replication_progress(APPLY, position), position)
                 store.update_table_replication_state(worker, Init())
                 store.update_table_replication_state(worker, DataSync())
                 store.store_table_schema(table_version(worker, step))
