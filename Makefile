@@ -1,9 +1,9 @@
-# `make` alone lists the targets. Every target sets up what it needs; nothing has to be prepared.
+# `make` lists the targets. Every target installs what it needs.
 
 PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
-# Tests on servers wait for most of their time.
+# Tests on servers spend most of their time waiting.
 SERVER_WORKERS ?= 5
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 JARS := $(VENV)/jars
 OPENSEARCH := $(VENV)/opensearch
 PYTEST := $(BIN)/python -m pytest
-# Tests start hundreds of processes; each would compile everything again.
+# Tests start hundreds of processes; without bytecode files, each would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -21,10 +21,10 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help
 help: ## list the targets
 	@echo "Penstock. Targets:"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 .PHONY: setup
-setup: $(STAMP) jars opensearch ## create .venv with everything; as root also install missing system packages
+setup: $(STAMP) jars opensearch ## create .venv with all extras and tools; as root, also install missing system packages
 
 .PHONY: system
 system:
@@ -33,7 +33,7 @@ system:
 $(BIN)/python: | system
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# Build tools come first and pinned: pyspark is a source distribution and is built with them.
+# Build tools come first, pinned: they build pyspark, which is a source distribution.
 $(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) hatchling setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
@@ -48,26 +48,26 @@ opensearch: $(STAMP) system
 	@$(BIN)/python scripts/opensearch-server.py $(OPENSEARCH)
 
 .PHONY: demo
-demo: $(STAMP) ## a shop becomes Delta tables that follow it, and are compared with it; about a minute
+demo: $(STAMP) ## replicate a demo shop into Delta tables and compare every row; about a minute
 	$(BIN)/penstock demo $(ARGS)
 
 .PHONY: demo-search
-demo-search: $(STAMP) opensearch ## a shop's documents in an OpenSearch follow its rows, also while an index is built anew
+demo-search: $(STAMP) opensearch ## replicate a demo shop into OpenSearch documents, and rebuild an index under load
 	$(BIN)/penstock demo --search $(ARGS)
 
 .PHONY: test
-test: lint unit integration ## everything that must pass: lint, unit, integration and end to end
+test: lint unit integration ## run everything that must pass: lint, unit, integration and end-to-end tests
 
 .PHONY: unit
-unit: $(STAMP) ## the tests that need no service, in less than a minute
+unit: $(STAMP) ## run the tests that need no service
 	$(PYTEST) -q -n $(WORKERS) tests/unit $(ARGS)
 
 .PHONY: integration
-integration: $(STAMP) system jars opensearch ## the tests on real servers, and whole pipelines
+integration: $(STAMP) system jars opensearch ## run the tests on real servers, and the end-to-end tests
 	$(PYTEST) -q -n $(SERVER_WORKERS) --dist loadgroup $(wildcard tests/integration tests/e2e) $(ARGS)
 
 .PHONY: lint
-lint: ruff types imports ## ruff, types and import order
+lint: ruff types imports ## run ruff, the type checker and the import-order check
 
 .PHONY: ruff
 ruff: $(STAMP)
@@ -79,64 +79,64 @@ types: $(STAMP) ## check the types
 	$(BIN)/basedpyright
 
 .PHONY: imports
-imports: $(STAMP) ## check that packages import only what stands before them
+imports: $(STAMP) ## check that packages import only lower layers
 	$(BIN)/lint-imports --no-cache
 
 .PHONY: fmt
-fmt: $(STAMP) ## format the code and fix what can be fixed
+fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-shutdown bench-documents ## all benchmarks
+bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-shutdown bench-documents ## run all benchmarks
 
 .PHONY: bench-capture
-bench-capture: $(STAMP) ## capture against pg_recvlogical; ARGS="--workload mixed --changes 300000" narrows it
+bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
 	$(BIN)/python benchmarks/capture.py $(ARGS)
 
 .PHONY: bench-copy
-bench-copy: $(STAMP) ## the copy of a table against psql and COPY; ARGS="--rows 300000" narrows it
+bench-copy: $(STAMP) ## compare copying a table with psql and COPY; smaller: ARGS="--rows 300000"
 	$(BIN)/python benchmarks/table_copy.py $(ARGS)
 
 .PHONY: bench-verify
-bench-verify: $(STAMP) ## a table compared with its source, against its copy; ARGS="--rows 300000" narrows it
+bench-verify: $(STAMP) ## compare verifying a table with copying it; smaller: ARGS="--rows 300000"
 	$(BIN)/python benchmarks/verify.py $(ARGS)
 
 .PHONY: bench-handover
-bench-handover: $(STAMP) ## the lag of small tables while a large one is copied; ARGS="--rows 1000000" narrows it
+bench-handover: $(STAMP) ## measure the lag of small tables while a large one is copied; smaller: ARGS="--rows 1000000"
 	$(BIN)/python benchmarks/handover.py $(ARGS)
 
 .PHONY: bench-shutdown
-bench-shutdown: $(STAMP) ## how soon a pipeline ends, and streams again; ARGS="--mode none --rounds 3" narrows it
+bench-shutdown: $(STAMP) ## measure how fast a pipeline stops and resumes; smaller: ARGS="--mode none --rounds 3"
 	$(BIN)/python benchmarks/shutdown.py $(ARGS)
 
 .PHONY: bench-stream
-bench-stream: $(STAMP) ## changes from a slot into Delta, against pg_recvlogical; ARGS="--large" adds tables of 20M rows
+bench-stream: $(STAMP) ## compare streaming into Delta with pg_recvlogical; ARGS="--large" adds tables of 20M rows
 	$(BIN)/python benchmarks/stream.py $(ARGS)
 
 .PHONY: bench-latency
-bench-latency: $(STAMP) ## from commit to visible in Delta, at 200 transactions/s; ARGS="--seconds 20" narrows it
+bench-latency: $(STAMP) ## measure the time from commit to visible in Delta, at 200 transactions/s; smaller: ARGS="--seconds 20"
 	$(BIN)/python benchmarks/latency.py $(ARGS)
 
 .PHONY: bench-documents
-bench-documents: $(STAMP) opensearch ## documents filled and changed, against psql building the same; ARGS="--rows 100000" narrows it
+bench-documents: $(STAMP) opensearch ## compare filling and updating documents with psql building them; smaller: ARGS="--rows 100000"
 	$(BIN)/python benchmarks/documents.py $(ARGS)
 
 .PHONY: traps
-traps: $(STAMP) ## which trap is covered by which tests, and which by none
+traps: $(STAMP) ## list which tests cover which trap
 	@$(BIN)/python scripts/traps.py
 
 .PHONY: audit
-audit: $(STAMP) ## look for what must not be committed, overlong files, repeated code and broken requirements; the size of src
+audit: $(STAMP) ## find forbidden content, overlong files, repeated code and conflicting requirements; print the size of src
 	@$(BIN)/python scripts/audit.py
 	@$(BIN)/python -m pip check
 
 .PHONY: fuzz
-fuzz: $(STAMP) ## the decoder against 100,000 mutated messages
+fuzz: $(STAMP) ## run the decoder on 100,000 mutated messages
 	PENSTOCK_FUZZ_CASES=$${PENSTOCK_FUZZ_CASES:-100000} $(PYTEST) tests/unit/capture/test_fuzz.py --timeout 3600 $(ARGS)
 
 .PHONY: s3-server
-s3-server: $(STAMP) ## build a real S3 server for the long tests, once; needs Go
+s3-server: $(STAMP) ## build an S3 server for the long tests, once; needs Go
 	@$(BIN)/python scripts/s3-server.py $(BIN)
 
 .PHONY: soak
@@ -144,18 +144,18 @@ soak: $(STAMP) system s3-server ## the long tests, in full or as much as fits: M
 	$(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .PHONY: build
-build: $(STAMP) ## build the wheel and try it in an environment of its own
+build: $(STAMP) system ## build the wheel and try it in empty environments, with each extra; PYTHON=python3.13 tries another Python
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
-	scripts/try-wheel.sh $(BIN)/python dist/*.whl
+	$(PYTHON) scripts/try-wheel.py dist/*.whl
 
 .PHONY: constraints
-constraints: $(STAMP) ## write the versions of .venv into the constraints
+constraints: $(STAMP) ## write the versions installed in .venv to the constraints
 	@sed -n '/^#/p' $(CONSTRAINTS) > $(CONSTRAINTS).new
 	@$(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip >> $(CONSTRAINTS).new
 	@mv $(CONSTRAINTS).new $(CONSTRAINTS)
 
 .PHONY: clean
-clean: ## remove everything that make has created
+clean: ## remove everything that make created
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

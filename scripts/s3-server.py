@@ -1,6 +1,6 @@
-"""Build an S3 server (versitygw) into a folder, by its module's name; does nothing when it is there.
+"""Build an S3 server (versitygw) with Go into a folder, unless it is there. Takes about six minutes on two cores.
 
-Only `make soak` needs it: the other tests use an emulator. Go builds it, in about six minutes on two cores.
+Only `make soak` uses it; the other tests use an emulator.
 
 Usage: s3-server.py <folder>
 """
@@ -27,16 +27,16 @@ def main() -> int:
         return 0
     go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if go is None:
-        return _without("Go is not here; install golang 1.25 or newer")
-    print(f"make: building {PROGRAM} {VERSION}, once; this takes some minutes", file=sys.stderr)
+        return _without("Go is not installed; install golang 1.25 or newer")
+    print(f"make: building {PROGRAM} {VERSION}, once; this takes several minutes", file=sys.stderr)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="penstock-go-", dir=target) as folder:
         environment = {**os.environ, "GOBIN": folder}
         try:
             subprocess.run([go, "install", MODULE], check=True, env=environment, capture_output=True, timeout=SECONDS)
         except subprocess.SubprocessError as error:
-            said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-            return _without(f"{PROGRAM} could not be built; the end of what was said:\n{said[-800:]}")
+            output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+            return _without(f"could not build {PROGRAM}; the end of Go's output:\n{output[-800:]}")
         os.replace(Path(folder) / PROGRAM, target / PROGRAM)
     stamp.touch()
     return 0
@@ -44,7 +44,7 @@ def main() -> int:
 
 def _without(reason: str) -> int:
     print(f"make: {reason}", file=sys.stderr)
-    print("make: going on without it; tests that need it are skipped by name.", file=sys.stderr)
+    print("make: continuing without it; tests that need it are skipped and listed.", file=sys.stderr)
     return 0
 
 

@@ -1,24 +1,24 @@
 #!/bin/sh
-# What the set-up needs from the system: Python's venv module, a Java runtime for Spark (17 to 21), and Debian's
-# PostgreSQL 15 as one more version to test on. As root they are installed; for anybody else one message says how, and
-# the set-up goes on without Java and PostgreSQL 15.
+# Install the system packages that the set-up needs: Python's venv module, Java 17 to 21 for Spark, and Debian's
+# PostgreSQL 15 as one more version to test on. Without root, print how to install them; the set-up continues without
+# Java and PostgreSQL 15.
 # Usage: system-packages.sh <python>
 set -eu
 
 python=${1:-python3}
 cluster_settings=/etc/postgresql-common/createcluster.d/penstock.conf
-# Debian's package would create and start a server at once; only its programs are wanted.
+# Keep Debian's package from creating and starting a server; only its programs are used.
 no_cluster="mkdir -p ${cluster_settings%/*} && echo 'create_main_cluster = false' > $cluster_settings"
 missing=
 needed=
 
 if ! command -v "$python" >/dev/null; then
-    echo "make: no '$python' on this machine. Name another interpreter: make setup PYTHON=/path/to/python3.12" >&2
+    echo "make: found no '$python'. Choose another interpreter: make setup PYTHON=/path/to/python3.12" >&2
     exit 1
 fi
 if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
-    echo "make: Penstock runs on Python 3.11 to 3.13, '$python' is $("$python" -V 2>&1)." >&2
-    echo "      Name another interpreter: make setup PYTHON=/path/to/python3.12" >&2
+    echo "make: Penstock needs Python 3.11 to 3.13, but '$python' is $("$python" -V 2>&1)." >&2
+    echo "      Choose another interpreter: make setup PYTHON=/path/to/python3.12" >&2
     exit 1
 fi
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -45,7 +45,7 @@ fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "make: installing with apt-get:" $needed $missing
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq || echo "make: apt-get update failed; going on with the package lists that are there" >&2
+    apt-get update -qq || echo "make: apt-get update failed; continuing with the existing package lists" >&2
     if [ -n "$needed" ]; then
         apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $needed >/dev/null
     fi
@@ -55,7 +55,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
             trap 'rm -f "$cluster_settings"' EXIT
         fi
         apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $missing >/dev/null ||
-            echo "make: could not install $missing; tests that need it are skipped or fail, the rest goes on" >&2
+            echo "make: could not install $missing; tests that need it are skipped or fail" >&2
     fi
     exit 0
 fi
@@ -69,7 +69,7 @@ fi
     echo "    sudo sh -c \"$install\""
 } >&2
 if [ -n "$needed" ]; then
-    echo "make: without $needed there can be no environment; stopping." >&2
+    echo "make: cannot create an environment without $needed." >&2
     exit 1
 fi
-echo "make: going on without $missing; tests on PostgreSQL 15 are skipped by name, tests on Spark fail." >&2
+echo "make: continuing without $missing; tests on PostgreSQL 15 are skipped and listed, tests on Spark fail." >&2

@@ -1,4 +1,4 @@
-"""List the traps of docs/reference/traps.md with the tests that cover them, and those that no test covers."""
+"""List the traps of docs/reference/traps.md with the tests that cover them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENTRY = re.compile(r"^(\d+)\. \*\*(.+?)\*\*", re.MULTILINE)
 
 
 class Collector:
-    """A pytest plugin that notes the tests of each trap."""
+    """A pytest plugin that collects the tests of each trap."""
 
     def __init__(self) -> None:
         self.tests: dict[int, list[str]] = defaultdict(list)
@@ -36,7 +36,7 @@ class Collector:
 
 
 def main() -> int:
-    """Print the list; what is not covered is no failure."""
+    """Print the list. A trap without a test is not a failure."""
     traps = {int(number): title.rstrip(".,:") for number, title in _ENTRY.findall(PAGE.read_text())}
     collector = Collector()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -48,7 +48,7 @@ def main() -> int:
             print(f"        {test}")
     uncovered = [number for number in sorted(traps) if number not in collector.tests]
     print(f"\n{len(traps) - len(uncovered)} of {len(traps)} traps have a test", end="")
-    print(f"; none yet: {', '.join(map(str, uncovered))}" if uncovered else "")
+    print(f"; without a test: {', '.join(map(str, uncovered))}" if uncovered else "")
     for number in sorted(set(collector.tests) - set(traps)):
         print(f"unknown trap {number}: {', '.join(collector.tests[number])}", file=sys.stderr)
     for name in collector.errors:

@@ -1,9 +1,9 @@
-"""What Spark forks its Python workers from, so that tasks begin at once.
+"""The process from which Spark forks its Python workers, with everything imported so that tasks start at once.
 
-A worker of Spark's own imports what a task needs first, most of a second of processor time; idle ones are ended after a
-minute, so that changes which come now and then wait for it each time. And before each task it reads the directory of
-every archive on its path again, after each it looks through all that was imported for garbage: 0.2 s of processor time
-for a task that does nothing. Here all is imported, archives are read once, and what was imported is left alone.
+One of Spark's own workers spends most of a second importing what its first task needs. Idle workers end after a minute,
+so occasional changes would pay for that every time. Before each task, such a worker also rereads the directory of every
+archive on its path, and after each task it collects garbage over all imported modules: 0.2 s of processor time for a
+task that does nothing. This daemon imports the modules once, reads archives once, and exempts modules from collection.
 """
 
 import gc
@@ -18,7 +18,7 @@ NEEDED = (
     "penstock.destinations.parquet.destination",
     "penstock.documents.build",
 )
-"""By name: they stand above this package, which only has them ready for whoever sends them as tasks."""
+"""Modules that tasks use. Named, not imported: they belong to higher layers."""
 
 
 def main() -> None:
@@ -26,10 +26,10 @@ def main() -> None:
         try:
             importlib.import_module(each)
         except ModuleNotFoundError as error:
-            # Without the extra of a destination no task needs its module.
+            # No task needs a destination whose extra is not installed.
             if error.name is None or error.name.startswith("penstock"):
                 raise
-    # Archives that Spark distributes do not change under a worker.
+    # Archives that Spark distributes do not change while a worker runs.
     zipimport.zipimporter.invalidate_caches = lambda self: None
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What a Spark session needs to read Delta tables itself: jars, which Penstock does without."""
+"""Options with which a Spark session reads Delta tables. Penstock itself needs no Delta jars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 COORDINATES = "io.delta:delta-spark_4.1_2.13:4.4.0"
-"""For `spark.jars.packages`, where a session may fetch them."""
+"""For `spark.jars.packages`."""
 _OPTIONS = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
@@ -14,9 +14,9 @@ _OPTIONS = {
 
 
 def delta_options(folder: Path | None = None) -> dict[str, str] | None:
-    """Options for a session that reads Delta tables; None if the jars are not in the folder.
+    """Return options for a session that reads Delta tables, or None if the folder has no jars.
 
-    The folder is that of the environment, where `make setup` puts them, unless another one is named.
+    The default is the folder of the environment in which `make setup` stores them.
     """
     jars = sorted((folder or Path(sys.prefix) / "jars").glob("io.delta_*.jar"))
     return {"spark.jars": ",".join(map(str, jars)), **_OPTIONS} if jars else None

@@ -1,7 +1,7 @@
-"""Copies of small tables that wait for their turn, to be taken along by whoever has one.
+"""Copies of small tables that wait for a turn and can share a task with each other.
 
-A job costs a tenth of a second and more, a small table a few milliseconds. With hundreds of them the jobs would be all
-there is, so one task reads as many as make a good size together.
+Starting a job costs a tenth of a second or more, copying a small table a few milliseconds. With hundreds of small
+tables nearly all time would go into starting jobs, so one task copies several of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from penstock.copy.plan import RANGE_BYTES
 
 MAX_TOGETHER = 16
-"""Each has a connection to make, and files to sync."""
+"""Copies in one task, at most: each opens a connection and syncs files."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyGroup:
-    """Items of one copy that make one task, or a part of one."""
+    """Items of one copy that run in the same task, possibly together with other groups."""
 
     items: Sequence[Any]
     function: Callable[[Any], Any]
@@ -29,17 +29,17 @@ class CopyGroup:
 
     @property
     def bytes(self) -> int:
-        """On the source's disk."""
+        """Size on the source's disk."""
         return bytes_of(self.items)
 
 
 def bytes_of(items: Sequence[Any]) -> int:
-    """What a copy reads from the source's disk; items that do not know theirs count as large."""
+    """Return how much a copy reads from the source's disk; items of unknown size count as large."""
     return sum(getattr(item, "estimated_bytes", RANGE_BYTES) for item in items)
 
 
 class LightCopies:
-    """May be used from any thread."""
+    """The waiting groups. Thread-safe."""
 
     def __init__(self, *, max_bytes: int = RANGE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -47,19 +47,19 @@ class LightCopies:
         self._waiting: list[CopyGroup] = []
 
     def offer(self, group: CopyGroup) -> None:
-        """Let others take it along, if it is small."""
+        """Let other copies run this group in their task, if it is small."""
         if group.bytes < self._max_bytes:
             with self._lock:
                 self._waiting.append(group)
 
     def withdraw(self, group: CopyGroup) -> None:
-        """Nobody takes it any more."""
+        """Remove a group, so that no other copy runs it."""
         with self._lock:
             if group in self._waiting:
                 self._waiting.remove(group)
 
     def take(self, group: CopyGroup) -> list[CopyGroup]:
-        """This one with others that wait, for one task; nothing if somebody has taken it already."""
+        """Return this group and waiting ones that fit into the same task; empty if another copy has taken it."""
         with self._lock:
             if group.outcomes.running() or group.outcomes.done():
                 return []

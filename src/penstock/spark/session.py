@@ -1,7 +1,7 @@
-"""The Spark session, built from settings: quiet, fair between copies and changes, and with the types we need.
+"""Build the Spark session from settings.
 
-The driver is this process. Static settings (memory, master, the scheduler) count only for the first session of a
-process, as always with Spark: a session that is there already is taken as it is.
+This process is the driver. As always with Spark, static settings (memory, master, scheduler) apply only to the first
+session of a process; a session that exists already is used as it is.
 """
 
 from __future__ import annotations
@@ -23,44 +23,46 @@ from penstock.spark.java import find_java
 _FOLDER = Path(__file__).parent
 APPLY_POOL, COPY_POOL = "apply", "copy"
 PYTHON_DAEMON = "penstock.spark.daemon"
-"""Also in the command line of every Python worker, which is forked from it."""
+"""Also appears in the command line of every Python worker, because workers are forked from it."""
 _LOOPBACK = "127.0.0.1"
 _ONE_COMPILER = "-XX:TieredStopAtLevel=1"
-"""For the driver's JVM, which only hands tasks and bytes on: the second compiler took half of its processor time in the
-first minute, and made no batch quicker."""
+"""For the driver's JVM, which only passes tasks and bytes on: the second compiler took half of its processor time in
+the first minute and made no batch faster."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SparkSettings:
-    """Where tasks run, and how."""
+    """Where and how tasks run."""
 
     master: str = "local[*]"
     app_name: str = "penstock"
     memory: str | None = None
-    """Like `4g`: of the JVM that runs tasks (the driver's with a local master, else each executor's)."""
+    """Memory of the JVM that runs tasks, like `4g`: the driver with a local master, otherwise each executor."""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Any `spark.*`; they win over what is set here."""
+    """Any `spark.*` options; they take precedence over Penstock's own."""
     log_level: str = "ERROR"
 
     def __post_init__(self) -> None:
         foreign = sorted(name for name in self.options if not name.startswith("spark."))
         if foreign:
-            raise ConfigError(f"not a setting of Spark: {', '.join(foreign)}", hint="Their names begin with spark.")
+            raise ConfigError(
+                f"not a Spark option: {', '.join(foreign)}", hint="Names of Spark options start with spark."
+            )
         if self.options.get("spark.speculation", "false").lower() != "false":
             raise ConfigError(
                 "spark.speculation must stay off",
-                hint="A task that runs twice at the same time writes everything twice, and both read from the source.",
+                hint="With it, Spark can run two copies of a task at once, which read and write everything twice.",
             )
 
     @property
     def is_local(self) -> bool:
-        """Tasks run in threads of this machine's JVM."""
+        """True if tasks run on this machine, in the driver's JVM."""
         return self.master == "local" or self.master.startswith("local[")
 
     def configuration(self) -> dict[str, str]:
-        """All settings that the session gets."""
+        """Return all options of the session."""
         level = self.log_level.lower()
         logs = f"-Dlog4j2.configurationFile={(_FOLDER / 'log4j2.properties').as_uri()} -Dpenstock.log.level={level}"
         ours = {
@@ -73,7 +75,7 @@ class SparkSettings:
             "spark.scheduler.allocation.file": (_FOLDER / "pools.xml").as_uri(),
             "spark.sql.session.timeZone": "UTC",
             "spark.python.daemon.module": PYTHON_DAEMON,
-            # Without it Spark 4.1 refuses columns of type time, also when it only reads a file that has one.
+            # Without it Spark 4.1 refuses `time` columns, even when it only reads a file that has one.
             "spark.sql.timeType.enabled": "true",
         }
         if self.is_local:
@@ -85,7 +87,7 @@ class SparkSettings:
 
 
 def build_session(settings: SparkSettings | None = None) -> SparkSession:
-    """Start Spark, or take the session that this process has. Raises `ConfigError` if there is no Java for it."""
+    """Start Spark, or use the session that this process has. Raises `ConfigError` if Spark or Java does not start."""
     settings = settings or SparkSettings()
     existing = SparkSession.getActiveSession()
     if existing is None:
@@ -98,23 +100,23 @@ def build_session(settings: SparkSettings | None = None) -> SparkSession:
     except (PySparkException, Py4JError) as error:
         raise ConfigError(
             f"Spark did not start on {settings.master}: {reason_of(error)}",
-            hint="See what it has written before this; master, memory and spark.* in the config must fit this machine.",
+            hint="See Spark's output above, and check master, memory and spark.* in the config.",
         ) from None
     session.sparkContext.setLogLevel(settings.log_level.upper())
-    logger.info("spark is there master=%s cores=%d", settings.master, session.sparkContext.defaultParallelism)
+    logger.info("spark started master=%s cores=%d", settings.master, session.sparkContext.defaultParallelism)
     return session
 
 
 def stop_session(session: SparkSession) -> None:
-    """End Spark; a JVM that is gone already needs no ending, and must not hide why."""
+    """Stop Spark. A JVM that has already ended is only logged, so that it does not hide the error that ended it."""
     try:
         session.stop()
     except (Py4JError, OSError) as error:
-        logger.warning("spark had ended before it was asked to error=%s", type(error).__name__)
+        logger.warning("spark ended before it was stopped error=%s", type(error).__name__)
 
 
 def reason_of(error: Exception) -> str:
-    """The reason in a message of the JVM, without its stack."""
+    """Return the reason from an error of the JVM, without the stack trace."""
     exception = getattr(error, "java_exception", None)
     text = str(exception.getMessage() or exception) if exception is not None else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -122,7 +124,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _prepare_environment(settings: SparkSettings) -> None:
-    """What Spark takes from the environment only; what a person has set there stays."""
+    """Set what Spark reads from environment variables only; existing values of the user stay."""
     java = find_java()
     if os.environ.get("JAVA_HOME") != str(java.home):
         os.environ["JAVA_HOME"] = str(java.home)

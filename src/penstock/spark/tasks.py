@@ -1,9 +1,9 @@
-"""Functions as Spark tasks: one job over many items, results in order, exceptions as what they were.
+"""Run functions as Spark tasks: one job over many items, results in order, exceptions unchanged.
 
-Changes and copies share the cores. A batch of changes is one job in the pool `apply`, whatever the number of tables.
-Copies run in the pool `copy`, a job of one task at a time for each of their turns, and there are always fewer turns
-than cores: a task cannot be pre-empted, and changes must not wait for one. Starting a job costs a tenth of a second,
-more on a busy machine, so such a task takes a few ranges, or the whole of several small tables.
+Changes and copies share the cores. A batch of changes is one job in the pool `apply`, regardless of the number of
+tables. Copies run in the pool `copy`, as jobs of one task, each of which holds a turn. There are always fewer turns
+than cores, because a running task cannot be pre-empted and changes must not wait for one. Starting a job costs a tenth
+of a second, more on a busy machine, so one task copies a few ranges or several small tables.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 TASKS_PER_CORE = 1
-"""More items than that share tasks. A batch of 20 small tables took three times as long with four tasks per core, when
-a Python task cost 0.2 s by itself (it does not any more: docs/decisions/0013). Items are dealt out in turn and none is
-very large, so more tasks would hardly balance better."""
+"""Further items share tasks. With four tasks per core a batch of 20 small tables took three times as long, when a
+Python task still cost 0.2 s (see docs/decisions/0013). Items are dealt out in turn and none is very large, so more
+tasks would hardly balance better."""
 COPY_TASK_BYTES = 4 * RANGE_BYTES
-"""Of a table in one task, at most, unless a single item has more: some seconds of work, which nobody can interrupt."""
+"""Bytes of a table in one task, at most, unless a single item has more: a few seconds of work without interruption."""
 COPY_TASK_ITEMS = 4
 """Items of a copy in one task, at most."""
 _NO_JVM = (py4j.protocol.Py4JNetworkError, OSError, EOFError)
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[_Result]):
-    """What a function returned, and which ranges of a copy it has read."""
+    """The result of a function, and the ranges of a copy that it read."""
 
     result: _Result
     reads: tuple[RangeRead, ...] = ()
@@ -57,7 +57,7 @@ class _Done(Generic[_Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """What a function raised, with where."""
+    """The exception of a function, and its traceback."""
 
     error: Exception
     at: str
@@ -65,16 +65,16 @@ class _Raised:
 
 @dataclass(frozen=True, slots=True)
 class _Shipped:
-    """What of a group of items goes to its task."""
+    """The part of a `CopyGroup` that is sent to its task."""
 
     items: Sequence[Any]
     function: Callable[[Any], Any]
 
 
 class SparkTasks:
-    """Runs functions in Spark tasks (`penstock.destinations.base.Tasks`). May be called from any thread.
+    """Runs functions in Spark tasks (`penstock.destinations.base.Tasks`). Thread-safe.
 
-    `copy_tasks` bounds the tasks that read tables, over all tables; by default all cores but one, at least one.
+    `copy_tasks` limits the tasks that copy tables at the same time; the default is all cores but one, at least one.
     """
 
     def __init__(self, session: SparkSession, *, copy_tasks: int | None = None) -> None:
@@ -87,18 +87,18 @@ class SparkTasks:
 
     @property
     def cores(self) -> int:
-        """How many tasks run at the same time; on a cluster this changes as executors come and go."""
+        """How many tasks run at the same time; on a cluster this changes with the number of executors."""
         return max(1, self._context.defaultParallelism)
 
     @property
     def copy_tasks(self) -> int:
-        """How many of them may read tables."""
+        """How many tasks copy tables at the same time, at most."""
         return self._copy_tasks or max(1, self.cores - 1)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Inside, jobs of this thread are parts of a copy: they run in the pool `copy`, a few items at a time, in turns
-        that all copies share. Whoever calls `Destination.write_table_rows` does so inside."""
+        """Run this thread's jobs as parts of a copy: in the pool `copy`, a few items at a time, in turns that all
+        copies share. Table sync workers call `Destination.write_table_rows` inside."""
         before = self._is_copying
         self._here.copying = True
         try:
@@ -107,10 +107,10 @@ class SparkTasks:
             self._here.copying = before
 
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
-        """One job over all items, results in their order; see `Tasks` for what the function must keep to.
+        """Run one job over all items and return the results in their order; `Tasks` says what the function must obey.
 
-        An exception of a task does not stop the others of its job, and is raised here when they are done, as it was.
-        What Spark itself cannot do is `TasksFailed`. Results go through the driver: they should be small.
+        An exception in a task does not stop the other tasks of the job; it is raised here, unchanged, when they are
+        done. A failure of Spark itself raises `TasksFailed`. Results pass through the driver, so keep them small.
         """
         items = list(items)
         if not items:
@@ -127,12 +127,12 @@ class SparkTasks:
         return [_value(outcome) for outcome in results]
 
     def close(self) -> None:
-        """Give copies up: no further task starts, and those that run are ended. Changes are not concerned."""
+        """Stop copies: cancel running tasks and start no more. Jobs that apply changes continue."""
         self._turns.close()
         try:
             self._context.cancelJobsWithTag(self._tag)
         except (py4j.protocol.Py4JError, OSError):
-            logger.debug("spark was gone before its copies could be cancelled", exc_info=True)
+            logger.debug("spark ended before its copies could be cancelled", exc_info=True)
 
     @property
     def _is_copying(self) -> bool:
@@ -141,8 +141,8 @@ class SparkTasks:
     def _run_in_turns(
         self, items: list[_Item], function: Callable[[_Item], _Result], description: str
     ) -> list[_Result]:
-        """Jobs of a few items, as many at a time as there are turns; the first exception ends it. Small tables get
-        their turns before large ones."""
+        """Run jobs of a few items each, as many at a time as there are turns, until all are done or one raises. Small
+        tables get their turns before large ones."""
         turns = min(len(items), self.copy_tasks)
         parts = group_for_turns(items, turns)
         groups = [
@@ -180,7 +180,7 @@ class SparkTasks:
         return [result for future in futures for result in future.result()]
 
     def _run_together(self, groups: list[CopyGroup]) -> None:
-        """One task for these; each group hears what became of it."""
+        """Run these groups in one task, and set the outcome of each."""
         if not groups:
             return
         more = f" and {len(groups) - 1} more" if len(groups) > 1 else ""
@@ -200,7 +200,7 @@ class SparkTasks:
             with self._turns.take(size):
                 yield
         except TurnsClosed:
-            raise _given_up() from None
+            raise _cancelled() from None
 
     def _job(
         self,
@@ -211,24 +211,24 @@ class SparkTasks:
         *,
         tagged: bool = False,
     ) -> list[list[_Done[_Result] | _Raised]]:
-        """One task per payload; a job that is `tagged` can be cancelled."""
+        """Run one task per payload; a `tagged` job can be cancelled."""
         try:
             with self._described(description, pool, tagged=tagged):
                 return self._context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
         except _NO_JVM:
-            logger.debug("the JVM does not answer description=%s", description, exc_info=True)
-            gone = f"Spark could not {description}: its JVM does not answer any more"
-            # A table is tried again by the next process; this one ends as soon as it has changes to write.
+            logger.debug("the jvm does not answer description=%s", description, exc_info=True)
+            gone = f"Spark could not {description}: its JVM no longer answers"
+            # The next process retries the table; this one ends as soon as it has changes to write.
             raise (TasksFailed(gone) if pool == COPY_POOL else SparkGone(gone)) from None
         except (py4j.protocol.Py4JError, PySparkException) as error:
             logger.debug("a job failed description=%s", description, exc_info=True)
             if tagged and self._turns.closed:
-                raise _given_up() from None
+                raise _cancelled() from None
             raise TasksFailed(f"Spark could not {description}: {reason_of(error)}") from None
 
     @contextmanager
     def _described(self, description: str, pool: str, *, tagged: bool) -> Iterator[None]:
-        """Inside, jobs of this thread have a description and a pool, and can be cancelled if they are `tagged`."""
+        """Give this thread's jobs a description and a pool, and the tag that cancels them if they are `tagged`."""
         context = self._context
         before = {name: context.getLocalProperty(name) for name in (_DESCRIPTION, _POOL)}
         context.setLocalProperty(_DESCRIPTION, description)
@@ -241,12 +241,12 @@ class SparkTasks:
             if tagged:
                 context.removeJobTag(self._tag)
             for name, value in before.items():
-                # None removes a property, whatever the annotation says.
+                # None removes a property, although the annotation does not allow it.
                 context.setLocalProperty(name, value)  # pyright: ignore[reportArgumentType]
 
 
 class _Work:
-    """What is shipped: a function that turns exceptions into values."""
+    """The function that is sent to a task: returns exceptions as values."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -257,7 +257,7 @@ class _Work:
 
 
 def _run_group(group: _Shipped) -> list[_Done[Any] | _Raised]:
-    """In a task: the items of one copy, up to the first that raises."""
+    """Run the items of one copy in a task, up to the first that raises."""
     outcomes: list[_Done[Any] | _Raised] = []
     for item in group.items:
         outcomes.append(_call(group.function, item))
@@ -277,7 +277,7 @@ def _call(function: Callable[[Any], Any], item: Any) -> _Done[Any] | _Raised:
 
 
 def group_for_turns(items: list[_Item], turns: int) -> list[list[_Item]]:
-    """Groups of one task each, in order and about equal, as many as give every turn the same number."""
+    """Split items into groups of one task each: in order, about equal, and the same number for every turn."""
     per_item = max(1, bytes_of(items) // len(items))
     together = max(1, min(COPY_TASK_ITEMS, COPY_TASK_BYTES // per_item))
     rounds = -(-len(items) // (together * turns))
@@ -290,12 +290,12 @@ def _ignore(read: RangeRead) -> None:
     pass
 
 
-def _given_up() -> TasksFailed:
-    return TasksFailed("a copy was given up: Penstock is stopping")
+def _cancelled() -> TasksFailed:
+    return TasksFailed("a copy was cancelled because Penstock is stopping")
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception, if it survives the way back; otherwise what it said."""
+    """Return the exception if it can be pickled, otherwise a `TasksFailed` with its message."""
     try:
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:

