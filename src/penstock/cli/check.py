@@ -7,16 +7,14 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.options import AsJson, OptionalConfigPath, Publication, Slot, Tables, Url
-from penstock.cli.sources import chosen_source
+from penstock.cli.display import make_table, wide_console
+from penstock.cli.options import AsJson, OptionalConfigPath, Publication, Slot, Tables, Url, chosen_source
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 
 _STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
-_PIPE_WIDTH = 160
 
 
 def check(
@@ -62,18 +60,14 @@ def check(
 
 def findings_table(findings: Iterable[Check]) -> Table:
     """What was found, for people."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("severity", "check", "what", "remedy"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("severity", "check"))
+    table = make_table("severity", "check", "what", "remedy", unbroken=("severity", "check"))
     for finding in findings:
         table.add_row(_label(finding), Text(finding.id), Text(finding.what), Text(finding.remedy))
     return table
 
 
 def _print(report: Report) -> None:
-    console = Console()
-    if not console.is_terminal and console.width < _PIPE_WIDTH:
-        console = Console(width=_PIPE_WIDTH)
+    console = wide_console()
     console.print(findings_table(report.checks))
     console.print()
     console.print(_summary(report))

@@ -1,59 +1,24 @@
-"""`penstock resync`, `rollback`, `pause` and `resume`: what people ask of a pipeline that runs elsewhere, or later."""
+"""`penstock resync`, `rollback`, `pause` and `resume`: commands to a pipeline that runs elsewhere, or later."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.configured import (
-    DEFAULT_PATH,
-    ConfigPath,
-    OutputName,
-    TableNames,
-    chosen_outputs,
-    configured,
-    every_chosen_output,
-    existing_store,
-    require_shared_state,
-    running,
-    table_names,
-)
-from penstock.cli.options import AsJson
-from penstock.config import Config, DocumentsChoice, OutputChoice
-from penstock.errors import ConfigError, PenstockError
-from penstock.source.patterns import TableName, select_tables
-from penstock.state import Command, CommandKind, CommandStatus, Store
-
-_POLL_SECONDS = 0.1
+from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, TableNames, configured
+from penstock.config import Config
+from penstock.errors import PenstockError
+from penstock.operations.commands import WAIT_SECONDS, Sent, send_command
+from penstock.operations.stores import require_shared_state
+from penstock.state import CommandKind, CommandStatus
 
 Wait = Annotated[
     float,
-    typer.Option("--wait", min=0, help="How long to wait for the answer of a running pipeline.", metavar="SECONDS"),
+    typer.Option("--wait", min=0, help="How long to wait for a running pipeline to answer.", metavar="SECONDS"),
 ]
-WAIT_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is asked for, and how the answer is shown."""
-
-    kind: CommandKind
-    tables: Sequence[str]
-    wait: float
-    as_json: bool
-    done: str
-    """For people, when it is done; `{}` stands for the tables."""
-
-    def choose(self, config: Config, output: str | None) -> Sequence[OutputChoice | DocumentsChoice]:
-        """Whom it is for: what is about tables is not for documents."""
-        return chosen_outputs(config, output) if self.tables else every_chosen_output(config, output)
 
 
 def resync(
@@ -63,17 +28,17 @@ def resync(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Copy tables again, from the beginning.
+    """Copy tables again from the start.
 
-    For a table that lost its position, or whose data at the destination was changed by somebody else. The other tables
-    go on meanwhile. Patterns like 'sales.*' name several.
+    For a table that lost its position, or whose data at the destination was changed by another program. Other tables
+    are not affected. Patterns like 'sales.*' select several tables.
 
     Examples:
 
         penstock resync public.orders
         penstock resync 'sales.*' --wait 60
     """
-    _send(config_path, output, _Asked(CommandKind.RESYNC, tables, wait, as_json, "{} will be copied again"))
+    _send(config_path, CommandKind.RESYNC, "{} will be copied again", output, wait, as_json, tables)
 
 
 def rollback(
@@ -83,15 +48,16 @@ def rollback(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Let tables that stopped go on from where they were, after the cause is gone.
+    """Resume stopped tables from where they stopped, once the cause is fixed.
 
-    Nothing is lost or doubled. Refused for a table that did not stop, or whose position is lost: then resync.
+    No change is lost or applied twice. Refused for a table that has not stopped, or that lost its position: use resync
+    for that one.
 
     Examples:
 
         penstock rollback public.orders
     """
-    _send(config_path, output, _Asked(CommandKind.ROLLBACK, tables, wait, as_json, "{} will go on"))
+    _send(config_path, CommandKind.ROLLBACK, "{} will resume", output, wait, as_json, tables)
 
 
 def pause(
@@ -100,12 +66,11 @@ def pause(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Stop writing changes to the destination, until resume or the next start; one that does not run begins paused.
+    """Stop writing changes to the destination until resume or the next start. A stopped pipeline starts paused.
 
-    Changes are still read, up to the spool's limit; then the server keeps them.
+    Changes are still captured up to the spool's limit; beyond it, the server keeps them.
     """
-    done = "paused; `penstock resume` lets it go on"
-    _send(config_path, output, _Asked(CommandKind.PAUSE, (), wait, as_json, done))
+    _send(config_path, CommandKind.PAUSE, "paused; `penstock resume` continues", output, wait, as_json)
 
 
 def resume(
@@ -114,51 +79,39 @@ def resume(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Go on after pause."""
-    _send(config_path, output, _Asked(CommandKind.RESUME, (), wait, as_json, "resumed"))
+    """Continue after pause."""
+    _send(config_path, CommandKind.RESUME, "resumed", output, wait, as_json)
 
 
-def _send(path: Path, output: str | None, asked: _Asked) -> None:
+def _send(
+    path: Path,
+    kind: CommandKind,
+    done: str,
+    output: str | None,
+    wait: float,
+    as_json: bool,
+    tables: list[str] | None = None,
+) -> None:
     with configured(path) as config:
         require_shared_state(config)
-        for each in asked.choose(config, output):
-            with existing_store(config, each) as store:
-                _send_to(config, each, store, asked)
+        for sent in send_command(config, kind, output=output, tables=tables or (), wait=wait):
+            if as_json:
+                print_json(config, sent, {"tables": list(sent.command.tables)})
+            else:
+                prefix = f"{sent.output}: " if len(config.every_output) > 1 else ""
+                print_answer(config, sent, done.format(", ".join(sent.command.tables)), prefix)
 
 
-def _send_to(config: Config, output: OutputChoice | DocumentsChoice, store: Store | None, asked: _Asked) -> None:
-    if store is None:
-        raise PenstockError(
-            f"pipeline {config.pipeline.id} has not run yet: there is nothing to {asked.kind.value}",
-            hint="Start it with `penstock run`.",
-        )
-    chosen = choose_tables(config, store, asked.tables)
-    driver = running(store)
-    command = store.add_command(asked.kind, chosen)
-    if driver is not None:
-        command = await_answer(store, command, asked.wait)
-    if asked.as_json:
-        _print_json(config, output, command, is_running=driver is not None)
-        return
-    of_several = f"{output.name}: " if len(config.every_output) > 1 else ""
-    if driver is None:
-        typer.echo(
-            f"{of_several}pipeline {config.pipeline.id} does not run: {asked.kind.value} is noted "
-            f"(command {command.number}), and taken at its next start"
-        )
-        return
-    report_answer(command, of_several + asked.done.format(", ".join(chosen)))
-
-
-def _print_json(config: Config, output: OutputChoice | DocumentsChoice, command: Command, *, is_running: bool) -> None:
-    """One line for each output; what was refused fails all the same."""
+def print_json(config: Config, sent: Sent, target: dict[str, Any]) -> None:
+    """One line for each output; a refused command exits with 1."""
+    command = sent.command
     facts = {
         "pipeline": config.pipeline.id,
-        "output": output.name,
-        "running": is_running,
+        "output": sent.output,
+        "running": sent.is_running,
         "command": command.number,
         "kind": command.kind.value,
-        "tables": list(command.tables),
+        **target,
         "status": command.status.value,
         "reason": command.reason,
     }
@@ -167,41 +120,20 @@ def _print_json(config: Config, output: OutputChoice | DocumentsChoice, command:
         raise typer.Exit(1)
 
 
-def await_answer(store: Store, command: Command, seconds: float) -> Command:
-    """The command as it is when it was answered, or when there was time enough."""
-    deadline = time.monotonic() + seconds
-    while not command.answered and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        command = store.get_command(command.number) or command
-    return command
-
-
-def report_answer(command: Command, done: str) -> None:
-    """Tell a person; raises what was refused."""
-    if command.status is CommandStatus.REFUSED:
-        raise PenstockError(f"{command.kind.value} was refused: {command.reason}")
-    if command.status is CommandStatus.DONE:
-        typer.echo(done)
+def print_answer(config: Config, sent: Sent, done: str, prefix: str = "") -> None:
+    """Say what became of a command; raises if it was refused."""
+    command, what = sent.command, sent.command.kind.value.replace("_", " ")
+    if not sent.is_running:
+        typer.echo(
+            f"{prefix}pipeline {config.pipeline.id} is not running: {what} is queued (command {command.number}) until "
+            "its next start"
+        )
+    elif command.status is CommandStatus.REFUSED:
+        raise PenstockError(f"{what} was refused: {command.reason}")
+    elif command.status is CommandStatus.DONE:
+        typer.echo(f"{prefix}{done}")
     else:
         typer.echo(
-            f"no answer yet: command {command.number} is {command.status.value}, and taken after the batch at hand"
+            f"{prefix}no answer yet: command {command.number} is {command.status.value}, and runs after the current "
+            "batch"
         )
-
-
-def choose_tables(config: Config, store: Store, wanted: Sequence[str]) -> list[str]:
-    """The tables that are meant, by the names that the pipeline knows; `orders` alone is `public.orders`."""
-    names = sorted(table_names(config, store).values())
-    known = {TableName(*name.split(".", 1)): name for name in names if "." in name}
-    chosen: dict[str, None] = {}
-    for each in wanted:
-        # A name as `penstock tables` shows it, whatever letters it has, before a pattern.
-        found = [each] if each in names else [known[table] for table in select_tables(known, [each])]
-        if not found:
-            near = difflib.get_close_matches(each, names, n=1)
-            raise ConfigError(
-                f"pipeline {config.pipeline.id} has no table {each!r}"
-                + (f"; did you mean {near[0]!r}?" if near else ""),
-                hint="`penstock tables` lists them.",
-            )
-        chosen |= dict.fromkeys(found)
-    return list(chosen)

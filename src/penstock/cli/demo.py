@@ -6,29 +6,31 @@ file that is left behind to look at. The server is gone afterwards; config and l
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
-from penstock.cli.demo_parts import DemoChoice, fresh_folder, watcher
-from penstock.cli.display import Display, opened_display
-from penstock.cli.outputs import LookedAt, Running, started_outputs
-from penstock.cli.tail import Ending
+from penstock.cli.display import Display, opened_display, show_running
 from penstock.comparison.verification import verify_tables
 from penstock.config import Config, load_config
 from penstock.config.models import NO_SPARK
-from penstock.coordinator import Coordinator
 from penstock.destinations.registry import load_destination
-from penstock.errors import PenstockError, Retry
+from penstock.errors import ConfigError, PenstockError, Retry
+from penstock.operations.running import POLL_SECONDS, Running, started
+from penstock.operations.signals import Ending
 from penstock.spark.java import require_spark
-from penstock.state import Errored, Ready
+from penstock.state import Ready
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
 from penstock.testing.shop import PUBLICATION, ShopWriters, create_shop, fill_shop
 
 DATABASE = "shop"
+MARKER = ".penstock-demo"
 _COMPARISONS = 10
 _READY_SECONDS = 600.0
 """A guard against waiting for ever, not a measure."""
@@ -59,6 +61,24 @@ the config that made it: {place}/penstock.toml
 look at it with Polars: python -c "import polars; print(polars.read_delta('{place}/lake/shop/orders'))"
 on a server of your own: penstock init, then penstock run
 """
+
+
+@dataclass(frozen=True, slots=True)
+class DemoChoice:
+    """What a person chose."""
+
+    seconds: float
+    rate: float
+    orders: int
+    folder: Path
+    master: str
+    keep: bool
+
+
+class Watch(Protocol):
+    """Show progress until `done` or until the time is over; whether it is done."""
+
+    def __call__(self, seconds: float, done: Callable[[], bool]) -> bool: ...
 
 
 def demo(
@@ -123,6 +143,38 @@ def demo(
         raise PenstockError("source and destination differ", hint="This is a defect of Penstock: please report it.")
 
 
+def fresh_folder(folder: Path) -> Path:
+    """The folder, empty; what stands in it is removed only if it is an older demo's."""
+    place = folder.absolute()
+    if place.exists():
+        if not (place / MARKER).is_file() and any(place.iterdir()):
+            raise ConfigError(f"{folder} is not empty, and no older demo", hint="Name another one with --folder.")
+        shutil.rmtree(place)
+    try:
+        place.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create {folder}: {error.strerror}", hint="Name another one with --folder.") from None
+    (place / MARKER).touch()
+    return place
+
+
+def watcher(running: Running, display: Display, ending: Ending) -> Watch:
+    """A way to wait that shows progress, and ends with the pipeline."""
+
+    def watch(seconds: float, done: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + seconds
+        while not ending.stop.is_set() and not running.wait(0):
+            show_running(running, display)
+            if done():
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            ending.stop.wait(POLL_SECONDS)
+        return False
+
+    return watch
+
+
 def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool | None:
     binaries = find_binaries()
     load_destination("delta")
@@ -139,7 +191,7 @@ def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool
         display.say(f"a shop with {chosen.orders:,} orders is open: psql {server.dsn(DATABASE)}")
         with (
             ShopWriters(lambda: server.connect(DATABASE), rate=chosen.rate),
-            started_outputs(config, ending, display) as running,
+            started(config, ending, display.say) as running,
         ):
             equal = _show(config, running, ending, display, seconds=chosen.seconds, keep=chosen.keep)
     if equal:
@@ -150,29 +202,28 @@ def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool
 def _show(
     config: Config, running: Running, ending: Ending, display: Display, *, seconds: float, keep: bool
 ) -> bool | None:
-    """The demo itself; whether all tables were equal, None if it was cut short."""
-    with LookedAt(config, running.outputs, display) as looked_at:
-        watch = watcher(running.outputs, looked_at, ending)
-        if not watch(_READY_SECONDS, lambda: _are_ready(running.outputs)):
-            return None
-        display.say(f"all tables are copied; following their changes for {seconds:g} s")
-        watch(seconds, lambda: False)
-        if ending.stop.is_set():
-            return None
-        if running.session is not None:
-            _ask_the_lake(config, running.session, display)
-        equal = _compare(config, running, display)
-        if keep:
-            display.say(f"it runs on; look at it with: penstock status -c {config.path}; Ctrl-C ends it")
-            watch(float("inf"), lambda: False)
-        return equal
+    """The demo itself; whether all tables were equal, None if it was interrupted."""
+    watch = watcher(running, display, ending)
+    if not watch(_READY_SECONDS, lambda: _are_ready(running)):
+        return None
+    display.say(f"all tables are copied; following their changes for {seconds:g} s")
+    watch(seconds, lambda: False)
+    if ending.stop.is_set():
+        return None
+    if running.session is not None:
+        _ask_the_lake(config, running.session, display)
+    equal = _compare(config, running, display)
+    if keep:
+        display.say(f"still running; look at it with: penstock status -c {config.path}; press Ctrl-C to stop")
+        watch(float("inf"), lambda: False)
+    return equal
 
 
-def _are_ready(outputs: Coordinator) -> bool:
-    phases = [phase for pipeline in outputs for phase in pipeline.phases.values()]
-    for phase in phases:
-        if isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR:
+def _are_ready(running: Running) -> bool:
+    for phase in running.errored.values():
+        if phase.retry_policy.retry is Retry.OPERATOR:
             raise PenstockError(f"a table stopped: {phase.reason}", hint=phase.solution or None)
+    phases = [phase for output in running.outputs for phase in output.phases.values()]
     return bool(phases) and all(isinstance(phase, Ready) for phase in phases)
 
 
@@ -222,12 +273,11 @@ def _ask_the_lake(config: Config, session: Any, display: Display) -> None:
 
 def _compare(config: Config, running: Running, display: Display) -> bool:
     """Whether every row of every table is equal, at one position, while the writers go on."""
-    [pipeline] = running.outputs
     display.say("comparing every row of source and lake, while the writers go on:")
     tables: list[str] = []
     for _ in range(_COMPARISONS):
         report = verify_tables(
-            config.pipeline, pipeline.store, config.create_destination(), running.tasks, tables=tables
+            config.pipeline, running.outputs[0].store, config.create_destination(), running.tasks, tables=tables
         )
         # A table that was just emptied by a writer cannot be read as it was: it is compared again.
         tables = [table.table for table in report.tables if table.reason is not None]

@@ -15,26 +15,23 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.demo_parts import DemoChoice, Watch, fresh_folder, watcher
+from penstock.cli.demo import DATABASE, DemoChoice, Watch, fresh_folder, watcher
 from penstock.cli.display import Display
-from penstock.cli.formats import format_seconds
-from penstock.cli.indexes import live_documents
-from penstock.cli.outputs import LookedAt, Running, is_settled, started_outputs
-from penstock.cli.run import has_reached
-from penstock.cli.tail import Ending
 from penstock.config import Config, load_config
-from penstock.documents.base import ReadableSink, readable
-from penstock.documents.diff import IndexDiff, Kind, Patience
+from penstock.config.units import format_seconds
+from penstock.documents.base import readable
+from penstock.documents.diff import Kind, Patience
 from penstock.documents.sinks.registry import load_sink
 from penstock.errors import ConfigError, PenstockError
-from penstock.source.wal import current_position
+from penstock.operations.indexes import compare_indexes
+from penstock.operations.running import Running, started
+from penstock.operations.signals import Ending
 from penstock.state import CommandKind, IndexStatus
 from penstock.testing import shop
 from penstock.testing.opensearch import OpenSearchServer, why_not
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.postgres_binaries import find_binaries
 
-DATABASE = "shop"
 INDEXES = ("customers", "products")
 _SPECIFICATIONS = Path(shop.__file__).parent / "shop_indexes"
 _PATIENCE_SECONDS = 600.0
@@ -78,9 +75,8 @@ def run_search_demo(chosen: DemoChoice, ending: Ending, display: Display) -> boo
         config = load_config(_write_config(place, server.dsn(DATABASE), opened.url, chosen.master))
         display.say(f"a shop with {chosen.orders:,} orders is open; {', '.join(INDEXES)} are filled from it")
         writers = stack.enter_context(shop.ShopWriters(lambda: server.connect(DATABASE), rate=chosen.rate))
-        running = stack.enter_context(started_outputs(config, ending, display))
-        looked_at = stack.enter_context(LookedAt(config, running.outputs, display))
-        demo = _Demo(config, running, server, opened, display, watcher(running.outputs, looked_at, ending))
+        running = stack.enter_context(started(config, ending, display.say))
+        demo = _Demo(config, running, server, opened, display, watcher(running, display, ending))
         equal = demo.show(writers, chosen.seconds)
         if equal and chosen.keep:
             around = {"search": opened.url, "source": server.dsn(DATABASE), "place": place, "id": demo.shown}
@@ -104,6 +100,7 @@ class _Demo:
         watch: Watch,
     ) -> None:
         self._config = config
+        self._running = running
         [self._output] = running.outputs
         self._server = server
         self._search = search
@@ -114,15 +111,15 @@ class _Demo:
 
     def show(self, writers: shop.ShopWriters, seconds: float) -> bool | None:
         started = time.monotonic()
-        if not self.watch(_PATIENCE_SECONDS, lambda: is_settled(self._output)):
+        if not self.watch(_PATIENCE_SECONDS, self._running.is_ready):
             return None
         self._show_search()
         if not self._show_change() or not self._show_rebuild():
             return None
         self.watch(max(0.0, seconds - (time.monotonic() - started)), lambda: False)
         writers.stop()
-        end = current_position(self._config.pipeline.source)
-        if not self.watch(_PATIENCE_SECONDS, lambda: has_reached(self._output, end) and is_settled(self._output)):
+        end = self._running.current_position()
+        if not self.watch(_PATIENCE_SECONDS, lambda: self._running.has_reached(end) and self._running.is_ready()):
             return None
         return self._compare()
 
@@ -179,7 +176,7 @@ class _Demo:
         self._display.say("customers are built anew beside the index that serves, while the writers go on")
         started = time.monotonic()
         with _Searches(self._search) as searches:
-            if not self.watch(_PATIENCE_SECONDS, lambda: self._serving() != before and is_settled(self._output)):
+            if not self.watch(_PATIENCE_SECONDS, lambda: self._serving() != before and self._running.is_ready()):
                 return False
         empty = searches.empty
         seconds = format_seconds(time.monotonic() - started)
@@ -197,17 +194,14 @@ class _Demo:
 
     def _compare(self) -> bool:
         self._display.say("comparing every document with the database:")
-        indexes = self._config.indexes.indexes
-        reader: ReadableSink = readable(self._config.indexes.create_sink(), self._config.indexes.sink_type)
-        equal = True
-        with live_documents(self._config, indexes) as live:
-            for index in indexes:
-                patience = Patience(_SETTLE_SECONDS)
-                report = IndexDiff(live.documents, live.keys(index), reader, patience=patience).full()
-                counts = ", ".join(f"{report.count(kind)} {kind.value}" for kind in Kind if report.count(kind))
-                self._display.say(f"  {index.name:<12} {report.compared:>7,} documents, {counts or 'equal'}")
-                equal = equal and report.equal and report.compared > 0
-        return equal
+        indexes = self._config.indexes
+        reader = readable(indexes.create_sink(), indexes.sink_type)
+        patience = Patience(_SETTLE_SECONDS)
+        reports = compare_indexes(self._config, indexes.indexes, reader, sample=None, patience=patience)
+        for report in reports:
+            counts = ", ".join(f"{report.count(kind)} {kind.value}" for kind in Kind if report.count(kind))
+            self._display.say(f"  {report.index:<12} {report.compared:>7,} documents, {counts or 'equal'}")
+        return all(report.equal and report.compared > 0 for report in reports)
 
 
 class _Searches:

@@ -22,16 +22,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.formats import format_bytes, format_seconds
-from penstock.cli.progress import Notice, OutputLook, copy_facts, describe_copy
+from penstock.config.units import format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
 from penstock.observe.logs import ROOT_LOGGER
+from penstock.operations.progress import Interval, Notice, OutputLook, copy_facts, describe_copy
+from penstock.operations.running import Running
 
 MOST_BARS = 8
 """More copies at the same time are only counted."""
 _WIDE = 100
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
+_PIPE_WIDTH = 160
 
 _TOLD = frozenset({"stopped", "waiting"})
 """Events that workers log and notices tell."""
@@ -73,7 +75,7 @@ def _chosen_display(*, as_json: bool, seconds: float) -> Iterator[Display]:
             yield Records(seconds)
         finally:
             logger.setLevel(logging.NOTSET)
-    elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    elif is_terminal():
         with _above_bars(), Bars() as display:
             yield display
     else:
@@ -97,8 +99,43 @@ def _without_repeats() -> Iterator[None]:
             handler.removeFilter(is_new)
 
 
+def show_running(running: Running, display: Display) -> None:
+    """Look at a running pipeline, and show what is new and how it is."""
+    notices, looks = running.look()
+    for notice in notices:
+        display.tell(notice)
+    display.show(looks)
+
+
+def is_terminal() -> bool:
+    """True if stderr is a terminal that can show bars."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def stderr_console() -> Console:
+    """A console on stderr."""
+    return Console(stderr=True, highlight=False)
+
+
+def wide_console() -> Console:
+    """A console on stdout; where that is not a terminal, tables are not squeezed."""
+    console = Console(highlight=False)
+    if console.is_terminal or console.width >= _PIPE_WIDTH:
+        return console
+    return Console(width=_PIPE_WIDTH, highlight=False)
+
+
+def make_table(*titles: str, right: Sequence[str] = (), unbroken: Sequence[str] = ()) -> Table:
+    """A table without lines; columns in `right` are aligned to the right, those in `unbroken` are not wrapped."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        justify = "right" if title in right else "left"
+        table.add_column(title, overflow="fold", justify=justify, no_wrap=title in unbroken)
+    return table
+
+
 def write_line(text: str) -> None:
-    """A line on standard error, which may be closed."""
+    """Write a line to stderr, which may be closed."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -167,7 +204,7 @@ class Bars:
     """For people: what changes stays at the bottom, what has happened goes up. Leaves no bar behind."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or stderr_console()
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> Bars:
@@ -187,23 +224,6 @@ class Bars:
         # Not before there is something to show: an empty line would stand there.
         self._live.start()
         self._live.update(render(looks, self._console.width), refresh=True)
-
-
-class Interval:
-    """Says now and then that it is time again."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._last = clock()
-
-    def is_over(self) -> bool:
-        """Whether it has been long enough; never if it is 0."""
-        now = self._clock()
-        if not self._seconds or now - self._last < self._seconds:
-            return False
-        self._last = now
-        return True
 
 
 def render(looks: Sequence[OutputLook], width: int) -> RenderableType:

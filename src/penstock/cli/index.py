@@ -2,26 +2,370 @@
 
 from __future__ import annotations
 
-import typer
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
-from penstock.cli.index_diff import diff
-from penstock.cli.index_list import list_indexes
-from penstock.cli.index_look import check, mapping, preview, schema
-from penstock.cli.index_quarantine import quarantine
-from penstock.cli.index_rebuild import rebuild
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from penstock.cli.check import findings_table
+from penstock.cli.commands import Wait, print_answer, print_json
+from penstock.cli.display import is_terminal, make_table, stderr_console, wide_console, write_line
+from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, Quiet, configured
+from penstock.cli.status import STYLES
+from penstock.cli.verify import not_compared
+from penstock.config import Config, IndexChoice, load_config
+from penstock.config.units import count_of
+from penstock.documents.base import ReadableSink, readable
+from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience
+from penstock.documents.mapping import index_mapping
+from penstock.documents.specification.models import json_schema
+from penstock.errors import PenstockError
+from penstock.operations.commands import WAIT_SECONDS, send_command
+from penstock.operations.indexes import check_indexes, chosen_indexes, compare_indexes, index_states, live_documents
+from penstock.operations.signals import Ending
+from penstock.operations.status import IndexState
+from penstock.operations.stores import existing_store, require_shared_state, running
+from penstock.operations.verify import DIFFERENT, NOT_COMPARED
+from penstock.source.preflight import Report, Severity
+from penstock.state import CommandKind
+
+_SAMPLE = 1_000
+_SHOWN = 10
 
 index = typer.Typer(
     name="index",
-    help="Search indexes: check, preview, list, rebuild and compare them.",
+    help="Check, preview, list, rebuild and compare search indexes.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 
-index.command("check")(check)
-index.command("preview")(preview)
-index.command("mapping")(mapping)
-index.command("schema")(schema)
-index.command("list")(list_indexes)
-index.command("rebuild")(rebuild)
-index.command("diff")(diff)
-index.add_typer(quarantine)
+
+def complete_index(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of indexes for shell completion; empty if no config can be read."""
+    path = context.params.get("config_path") or os.environ.get("PENSTOCK_CONFIG") or DEFAULT_PATH
+    try:
+        documents = load_config(Path(path)).documents
+    except (PenstockError, OSError):
+        return []
+    names = [each.name for each in documents.indexes] if documents is not None else []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+IndexName = Annotated[str, typer.Argument(help="Name of the index.", metavar="NAME", autocompletion=complete_index)]
+IndexNames = Annotated[
+    list[str] | None,
+    typer.Argument(help="Names of indexes. Default: all indexes.", metavar="NAME", autocompletion=complete_index),
+]
+
+
+@index.command("check")
+def check(names: IndexNames = None, config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False) -> None:
+    """Compare index specifications with the database, and say what to do about each finding.
+
+    Tables and columns that are not there, types that an index cannot take, keys that are not unique, deletes that the
+    server would not tell, lookups without an index. Changes nothing. The exit status is 0 if nothing critical was
+    found, and 1 otherwise.
+
+    Examples:
+
+        penstock index check
+        penstock index check customers --json | jq '.indexes[].checks[]'
+    """
+    with configured(config_path) as config:
+        reports = check_indexes(config, chosen_indexes(config, names))
+    ready = all(report.ready for report in reports.values())
+    if as_json:
+        facts = {"ready": ready, "indexes": [{"index": name, **each.to_dict()} for name, each in reports.items()]}
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        _print_checks(reports)
+    if not ready:
+        raise typer.Exit(1)
+
+
+@index.command("preview")
+def preview(
+    name: IndexName,
+    key: Annotated[
+        list[str],
+        typer.Argument(help="The document: the values of its key columns, or its id.", metavar="KEY..."),
+    ],
+    config_path: ConfigPath = DEFAULT_PATH,
+    as_json: AsJson = False,
+) -> None:
+    """Show a document as it would be now, built from the rows of the database.
+
+    Nothing is written, and the sink is not asked. Ends with 1 if there is no such document.
+
+    Examples:
+
+        penstock index preview customers 42
+        penstock index preview order_items 1001 2
+    """
+    with configured(config_path) as config:
+        index = config.indexes.index(name)
+        with live_documents(config, (index,)) as live:
+            [row] = live.documents.build(live.keys(index).named(key)).to_pylist()
+    if row["body"] is None:
+        raise PenstockError(
+            f"index {name!r} has no document {row['id']!r} now",
+            hint=f"{index.specification.table} has no such row, or filters or soft_delete leave it out.",
+        )
+    document = json.loads(row["body"])
+    shown = {"index": name, "id": row["id"], "version": row["version"], "document": document} if as_json else document
+    typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+
+
+@index.command("mapping")
+def mapping(name: IndexName, config_path: ConfigPath = DEFAULT_PATH) -> None:
+    """Print the mappings and settings that an index is created with, as JSON.
+
+    They follow from the specification alone; the database is not asked.
+
+    Examples:
+
+        penstock index mapping customers | jq .mappings.properties
+    """
+    with configured(config_path) as config:
+        found = index_mapping(config.indexes.index(name).specification)
+    typer.echo(json.dumps(found.body(), indent=2, ensure_ascii=False))
+
+
+@index.command("schema")
+def schema() -> None:
+    """Print the JSON Schema of index specifications, for editors that complete and check them.
+
+    Examples:
+
+        penstock index schema > index.schema.json
+        sed -i '1i # yaml-language-server: $schema=index.schema.json' customers.schema.yml
+    """
+    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+
+
+@index.command("list")
+def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False) -> None:
+    """List the indexes: what serves, whether it is complete, how many documents it has.
+
+    Works whether the pipeline runs or not, and changes nothing. A sink that cannot be asked is told on standard error.
+
+    Examples:
+
+        penstock index list
+        penstock index list --json | jq '.indexes[] | select(.seeded | not)'
+    """
+    with configured(config_path) as config:
+        found, trouble = index_states(config)
+        with existing_store(config, config.indexes) as store:
+            driver = None if store is None else running(store)
+        if as_json:
+            facts = {
+                "pipeline": config.pipeline.id,
+                "running": driver is not None,
+                "sink": config.indexes.sink_type,
+                "sink_error": None if trouble is None else trouble.message,
+                "indexes": [asdict(each) for each in found],
+            }
+            typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+            return
+        _print_states(found)
+        if trouble is not None:
+            typer.echo(f"the sink cannot be asked: {trouble.message}", err=True)
+
+
+@index.command("rebuild")
+def rebuild(
+    name: IndexName,
+    config_path: ConfigPath = DEFAULT_PATH,
+    wait: Wait = WAIT_SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild an index from the database, next to the one that serves.
+
+    Searches use the old index until the new one is complete, then switch at once; changes go to both meanwhile. The
+    running pipeline does the work; a stopped one begins at its next start.
+
+    Examples:
+
+        penstock index rebuild customers
+        penstock index rebuild customers --wait 60 && penstock index list
+    """
+    with configured(config_path) as config:
+        require_shared_state(config)
+        options = {"indexes": [config.indexes.index(name).name]}
+        [sent] = send_command(config, CommandKind.REBUILD_INDEX, output=config.indexes.name, options=options, wait=wait)
+        if as_json:
+            print_json(config, sent, {"index": name})
+        else:
+            print_answer(config, sent, f"rebuilding {name}; `penstock index list` shows when it serves")
+
+
+@index.command("diff")
+def diff(
+    names: IndexNames = None,
+    config_path: ConfigPath = DEFAULT_PATH,
+    sample: Annotated[
+        int, typer.Option(min=1, help="So many documents of each side, by chance.", metavar="N")
+    ] = _SAMPLE,
+    full: Annotated[bool, typer.Option("--full", help="All documents of both sides.")] = False,
+    wait: Annotated[
+        float,
+        typer.Option(min=0, help="How long a document that differs may take to follow.", metavar="SECONDS"),
+    ] = Patience().seconds,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare documents in the sink with what the database would make of its rows now.
+
+    Says which are missing, extra or different, and where they differ, but no values. Works while the pipeline runs:
+    what does not match is looked at again. Ends with 0 if all is equal, 1 if documents differ, 2 if something could
+    not be compared.
+
+    Examples:
+
+        penstock index diff
+        penstock index diff customers --full
+        penstock index diff --full --json | jq '.indexes[].differences'
+    """
+    with configured(config_path) as config, Ending() as ending, ending.interruptible(), not_compared():
+        indexes = chosen_indexes(config, names)
+        reader = readable(config.indexes.create_sink(), config.indexes.sink_type)
+        with _watching(config, indexes, reader, quiet=quiet or as_json) as observer:
+            reports = compare_indexes(
+                config, indexes, reader, sample=None if full else sample, patience=Patience(wait), observer=observer
+            )
+        if as_json:
+            typer.echo(json.dumps(_to_json(reports), indent=2, ensure_ascii=False))
+        else:
+            for report in reports:
+                _print_diff(report)
+        raise typer.Exit(_exit_status(reports))
+    # Ended by a signal: nothing is known.
+    raise typer.Exit(NOT_COMPARED)
+
+
+def _print_checks(reports: dict[str, Report]) -> None:
+    console = wide_console()
+    for name, report in reports.items():
+        console.print(Text(name, style="bold"))
+        console.print(findings_table(report.checks))
+        console.print()
+    bad = [name for name, report in reports.items() if not report.ready]
+    if bad:
+        console.print(Text(f"not ready: {', '.join(bad)}", style="bold red"), soft_wrap=True)
+        return
+    warnings = sum(each.severity is Severity.WARNING for report in reports.values() for each in report.failed)
+    ending = f" ({warnings} warning{'s' * (warnings > 1)})" if warnings else ""
+    console.print(Text(f"{', '.join(reports)}: ready{ending}", style="green"), soft_wrap=True)
+
+
+def _print_states(found: Sequence[IndexState]) -> None:
+    titles = ("index", "table", "status", "generation", "documents", "quarantined")
+    table = make_table(*titles, right=("documents", "quarantined"))
+    for each in found:
+        generation = each.generation or ""
+        if each.filling is not None:
+            generation = f"{generation} → {each.filling}" if generation else each.filling
+        table.add_row(
+            Text(each.index),
+            Text(each.table),
+            Text(each.status, style=STYLES.get(each.status, "yellow")),
+            Text(generation),
+            Text("" if each.documents is None else f"{each.documents:,}"),
+            Text(f"{each.quarantined:,}"),
+        )
+    wide_console().print(table)
+
+
+def _exit_status(reports: list[DiffReport]) -> int:
+    if any(report.differs for report in reports):
+        return DIFFERENT
+    return 0 if all(report.equal for report in reports) else NOT_COMPARED
+
+
+def _to_json(reports: list[DiffReport]) -> dict[str, Any]:
+    results = {0: "equal", DIFFERENT: "different", NOT_COMPARED: "not compared"}
+    return {
+        "result": results[_exit_status(reports)],
+        "indexes": [
+            {
+                "index": report.index,
+                "compared": report.compared,
+                "complete": report.complete,
+                **{kind.value: report.count(kind) for kind in Kind},
+                "differences": [
+                    {"id": each.id, "kind": each.kind.value, "fields": list(each.fields)} for each in report.differences
+                ],
+            }
+            for report in reports
+        ],
+    }
+
+
+def _print_diff(report: DiffReport) -> None:
+    compared = count_of(report.compared, "document")
+    if report.equal:
+        typer.echo(f"{report.index}: {compared} compared, all equal")
+        return
+    counts = ", ".join(f"{report.count(kind):,} {kind.value}" for kind in Kind if report.count(kind))
+    typer.echo(f"{report.index}: {compared} compared: {counts}")
+    for each in report.differences[:_SHOWN]:
+        typer.echo(f"  {each.kind.value:<9}  {each.id}  {', '.join(each.fields)}".rstrip())
+    if len(report.differences) > _SHOWN:
+        typer.echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
+    if report.differs:
+        typer.echo("a change of one of its rows writes a document again; `penstock index rebuild` writes all of them")
+
+
+@contextmanager
+def _watching(
+    config: Config, indexes: tuple[IndexChoice, ...], reader: ReadableSink, *, quiet: bool
+) -> Iterator[DiffObserver]:
+    """A bar in a terminal, lines elsewhere."""
+    if quiet:
+        yield _Lines(lambda _: None)
+    elif is_terminal():
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        totals = {index.name: reader.facts(index.name).documents for index in indexes}
+        with Progress(*columns, console=stderr_console(), transient=True) as progress:
+            yield _Bars(progress, totals)
+    else:
+        yield _Lines(write_line)
+
+
+class _Lines(DiffObserver):
+    """For files and pipes: only what takes time."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._told: set[str] = set()
+
+    def on_settling(self, index: str, suspects: int) -> None:
+        if index not in self._told:
+            self._told.add(index)
+            self._write(f"{index}: {count_of(suspects, 'document')} not equal yet, looking again")
+
+
+class _Bars(DiffObserver):
+    """For people."""
+
+    def __init__(self, progress: Progress, totals: dict[str, int]) -> None:
+        self._progress = progress
+        self._totals = totals
+        self._bars: dict[str, TaskID] = {}
+
+    def on_compared(self, index: str, compared: int) -> None:
+        if index not in self._bars:
+            self._bars[index] = self._progress.add_task(index, total=self._totals.get(index))
+        self._progress.update(self._bars[index], completed=compared)
+
+    def on_settling(self, index: str, suspects: int) -> None:
+        if index in self._bars:
+            self._progress.update(self._bars[index], description=f"{index} ({suspects:,} not equal yet)")

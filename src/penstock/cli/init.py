@@ -13,15 +13,21 @@ from typing import Annotated, Any
 
 import psycopg
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.config_template import Choices, PublicUrl, password_variable, public_url, render_config, with_password
-from penstock.cli.configured import DEFAULT_PATH
-from penstock.cli.formats import count_of, format_bytes
-from penstock.cli.options import Url
-from penstock.cli.tables import wide_console
+from penstock.cli.display import make_table, wide_console
+from penstock.cli.options import DEFAULT_PATH, Url
 from penstock.config import load_config
+from penstock.config.template import (
+    Choices,
+    PublicUrl,
+    password_variable,
+    public_url,
+    render_config,
+    usable_id,
+    with_password,
+)
+from penstock.config.units import count_of, format_bytes
 from penstock.errors import AuthenticationFailed, ConfigError, PenstockError, ServerUnavailable
 from penstock.schema import ReplicaIdentity
 from penstock.source import Role, SourceSettings, connect
@@ -104,7 +110,7 @@ def init(
     """
     if config_path.exists():
         raise ConfigError(
-            f"there is a file {str(config_path)!r} already", hint="Name another one with -c, or move it away first."
+            f"{str(config_path)!r} already exists", hint="Name another file with -c, or move this one away first."
         )
     ask = _Ask(sys.stdin.isatty() and not yes)
     url = url or ask.text("source URL, like postgresql://user@host:5432/database", "--url or PENSTOCK_URL")
@@ -120,7 +126,7 @@ def init(
     typer.echo(f"connected to {location}: {count_of(len(found), 'table')}")
     _show(found)
     chosen = _choose_tables(found, tables, exclude or [], ask)
-    name = pipeline_id or ask.text("name of the pipeline", "--id", default=_usable_id(database))
+    name = pipeline_id or ask.text("name of the pipeline", "--id", default=usable_id(database))
     variable = password_variable(name)
     public = public_url(url, variable)
     kind = destination or Kind(
@@ -200,9 +206,7 @@ def _oids(connection: psycopg.Connection[Any], names: Sequence[TableName]) -> di
 
 
 def _show(found: Sequence[FoundTable]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("table", "size", "rows", "replica identity"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("size", "rows") else "left")
+    table = make_table("table", "size", "rows", "replica identity", right=("size", "rows"))
     for each in found[:MOST_TABLES]:
         size = each.size
         table.add_row(
@@ -245,10 +249,6 @@ def _choose_tables(
                 f"server refuses updates and deletes of it: {listed}"
             )
         return patterns
-
-
-def _usable_id(database: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", database).lstrip("_.-")[:100] or "pipeline"
 
 
 def _default_master() -> str:

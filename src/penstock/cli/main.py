@@ -21,11 +21,11 @@ from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
 from penstock.cli.index import index
 from penstock.cli.init import init
+from penstock.cli.quarantine import quarantine
 from penstock.cli.report import report
 from penstock.cli.run import run
 from penstock.cli.schema import schema
-from penstock.cli.status import status
-from penstock.cli.tables import tables
+from penstock.cli.status import status, tables
 from penstock.cli.tail import tail
 from penstock.cli.teardown import teardown
 from penstock.cli.verify import verify
@@ -68,6 +68,7 @@ app.command("resume", rich_help_panel=_RUN)(resume)
 app.command("verify", rich_help_panel=_RUN)(verify)
 app.command("report", rich_help_panel=_RUN)(report)
 app.command("teardown", rich_help_panel=_RUN)(teardown)
+index.add_typer(quarantine)
 app.add_typer(index, rich_help_panel=_RUN)
 app.command("check", rich_help_panel=_LOOK)(check)
 app.command("tail", rich_help_panel=_LOOK)(tail)

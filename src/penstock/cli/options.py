@@ -1,21 +1,25 @@
-"""Options that several commands take."""
+"""Options that several commands take, and the config or source that they select."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PENSTOCK_URL",
-        help="Where the source is, like postgresql://user@host:5432/database. Other users of the machine can read "
-        "command lines: give a password by PENSTOCK_URL, PGPASSWORD or a .pgpass file instead.",
-        metavar="URL",
-        show_default=False,
-    ),
+from penstock.config import Config, load_config
+from penstock.errors import ConfigError, ServerUnavailable
+from penstock.source import SourceSettings
+
+DEFAULT_PATH = Path("penstock.toml")
+
+ConfigPath = Annotated[
+    Path,
+    # `load_config` reports a file that cannot be read.
+    typer.Option("--config", "-c", envvar="PENSTOCK_CONFIG", help="Config file.", metavar="FILE", readable=False),
 ]
 OptionalConfigPath = Annotated[
     Path | None,
@@ -23,18 +27,96 @@ OptionalConfigPath = Annotated[
         "--config",
         "-c",
         envvar="PENSTOCK_CONFIG",
-        help="Instead of --url: the config file of a pipeline; ./penstock.toml if that is there.",
+        help="Config file of a pipeline, instead of --url. Default: ./penstock.toml if it exists.",
         metavar="FILE",
         show_default=False,
         readable=False,
     ),
 ]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PENSTOCK_URL",
+        help="Source database, like postgresql://user@host:5432/database. Pass a password in PENSTOCK_URL, PGPASSWORD "
+        "or .pgpass: other users of this machine can read command lines.",
+        metavar="URL",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Publication = Annotated[str | None, typer.Option(help="The publication to read.", metavar="NAME")]
-Slot = Annotated[str | None, typer.Option(help="The replication slot to read from.", metavar="NAME")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors to stderr.")]
+OutputName = Annotated[
+    str | None,
+    typer.Option("--output", help="Name of one output. Default: all outputs.", metavar="NAME"),
+]
+Publication = Annotated[str | None, typer.Option(help="Publication to read.", metavar="NAME")]
+Slot = Annotated[str | None, typer.Option(help="Replication slot to read from.", metavar="NAME")]
 Tables = Annotated[
     list[str] | None,
     typer.Option(
-        "--table", help="A table or a pattern, like public.orders or sales.*; may be repeated.", metavar="PATTERN"
+        "--table", help="Table or pattern, like public.orders or 'sales.*'. Can be repeated.", metavar="PATTERN"
     ),
 ]
+TableNames = Annotated[list[str], typer.Argument(help="Tables, like public.orders.", metavar="TABLE")]
+
+
+@contextmanager
+def configured(path: Path) -> Iterator[Config]:
+    """The config; errors inside do not show values that it took from the environment."""
+    config = load_config(path)
+    with config.discreet():
+        try:
+            yield config
+        except ServerUnavailable as error:
+            error.hint = ServerUnavailable.hint_for_one_try
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSource:
+    """A source, and what a config says of it; without a config the rest is empty."""
+
+    settings: SourceSettings
+    publication: str | None = None
+    slot: str | None = None
+    tables: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    manage_publication: bool = False
+
+
+@contextmanager
+def chosen_source(context: typer.Context, url: str | None, config_path: Path | None) -> Iterator[ChosenSource]:
+    """The source from `--url`, `--config`, `PENSTOCK_URL`, `PENSTOCK_CONFIG` or `./penstock.toml`, in this order."""
+    if url is not None and config_path is not None:
+        if _is_typed(context, "url") and _is_typed(context, "config_path"):
+            raise typer.BadParameter("give --url or --config, not both")
+        url, config_path = (None, config_path) if _is_typed(context, "config_path") else (url, None)
+    if url is None and config_path is None and DEFAULT_PATH.exists():
+        config_path = DEFAULT_PATH
+    if url is not None:
+        try:
+            yield ChosenSource(SourceSettings(url))
+        except ServerUnavailable as error:
+            error.hint = ServerUnavailable.hint_for_one_try
+            raise
+    elif config_path is not None:
+        with configured(config_path) as config:
+            settings = config.pipeline
+            yield ChosenSource(
+                settings.source,
+                settings.publication,
+                settings.slot,
+                settings.tables,
+                settings.exclude,
+                settings.manage_publication,
+            )
+    else:
+        raise ConfigError(
+            "no database given: there is neither a --url nor a config file",
+            hint="Give --url, set PENSTOCK_URL, or name a config file with -c; `penstock init` writes one.",
+        )
+
+
+def _is_typed(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"

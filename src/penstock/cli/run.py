@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured
-from penstock.cli.display import Display, opened_display
-from penstock.cli.outputs import POLL_SECONDS, LookedAt, is_settled, prefixed, started_outputs
-from penstock.cli.plan import make_plan, plan_lines
-from penstock.cli.polling_run import run_polling
-from penstock.cli.tail import Ending
+from penstock.cli.display import Display, opened_display, show_running
+from penstock.cli.options import DEFAULT_PATH, ConfigPath, Quiet, configured
 from penstock.config import Config
-from penstock.coordinator import Coordinator, Output
 from penstock.errors import PenstockError
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn
 from penstock.observe import LogFormat
-from penstock.source.wal import current_position
-from penstock.state import Errored
+from penstock.operations.plan import POLLED, Plan, make_plan
+from penstock.operations.polling import run_polling
+from penstock.operations.running import POLL_SECONDS, Running, started
+from penstock.operations.signals import Ending
 
 _STATUS_SECONDS = 10.0
 
@@ -43,7 +41,7 @@ def run(
             metavar="SECONDS",
         ),
     ] = _STATUS_SECONDS,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on standard error but errors.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="With --plan: print JSON. (The lines of a run: penstock --log-format json run.)"),
@@ -76,64 +74,78 @@ def run(
         ):
             polling = None if config.documents is None else config.documents.polling
             if polling is not None:
-                run_polling(config, polling, ending, display, once=once)
+                run_polling(config, polling, ending, display.say, once=once)
             else:
                 _run(config, ending, display, once=once)
 
 
 def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> None:
-    with started_outputs(config, ending, display) as running:
-        outputs = running.outputs
-        with LookedAt(config, outputs, display) as looked_at:
-            caught_up = _watch(config, outputs, ending, looked_at, once=once)
-        display.say("caught up, stopping" if caught_up else "stopping: the batch at hand is finished first")
-        failed = [
-            prefixed(outputs, pipeline, name)
-            for pipeline in outputs
-            for name, phase in pipeline.phases.items()
-            if isinstance(phase, Errored)
-        ]
-        copied = any(pipeline.phases for pipeline in outputs)
+    with started(config, ending, display.say) as running:
+        caught_up = _watch(running, ending, display, once=once)
+        display.say("caught up, stopping" if caught_up else "stopping after the current batch")
+        failed = list(running.errored)
+        copied = any(output.phases for output in running.outputs)
     if once and caught_up and config.outputs and not copied:
         raise PenstockError(
             f"no table matches {', '.join(config.pipeline.tables)}, so none was copied",
-            hint="`penstock run --plan` shows which tables there would be.",
+            hint="`penstock run --plan` shows which tables would be copied.",
         )
     if once and failed:
         raise PenstockError(
             f"{len(failed)} table{'s' * (len(failed) > 1)} stopped: {', '.join(failed)}",
-            hint="`penstock tables` shows why, and what can be done.",
+            hint="`penstock tables` shows why, and what to do.",
         )
 
 
-def _watch(config: Config, outputs: Coordinator, ending: Ending, looked_at: LookedAt, *, once: bool) -> bool:
-    """Look until an output ends, or all should; whether they have caught up with where `once` ends."""
+def _watch(running: Running, ending: Ending, display: Display, *, once: bool) -> bool:
+    """Show progress until an output ends or a signal arrives; with `once`, True when everything is caught up."""
     target: Lsn | None = None
     while not ending.stop.is_set():
-        if outputs.wait(0):
+        if running.wait(0):
             return False
-        looked_at.look()
-        # Before it is asked who is paused: a pause that is carried out meanwhile must not pass for having caught up.
-        settled = once and all(is_settled(pipeline) for pipeline in outputs)
-        if once and any(pipeline.paused for pipeline in outputs):
+        show_running(running, display)
+        # Before `paused` is read: a pause that is carried out meanwhile must not pass for having caught up.
+        ready = once and running.is_ready()
+        if once and any(output.paused for output in running.outputs):
             raise PenstockError(
                 "paused by a command: it would never catch up",
                 hint="Run it again: a pause ends with the process that was paused.",
             )
-        if settled:
-            target = target or current_position(config.pipeline.source)
-            if all(has_reached(pipeline, target) for pipeline in outputs):
-                looked_at.look()
+        if ready:
+            target = target or running.current_position()
+            if running.has_reached(target):
+                show_running(running, display)
                 return True
         ending.stop.wait(POLL_SECONDS)
     return False
 
 
-def has_reached(pipeline: Output, target: Lsn) -> bool:
-    """Whether all that was committed before is durable."""
-    status = pipeline.status
-    if status is None:
-        return False
-    # A table that failed holds back what is acknowledged.
-    held = any(isinstance(phase, Errored) for phase in pipeline.phases.values())
-    return reaches(status.applied if held else status.acknowledged, target)
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The plan, for people."""
+    yield f"pipeline     {plan.pipeline}{'' if plan.running is None else f', which runs already: {plan.running}'}"
+    yield f"source       {plan.source}"
+    yield f"publication  {plan.publication}: {plan.publication_plan}"
+    yield f"slot         {plan.slot}: {plan.slot_plan}"
+    if plan.ddl_trigger_plan is not None:
+        yield f"ddl trigger  {plan.ddl_trigger}: {plan.ddl_trigger_plan}"
+    yield f"state        {plan.state}: {plan.state_plan}"
+    yield f"spool        {plan.spool}: {plan.spool_plan}"
+    for name, type_ in plan.destinations.items():
+        yield f"destination  {f'{name}: ' if len(plan.destinations) > 1 else ''}{type_}"
+    none = "none" if plan.publication_plan == POLLED else "none: no table of the database matches"
+    yield f"tables       {len(plan.tables) or none}"
+    width = max((len(name) for name in plan.tables), default=0)
+    for name, fates in plan.tables.items():
+        if not fates:
+            yield f"  {name}"
+        elif len(set(fates.values())) == 1:
+            yield f"  {name:<{width}}  {next(iter(fates.values()))}"
+        else:
+            yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
+    if plan.sink is not None:
+        yield f"sink         {plan.sink}"
+        yield f"indexes      {len(plan.indexes)}"
+        width = max(len(name) for name in plan.indexes)
+        for name, fate in plan.indexes.items():
+            yield f"  {name:<{width}}  {fate}"
+    yield "nothing was changed"

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from pydantic.json_schema import GenerateJsonSchema
 
-from penstock.cli.index_look import schema as print_index_schema
+from penstock.cli.index import schema as print_index_schema
 from penstock.config.models import ConfigFile
 
 schema = typer.Typer(

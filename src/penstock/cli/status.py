@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
@@ -14,15 +14,30 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.configured import DEFAULT_PATH, ConfigPath, OutputName, configured, require_shared_state
-from penstock.cli.formats import format_bytes, format_seconds
-from penstock.cli.index_states import STYLES, IndexState
-from penstock.cli.options import AsJson
-from penstock.cli.pipeline_status import OutputStatus, PipelineStatus, SlotStatus, TableStatus, pipeline_status
-from penstock.cli.tables import PHASE_STYLES, wide_console
-from penstock.cli.tail import Ended, Ending
+from penstock.cli.display import make_table, wide_console
+from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, configured
 from penstock.config import Config
+from penstock.config.units import format_bytes, format_seconds
+from penstock.errors import for_table
+from penstock.operations.signals import Ended, Ending
+from penstock.operations.status import (
+    IndexState,
+    OutputStatus,
+    PipelineStatus,
+    SlotStatus,
+    TableError,
+    TableState,
+    TableStatus,
+    driver_facts,
+    pipeline_status,
+    status_facts,
+    table_states,
+)
+from penstock.operations.stores import chosen_outputs, existing_store, require_shared_state, running
+from penstock.state import LeaseInfo
 
+STYLES = {"ready": "green", "seeded": "green", "errored": "bold red"}
+"""Of phases and of the status of an index; all others are yellow."""
 _EVERY_SECONDS = 2.0
 
 
@@ -55,11 +70,35 @@ def status(
             _watch(config, output, seconds, as_json=as_json)
 
 
-def status_facts(found: PipelineStatus) -> dict[str, Any]:
-    """For machines; the keys are stable."""
-    facts = asdict(found)
-    del facts["driver"]
-    return facts
+def tables(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, as_json: AsJson = False) -> None:
+    """Show the phase and the position of every table, and what to do about those that stopped.
+
+    Reads the stored state, so it works whether the pipeline runs or not, and changes nothing. `penstock status` also
+    asks the server.
+
+    Examples:
+
+        penstock tables
+        penstock tables --json | jq '.tables[] | select(.error)'
+    """
+    with configured(config_path) as config:
+        require_shared_state(config)
+        driver: LeaseInfo | None = None
+        found: list[TableState] = []
+        for each in chosen_outputs(config, output):
+            with existing_store(config, each) as store:
+                if store is not None:
+                    driver = running(store) or driver
+                    found += table_states(config, each, store)
+        if as_json:
+            facts = {
+                "pipeline": config.pipeline.id,
+                "running": driver_facts(driver),
+                "tables": [asdict(state) for state in found],
+            }
+            typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        else:
+            _print_tables(config, driver, found)
 
 
 def render(found: PipelineStatus) -> RenderableType:
@@ -69,11 +108,26 @@ def render(found: PipelineStatus) -> RenderableType:
     if tables:
         parts += [_tables(tables, several=len(found.outputs) > 1), Text()]
     for table in tables:
-        parts += table.error.lines(table.table) if table.error else []
+        parts += error_lines(table.table, table.error)
     indexes = [index for output in found.outputs for index in output.indexes]
     if indexes:
         parts += [_indexes(indexes), Text()]
     return Group(*parts[:-1])
+
+
+def error_lines(table: str, error: TableError | None) -> list[Text]:
+    """Why a table stopped and what to do, with an empty line behind; nothing without an error."""
+    if error is None:
+        return []
+    lines = [Text.assemble((f"{table} stopped", "bold"), f" at {error.since}: {error.reason}")]
+    solution, call = for_table(error.solution or "", table), f"penstock {error.command} {table}"
+    if solution:
+        lines.append(Text(f"  {solution}"))
+    if error.command and call not in solution:
+        lines.append(Text(f"  then: {call}"))
+    elif error.next_retry:
+        lines.append(Text(f"  retried automatically at {error.next_retry}"))
+    return [*lines, Text()]
 
 
 def _watch(config: Config, output: str | None, seconds: float, *, as_json: bool) -> None:
@@ -107,9 +161,9 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         for output in found.outputs
     )
     if found.driver is not None:
-        yield Text.assemble(("pipeline  ", "bold"), f"{found.pipeline}, driven by {found.driver}")
+        yield Text.assemble(("pipeline  ", "bold"), f"{found.pipeline}, run by {found.driver}")
     else:
-        state = "does not run" if has_run else "has not run yet"
+        state = "not running" if has_run else "has not run yet"
         yield Text.assemble(("pipeline  ", "bold"), found.pipeline, ", ", (state, "yellow"))
     source = found.source
     if source.error is None:
@@ -161,14 +215,13 @@ def _output(output: OutputStatus, *, is_running: bool) -> str:
 
 
 def _tables(found: list[TableStatus], *, several: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("table", *(["output"] * several), "phase", "rows", "size", "position"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("rows", "size") else "left")
+    titles = ("table", *["output"] * several, "phase", "rows", "size", "position")
+    table = make_table(*titles, right=("rows", "size"))
     for each in found:
         table.add_row(
             Text(each.table),
             *[Text(each.output)] * several,
-            Text(_phase(each), style=PHASE_STYLES.get(each.phase, "yellow")),
+            Text(_phase(each), style=STYLES.get(each.phase, "yellow")),
             Text("" if each.rows is None else f"~{each.rows:,}"),
             Text("" if each.bytes is None else format_bytes(each.bytes)),
             Text(each.position or ""),
@@ -177,9 +230,7 @@ def _tables(found: list[TableStatus], *, several: bool) -> Table:
 
 
 def _indexes(found: list[IndexState]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("index", "table", "status", "quarantined"):
-        table.add_column(title, overflow="fold", justify="right" if title == "quarantined" else "left")
+    table = make_table("index", "table", "status", "quarantined", right=("quarantined",))
     for each in found:
         status = Text(each.status, style=STYLES.get(each.status, "yellow"))
         table.add_row(Text(each.index), Text(each.table), status, Text(f"{each.quarantined:,}"))
@@ -190,3 +241,31 @@ def _phase(table: TableStatus) -> str:
     if table.copy is None:
         return table.phase
     return f"{table.phase} {table.copy['fraction']:.0%}, {table.copy['rows_done']:,} rows copied"
+
+
+def _print_tables(config: Config, driver: LeaseInfo | None, found: Sequence[TableState]) -> None:
+    console = wide_console()
+    if found:
+        several = len(config.outputs) > 1
+        table = make_table("table", *["output"] * several, "phase", "position")
+        for each in found:
+            phase = Text(each.phase, style=STYLES.get(each.phase, "yellow"))
+            output = [Text(each.output)] * several
+            table.add_row(Text(each.table), *output, phase, Text(each.position or ""))
+        console.print(table)
+        console.print()
+    for each in found:
+        for line in error_lines(each.table, each.error):
+            console.print(line, soft_wrap=True)
+    console.print(_summary(config, driver, found), soft_wrap=True)
+
+
+def _summary(config: Config, driver: LeaseInfo | None, found: Sequence[TableState]) -> Text:
+    name = f"pipeline {config.pipeline.id}"
+    if not found and driver is None:
+        return Text(f"{name} has not run yet")
+    ready = sum(each.phase == "ready" for each in found)
+    count = f"{ready} of {len(found)} tables ready"
+    if driver is None:
+        return Text(f"{name} is not running; {count}", style="yellow")
+    return Text(f"{name} is run by {driver}; {count}")

@@ -7,30 +7,22 @@ import logging
 import os
 import select
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
-from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from psycopg.rows import tuple_row
 
 from penstock.changes.events import Begin, Commit, Event
 from penstock.cli.event_lines import Lines
-from penstock.cli.following import Follow, Followed, follow, prepare
-from penstock.cli.options import OptionalConfigPath, Publication, Url
-from penstock.cli.sources import ChosenSource, chosen_source
+from penstock.cli.options import OptionalConfigPath, Publication, Quiet, Url, chosen_source
 from penstock.destinations.json_lines import event_to_json
 from penstock.errors import ConfigError
 from penstock.lsn import Lsn
-from penstock.source import Role, connect
-from penstock.source.faults import translated
-from penstock.source.publications import create_publication, find_tables, inspect_publication
-
-_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from penstock.operations.running import say_nothing
+from penstock.operations.signals import Ended, Ending
+from penstock.operations.tail import Follow, Followed, choose_publication, follow, prepare
 
 
 class Format(StrEnum):
@@ -83,7 +75,7 @@ def tail(
             "--create-publication", help="Create the publication if it is missing, for --tables or for all tables."
         ),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on standard error but errors.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show every change of a publication as it is committed, in commit order.
 
@@ -96,13 +88,20 @@ def tail(
         penstock tail --table public.orders
         penstock tail --url postgresql://me@db.example/shop --publication shop --json | jq .row
     """
-    notice = _say_nothing if quiet else say
+    notice = say_nothing if quiet else say
     position = _parse_start(start, slot)
     _check_acknowledge(acknowledge, slot)
     formatted = event_to_json if as_json or form is Format.NDJSON else make_lines().format
     with Ending() as ending, chosen_source(context, url, config_path) as source:
         with ending.interruptible():
-            name = _choose_publication(source, publication, create, tables or [], notice)
+            wanted = (tables or source.tables) if create else None
+            name = choose_publication(
+                source.settings,
+                publication or source.publication,
+                create_for=wanted,
+                exclude=source.exclude,
+                notice=notice,
+            )
         settings = Follow(source.settings, name, slot, position, tuple(tables or ()), acknowledge, limit, seconds)
         followed = show(settings, formatted, ending, notice, transactions=transactions)
         _say_end(settings, followed, notice)
@@ -157,45 +156,6 @@ def quiet_capture() -> None:
         logging.getLogger("penstock.capture").setLevel(logging.CRITICAL)
 
 
-class Ended(BaseException):
-    """A signal came at a moment when nothing is lost by stopping at once."""
-
-
-class Ending:
-    """Turns SIGINT, SIGTERM and SIGHUP into `stop`, and into `Ended` where waiting could take long."""
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self._interruptible = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Ending:
-        for number in _ENDINGS:
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        return kind is not None and issubclass(kind, Ended | BrokenPipeError)
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """A signal inside raises `Ended`; elsewhere things are brought to their end first."""
-        self._interruptible = True
-        try:
-            if self.stop.is_set():
-                raise Ended
-            yield
-        finally:
-            self._interruptible = False
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.stop.set()
-        if self._interruptible:
-            raise Ended
-
-
 class Output:
     """Writes whole lines to a descriptor, each at once. Nothing is buffered: a reader sees a change when it came."""
 
@@ -219,41 +179,6 @@ class Output:
         """Notice, without writing, that nobody reads any more (`penstock tail … | head`)."""
         if any(events & (select.POLLERR | select.POLLHUP) for _, events in self._poll.poll(0)):
             raise BrokenPipeError
-
-
-def _choose_publication(
-    source: ChosenSource,
-    name: str | None,
-    create: bool,
-    tables: list[str],
-    notice: Callable[[str], None],
-) -> str:
-    """The publication to read; made only when asked for."""
-    name = name or source.publication
-    if name is not None and not create:
-        return name
-    with connect(source.settings, Role.TAIL) as connection:
-        if name is None:
-            with translated(connection, "list the publications"), connection.cursor(row_factory=tuple_row) as cursor:
-                rows = cursor.execute("select pubname::text from pg_catalog.pg_publication order by 1").fetchall()
-            there = ", ".join(row[0] for row in rows)
-            raise ConfigError(
-                "tail needs a publication: it says which tables the server sends",
-                hint=f"Use --publication; this database has {there}."
-                if there
-                else "This database has none: add --publication penstock --create-publication to make one.",
-            )
-        if inspect_publication(connection, name) is None:
-            patterns = tables or list(source.tables) or ["*"]
-            wanted = find_tables(connection, patterns, source.exclude)
-            if not wanted:
-                raise ConfigError(
-                    f"there are no tables for a publication: nothing matches {', '.join(patterns)}",
-                    hint="Write schema.table, like public.orders or sales.*",
-                )
-            create_publication(connection, name, wanted)
-            notice(f"created publication {name} for {len(wanted)} tables; it stays: drop publication {name}")
-    return name
 
 
 def _parse_start(start: str | None, slot: str | None) -> Lsn | None:
@@ -286,7 +211,3 @@ def _say_end(settings: Follow, followed: Followed, notice: Callable[[str], None]
         notice(f"{text}; slot {settings.slot} now stands at {followed.position}")
     else:
         notice(f"{text}; slot {settings.slot} was not moved (go on with --from {followed.position})")
-
-
-def _say_nothing(text: str) -> None:
-    pass

@@ -1,43 +1,28 @@
-"""`penstock verify`: whether the tables at a destination equal their source, row by row, while both live."""
+"""`penstock verify`: compare the tables at a destination with their source, row by row, while both change."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from penstock.cli.commands import choose_tables
-from penstock.cli.configured import (
-    DEFAULT_PATH,
-    ConfigPath,
-    OutputName,
-    chosen_outputs,
-    configured,
-    existing_store,
-    require_shared_state,
-    running,
-)
-from penstock.cli.display import Display, Lines, Silence, write_line
-from penstock.cli.options import AsJson
-from penstock.cli.outputs import POLL_SECONDS, is_settled, started_outputs, started_tasks
-from penstock.cli.tail import Ending
-from penstock.cli.verify_display import opened_watching, print_report
+from penstock.cli.display import is_terminal, stderr_console, write_line
+from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, Quiet, configured
 from penstock.comparison.compare import CompareSettings
-from penstock.comparison.report import Report
-from penstock.comparison.verification import WAIT_SECONDS, VerifySettings, require_readable, verify_tables
-from penstock.config import Config, OutputChoice
-from penstock.errors import PenstockError
-from penstock.spool.folder import SpoolFolder
-from penstock.state import PipelineStore
-from penstock.tables import Coordinator
-
-DIFFERENT, NOT_COMPARED = 1, 2
-"""Exit status; 0 if all is equal."""
+from penstock.comparison.report import Difference, Kind, Report, TableReport
+from penstock.comparison.verification import WAIT_SECONDS, Observer, VerifySettings
+from penstock.config.units import count_of, format_seconds
+from penstock.errors import PenstockError, SnapshotBlocked
+from penstock.lsn import Lsn
+from penstock.operations.running import say_nothing
+from penstock.operations.signals import Ending
+from penstock.operations.verify import NOT_COMPARED, VerifyRequest, verify_pipeline
+from penstock.source.slots import Blocker, name_blockers
 
 
 def parse_part(text: str) -> float:
@@ -47,82 +32,56 @@ def parse_part(text: str) -> float:
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise typer.BadParameter(f"{text!r} is no part of a whole, like 1% or 0.01")
+        raise typer.BadParameter(f"{text!r} is not a fraction, like 1% or 0.01")
     return fraction
 
 
 def verify(
     tables: Annotated[
-        list[str] | None, typer.Argument(help="Tables or patterns; all if none is named.", metavar="TABLE")
+        list[str] | None, typer.Argument(help="Tables or patterns. Default: all tables.", metavar="TABLE")
     ] = None,
     config_path: ConfigPath = DEFAULT_PATH,
     output: OutputName = None,
     as_json: AsJson = False,
     sample: Annotated[
         float,
-        typer.Option(parser=parse_part, help="Look at a part of the rows only, like 1%.", metavar="PART"),
-    ] = "100%",  # pyright: ignore[reportArgumentType] (parsed like what a person writes)
+        typer.Option(parser=parse_part, help="Compare only this part of the rows, like 1%.", metavar="PART"),
+    ] = "100%",  # pyright: ignore[reportArgumentType] (parsed like an argument)
     show_values: Annotated[
-        bool, typer.Option("--show-values", help="Show what differs, not only where: the data of both sides.")
+        bool, typer.Option("--show-values", help="Print the differing values of both sides, not only the columns.")
     ] = False,
     wait: Annotated[
         float,
-        typer.Option(min=0, help="How long to wait for transactions that are open.", metavar="SECONDS"),
+        typer.Option(min=0, help="How long to wait for open transactions to end.", metavar="SECONDS"),
     ] = WAIT_SECONDS,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on standard error but errors.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compare every row of the tables at a destination with the source.
 
-    Exactly, at one position, while writers and the pipeline go on: changes wait for a second or two, until both sides
-    are there. The source is read in another way than by a copy. A pipeline that does not run is started for as long as
-    it takes. Ends with 0 if all is equal, 1 if rows differ, 2 if something could not be compared.
+    The comparison is exact, at one position, while writers and the pipeline keep running: changes wait for a second or
+    two until both sides are at that position. It reads the source differently than a copy does. If the pipeline is not
+    running, it is started for the comparison. Exits with 0 if everything is equal, 1 if rows differ, 2 if something
+    could not be compared.
     """
     options = VerifySettings(CompareSettings(sample=sample, show_values=show_values), wait)
-    compared: list[Compared] = []
-    with configured(config_path) as config, _not_compared():
-        require_shared_state(config)
-        with Ending() as ending:
-            _compare_all(_Request(config, tables or (), output, options, quiet=quiet or as_json), ending, compared)
-            if as_json:
-                typer.echo(json.dumps(_to_json(compared), ensure_ascii=False))
-            else:
-                for each in compared:
-                    print_report(each.report, each.output.name if len(compared) > 1 else None)
-            raise typer.Exit(_exit_status(compared))
-    # Ended by a signal: nothing is known.
+    quiet = quiet or as_json
+    with configured(config_path) as config, not_compared(), Ending() as ending:
+        request = VerifyRequest(config, tables or (), output, options)
+        say = say_nothing if quiet else write_line
+        report = verify_pipeline(request, ending, say, partial(opened_observer, quiet=quiet))
+        if as_json:
+            typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+        else:
+            for name, each in report.outputs.items():
+                print_report(each, name if len(report.outputs) > 1 else None)
+        raise typer.Exit(report.exit_code)
+    # A signal ended it: nothing is known.
     raise typer.Exit(NOT_COMPARED)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One output, and what was found."""
-
-    output: OutputChoice
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What a person asked for."""
-
-    config: Config
-    tables: Sequence[str]
-    output: str | None
-    options: VerifySettings
-    quiet: bool
-
-    @property
-    def outputs(self) -> Sequence[OutputChoice]:
-        return chosen_outputs(self.config, self.output)
-
-    def chosen(self, output: OutputChoice) -> list[str]:
-        """The names of the tables that are meant; none for all."""
-        with self.config.open_store(output) as store:
-            return choose_tables(self.config, store, self.tables)
-
-
 @contextmanager
-def _not_compared() -> Iterator[None]:
+def not_compared() -> Iterator[None]:
+    """Errors inside end the program with the status that says so."""
     try:
         yield
     except PenstockError as error:
@@ -130,110 +89,114 @@ def _not_compared() -> Iterator[None]:
         raise
 
 
-def _compare_all(request: _Request, ending: Ending, compared: list[Compared]) -> None:
-    config = request.config
-    for each in request.outputs:
-        require_readable(config.create_destination(each))
-    display: Display = Silence() if request.quiet else Lines(write_line, 0)
-    stores = [_look(request, each) for each in request.outputs]
-    if all(stores):
-        with started_tasks(config, ending, display) as (tasks, session):
-            for each in request.outputs:
-                with config.open_store(each) as store:
-                    compared.append(_compare(request, each, store, _all_cores(tasks, session), ending))
-        return
-    display.say(f"pipeline {config.pipeline.id} does not run: it is started, and runs until all is compared")
-    with started_outputs(config, ending, display) as started:
-        if not _wait_settled(started.outputs, ending):
-            return
-        stores_by_name = {pipeline.output: pipeline.store for pipeline in started.outputs}
-        for each in request.outputs:
-            compared.append(_compare(request, each, stores_by_name[each.name], started.tasks, ending))
-
-
-def _look(request: _Request, output: OutputChoice) -> bool:
-    """Whether the pipeline of an output runs; refuses what cannot be compared before anything is started."""
-    with existing_store(request.config, output) as store:
-        if store is None:
-            raise PenstockError(
-                f"pipeline {request.config.pipeline.id} has not run yet: there is nothing to compare",
-                hint="Start it with `penstock run`.",
-            )
-        is_running = running(store) is not None
-    request.chosen(output)
-    return is_running
-
-
-def _compare(request: _Request, output: OutputChoice, store: PipelineStore, tasks: Any, ending: Ending) -> Compared:
-    options = VerifySettings(_with_folder(request.options.compare, output), request.options.wait)
-    with (
-        opened_watching(quiet=request.quiet) as watching,
-        ending.interruptible(),
-        _given_up(ending, tasks),
-    ):
-        report = verify_tables(
-            output.settings,
-            store,
-            request.config.create_destination(output),
-            tasks,
-            tables=request.chosen(output),
-            options=options,
-            observer=watching,
-        )
-    return Compared(output, report)
-
-
-def _with_folder(settings: CompareSettings, output: OutputChoice) -> CompareSettings:
-    """What differs is written below the spool, which all tasks see."""
-    folder = SpoolFolder(output.settings.spool.path)
-    return CompareSettings(settings.sample, settings.show_values, settings.shown, folder.comparisons)
-
-
-def _all_cores(tasks: Any, session: Any) -> Any:
-    """Nothing else runs in this process, so no core is left for changes."""
-    if session is None:
-        return tasks
-    from penstock.spark.tasks import SparkTasks
-
-    return SparkTasks(session, copy_tasks=tasks.cores)
-
-
 @contextmanager
-def _given_up(ending: Ending, tasks: Any) -> Iterator[None]:
-    """After a signal, tasks that run are ended, too."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(POLL_SECONDS):
-            if ending.stop.is_set():
-                tasks.close()
-                return
-
-    thread = threading.Thread(target=watch, name="give-up", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def opened_observer(*, quiet: bool) -> Iterator[Observer]:
+    """Bars in a terminal, lines elsewhere."""
+    if quiet:
+        yield Observer()
+    elif is_terminal():
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+        with Progress(*columns, TimeElapsedColumn(), console=stderr_console(), transient=True) as progress:
+            yield _Bars(progress)
+    else:
+        yield _Lines()
 
 
-def _wait_settled(outputs: Coordinator, ending: Ending) -> bool:
-    """Until nothing is copied any more; False if that will not be."""
-    while not ending.stop.is_set() and not outputs.wait(0):
-        if all(is_settled(pipeline) for pipeline in outputs):
-            return True
-        ending.stop.wait(POLL_SECONDS)
-    return False
+class _Lines(Observer):
+    """For files and pipes."""
+
+    def blocked(self, error: SnapshotBlocked) -> None:
+        self._say(f"waiting: {error.message}; changes flow meanwhile")
+
+    def going_around(self, error: SnapshotBlocked) -> None:
+        self._say("some transaction is always open: rows that change during the comparison are not judged")
+
+    def waiting(self, blockers: list[Blocker]) -> None:
+        self._say(f"waiting for open transactions: {name_blockers(blockers)}; changes flow meanwhile")
+
+    def held(self, position: Lsn, *, until_the_end: bool) -> None:
+        more = "; changes wait until the comparison ends, because the destination keeps no versions"
+        self._say(f"source and destination are both at {position}{more if until_the_end else ''}")
+
+    def released(self, seconds: float) -> None:
+        self._say(f"changes flow again after {format_seconds(seconds)}")
+
+    def compared(self, report: TableReport) -> None:
+        self._say(f"{report.table}: {report.result}, {format_seconds(report.seconds)}")
+
+    def _say(self, text: str) -> None:
+        write_line(text)
 
 
-def _exit_status(compared: Sequence[Compared]) -> int:
-    found = {each.report.exit_code for each in compared}
-    return DIFFERENT if DIFFERENT in found else max(found, default=NOT_COMPARED)
+class _Bars(_Lines):
+    """For terminals."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars: dict[str, TaskID] = {}
+
+    def comparing(self, table: str, fraction: float) -> None:
+        if table not in self._bars:
+            self._bars[table] = self._progress.add_task(table, total=1.0)
+        self._progress.update(self._bars[table], completed=fraction)
+
+    def compared(self, report: TableReport) -> None:
+        bar = self._bars.pop(report.table, None)
+        if bar is not None:
+            self._progress.remove_task(bar)
+
+    def _say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False)
 
 
-def _to_json(compared: Sequence[Compared]) -> dict[str, Any]:
-    return {
-        "result": {0: "equal", DIFFERENT: "different", NOT_COMPARED: "not compared"}[_exit_status(compared)],
-        "outputs": [{"output": each.output.name, **each.report.to_json()} for each in compared],
-    }
+def print_report(report: Report, output: str | None = None) -> None:
+    """Print the findings; `output` names one of several."""
+    if output is not None:
+        typer.echo(f"{output}:")
+    width = max((len(table.table) for table in report.tables), default=0)
+    for table in report.tables:
+        typer.echo(f"{table.table:<{width}}  {_describe(table)}")
+        for difference in table.differences:
+            typer.echo(f"  {_line(difference)}")
+        if len(table.differences) < table.counts.different:
+            typer.echo(f"  and {count_of(table.counts.different - len(table.differences), 'row')} more")
+    typer.echo(_summary(report))
+
+
+def _describe(table: TableReport) -> str:
+    if table.reason is not None:
+        return f"not compared: {table.reason}"
+    counts = table.counts
+    moved = f"; {count_of(counts.unsettled, 'row')} changed meanwhile" if counts.unsettled else ""
+    if not counts.different:
+        return f"{count_of(counts.equal, 'row')}, equal{moved}"
+    found = {"missing": counts.missing, "extra": counts.extra, "changed": counts.changed}
+    named = ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
+    return f"DIFFERENT: {named}; {counts.equal:,} equal{moved}"
+
+
+def _line(difference: Difference) -> str:
+    key = _pairs(difference.key) or "a row"
+    line = f"{difference.kind.value:<8} {key}"
+    if difference.kind is Kind.CHANGED:
+        line += f": {', '.join(difference.columns)}"
+    if difference.source is not None:
+        line += f"\n    source:      {_pairs(difference.source)}"
+    if difference.destination is not None:
+        line += f"\n    destination: {_pairs(difference.destination)}"
+    return line
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={'NULL' if value is None else repr(value)}" for name, value in values.items())
+
+
+def _summary(report: Report) -> str:
+    results = [table.result for table in report.tables]
+    known = ("equal", "different", "unsettled", "not compared")
+    counts = {each: results.count(each) for each in known if each in results}
+    found = ", ".join(f"{number:,} {what}" for what, number in counts.items()) or "nothing to compare"
+    part = "" if report.sample == 1 else f" in a sample of {report.sample:.4g} of the rows"
+    held = format_seconds(report.held_seconds)
+    around = "" if report.exact else " or close to it, because some transaction was always open"
+    return f"{found}{part}, at {report.position}{around}; changes waited for {held}"

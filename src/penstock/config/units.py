@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: `4GB`, `1h`. Errors never repeat what was written."""
+"""Sizes, durations and counts as people write and read them: `4GB`, `1h`, `2 tables`. Errors never repeat the input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _SIZES = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -31,6 +32,36 @@ def parse_duration(value: Any) -> timedelta:
     if found is None:
         raise ValueError('should be a duration like "500ms", "30s", "15min", "1h" or "2d", or a number of seconds')
     return timedelta(seconds=found)
+
+
+def format_bytes(size: float) -> str:
+    """`1.5 GB`; 1 kB is 1024 bytes, as in Postgres."""
+    for unit in _UNITS:
+        if size < 1024 or unit == _UNITS[-1]:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min`, `2 h 05 min`, `3 d 04 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours:02d} h"
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 table`, `2 tables`, `1,200 tables`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _split(value: Any, units: dict[str, float], *, strip_i: bool = False) -> float | None:

@@ -75,7 +75,7 @@ def test_what_is_told_becomes_a_config_that_runs(source: Any, tmp_path: Path):
 
     refused = run(tmp_path, "init", "--yes", PENSTOCK_URL=url)
     assert refused.returncode == 1
-    assert "there is a file 'penstock.toml' already" in refused.stderr
+    assert "'penstock.toml' already exists" in refused.stderr
     assert (tmp_path / "penstock.toml").read_text() == written
 
     password = {"MY_SHOP_PASSWORD": quote(SECRET, safe="")}

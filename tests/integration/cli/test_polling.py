@@ -82,12 +82,12 @@ def test_documents_follow_without_logical_decoding(make_server: Callable[..., Po
     assert last["2"]["items"] == [{"note": "first"}]
     second = site.run("run", "--once", "-q")
     assert second.returncode == 1
-    assert "runs already" in second.stderr
+    assert "is already running" in second.stderr
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0, site.output(process)
     check_discreet(site, site.output(process))
     shown = site.run("status").stdout
-    assert "does not run" in shown
+    assert "not running" in shown
     assert "seeded" in shown
     assert site.run("teardown", "--yes").returncode == 0
 

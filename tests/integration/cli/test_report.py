@@ -50,7 +50,7 @@ def test_a_bundle_has_all_parts_and_no_secrets(site: Site):
     assert json.loads(files["versions.json"])["packages"]["penstock"]
     again = site.run("report", "--to", "r.tar.gz")
     assert again.returncode == 1
-    assert "there is a file 'r.tar.gz' already" in again.stderr
+    assert "'r.tar.gz' already exists" in again.stderr
 
 
 def test_it_says_what_it_could_not_find_out(site: Site):

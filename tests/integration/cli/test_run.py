@@ -74,7 +74,7 @@ def test_a_signal_ends_a_run_well(site: Site, number: signal.Signals):
     check_discreet(site, text)
     assert "changes/s; lag" in text
     assert "stopped at " in text
-    assert "pipeline shop does not run; 3 of 3 tables ready" in site.run("tables").stdout
+    assert "pipeline shop is not running; 3 of 3 tables ready" in site.run("tables").stdout
     assert site.database.execute(
         "select active from pg_replication_slots where slot_name = %s", [site.slot]
     ) == [(False,)]  # fmt: skip
@@ -113,12 +113,12 @@ def test_commands_reach_a_pipeline_that_runs(site: Site):
 
     second = site.run("run")
     assert second.returncode == 1
-    assert f"runs already: it is driven by process {process.pid} on " in second.stderr
+    assert f"is already running: process {process.pid} on " in second.stderr
     assert "Stop the other process" in second.stderr
     check_discreet(site, second.stderr)
     assert site.run("teardown", "--yes").returncode == 1
 
-    assert site.run("pause").stdout == "paused; `penstock resume` lets it go on\n"
+    assert site.run("pause").stdout == "paused; `penstock resume` continues\n"
     site.database.execute("insert into nothing values (1, 'while paused')")
     time.sleep(1.0)
     assert site.rows("nothing") == []
@@ -140,7 +140,7 @@ def test_commands_reach_a_pipeline_that_runs(site: Site):
     assert "did you mean 'public.orders'?" in unknown.stderr
 
     listing = site.run("tables")
-    assert f"is driven by process {process.pid}" in listing.stdout
+    assert f"is run by process {process.pid}" in listing.stdout
     check_discreet(site, listing.stdout + unknown.stderr + refused.stderr)
 
 
@@ -151,7 +151,7 @@ def test_a_command_for_a_pipeline_that_does_not_run_waits_for_it(site: Site):
     assert site.run("run", "--once", "-q").returncode == 0
     noted = site.run("resync", "orders")
     assert noted.returncode == 0
-    assert "does not run: resync is noted (command 1), and taken at its next start" in noted.stdout
+    assert "is not running: resync is queued (command 1) until its next start" in noted.stdout
     result = site.run("run", "--once")
     assert result.returncode == 0, result.stderr
     assert "copied public.orders" in result.stderr
@@ -258,7 +258,7 @@ def test_two_destinations_share_a_slot(site: Site):
     site.wait_output(process, "tables: streaming: 3 of 3 tables ready; ")
     site.wait_output(process, "second: streaming: 3 of 3 tables ready; ")
     paused = site.run("pause", "--output", "second")
-    assert paused.stdout == "second: paused; `penstock resume` lets it go on\n", paused.stderr
+    assert paused.stdout == "second: paused; `penstock resume` continues\n", paused.stderr
     site.database.execute("insert into nothing values (1, 'for one of them')")
     site.wait_rows("nothing")
     assert site.rows("nothing", "second") == []
@@ -283,7 +283,7 @@ def test_two_destinations_share_a_slot(site: Site):
     assert gone.returncode == 0, gone.stderr
     assert "state of pipeline shop:second" in gone.stdout
     assert "what the slot keeps for second" in gone.stdout
-    assert "there is no output called 'second'" in site.run("teardown", "--output", "second").stderr
+    assert "there is no output 'second'" in site.run("teardown", "--output", "second").stderr
     free = site.run("run", "--once")
     assert "holds back the slot" not in free.stderr
     assert "copied" not in free.stderr

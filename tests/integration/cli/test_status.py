@@ -72,7 +72,7 @@ def test_lag_is_known_whether_it_runs_or_not(site: Site):
     while (output := look(site)["outputs"][0])["lag_bytes"] != 0 or output["changes_per_second"] is None:
         assert time.monotonic() < deadline, output
     text = site.run("status").stdout
-    assert f"driven by process {process.pid}" in text
+    assert f"run by process {process.pid}" in text
     assert "; streaming; " in text
     assert "read by pid" in text
 

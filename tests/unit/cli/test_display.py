@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.display import MOST_BARS, Bars, Lines, Records, opened_display, render
-from penstock.cli.lag import Behind
-from penstock.cli.progress import Notice, OutputLook
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
 from penstock.observe import LogFormat, configure_logging
 from penstock.observe.logs import JsonFormatter
+from penstock.operations.lag import Behind
+from penstock.operations.progress import Notice, OutputLook
 from penstock.state import DataSync, Ready
 
 

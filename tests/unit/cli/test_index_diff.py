@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from penstock.cli import index_diff
+from penstock.cli import index as index_diff
 from penstock.documents.diff import Difference, DiffReport, Kind
 
 EQUAL = DiffReport("customers", 1200)
@@ -36,7 +36,7 @@ def test_the_exit_status_says_what_was_found(reports: list[DiffReport], status: 
 
 def test_people_get_counts_examples_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     for report in (EQUAL, DIFFERENT, MOVING):
-        index_diff._print(report)
+        index_diff._print_diff(report)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "customers: 1,200 documents compared, all equal"
     assert lines[1] == "orders: 30 documents compared: 1 missing, 12 extra, 1 different, 1 unsettled"

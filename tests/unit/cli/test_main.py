@@ -65,7 +65,7 @@ def test_a_server_that_is_not_there_is_a_finding() -> None:
 def test_without_a_database_it_is_told_how_to_name_one(command: str, tmp_path: Path) -> None:
     result = run(command, cwd=tmp_path)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: which database?")
+    assert result.stderr.startswith("error: no database given")
     assert "penstock init" in result.stderr
 
 

@@ -9,15 +9,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.cli.lag import Behind
-from penstock.cli.pipeline_status import OutputStatus, PipelineStatus, SlotStatus, SourceStatus, TableStatus
-from penstock.cli.progress import OutputLook
-from penstock.cli.status import render, status_facts
-from penstock.cli.status_file import StatusFile
-from penstock.cli.table_states import TableError
+from penstock.cli.status import render
 from penstock.copy.progress import CopyProgress
 from penstock.errors import RESYNC
 from penstock.lsn import Lsn
+from penstock.operations.lag import Behind
+from penstock.operations.progress import OutputLook, StatusFile
+from penstock.operations.status import (
+    OutputStatus,
+    PipelineStatus,
+    SlotStatus,
+    SourceStatus,
+    TableError,
+    TableStatus,
+    status_facts,
+)
 from penstock.state import Catchup, DataSync, LeaseInfo
 
 NOW = datetime(2026, 11, 15, 11, 0, tzinfo=UTC)
@@ -37,7 +43,7 @@ def shown(status: PipelineStatus) -> list[str]:
 
 def test_a_running_pipeline() -> None:
     assert shown(STATUS) == [
-        "pipeline  shop, driven by process 42 on vm since 2026-11-15 11:00:00 UTC",
+        "pipeline  shop, run by process 42 on vm since 2026-11-15 11:00:00 UTC",
         "source    h:1/d, PostgreSQL 18.6, at 0/20",
         "slot      shop: read by pid 7 of the server, at 0/10, keeps 2.0 kB of WAL on the server",
         "output    at 0/10; streaming; 43 changes/s; lag 300 B, 1.5 s",
@@ -53,7 +59,7 @@ def test_a_lost_slot_and_a_table_that_stopped() -> None:
     output = replace(OUTPUT, tables=(replace(READY, phase="errored", error=error),), changes_per_second=None)
     source = replace(STATUS.source, slot=replace(SLOT, lost=True))
     lines = shown(replace(STATUS, driver=None, running=None, source=source, outputs=(output,)))
-    assert lines[0] == "pipeline  shop, does not run"
+    assert lines[0] == "pipeline  shop, not running"
     assert lines[2] == "slot      shop: is lost: its changes cannot be read any more"
     assert lines[-3:] == [
         "public.a stopped at 2026-11-15T10:00:00+00:00: too big",

@@ -7,8 +7,7 @@ import json
 import pytest
 import typer
 
-from penstock.cli.verify import parse_part
-from penstock.cli.verify_display import print_report
+from penstock.cli.verify import parse_part, print_report
 from penstock.comparison.report import Counts, Difference, Kind, Report, TableReport
 from penstock.lsn import Lsn
 
@@ -57,7 +56,7 @@ def test_rows_that_were_not_judged_are_said(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.splitlines() == [
         "shop.items  1,990 rows, equal; 10 rows changed meanwhile",
         (
-            "1 unsettled, at 0/1B91DD0 or around it, since some transaction was open all the time; "
+            "1 unsettled, at 0/1B91DD0 or close to it, because some transaction was always open; "
             "changes waited for 0.0 s"
         ),
     ]
@@ -92,5 +91,5 @@ def test_a_part_is_a_percentage_or_a_number(text: str, part: float) -> None:
 
 @pytest.mark.parametrize("text", ["0", "0%", "101%", "2", "-1%", "a bit", "", "%", "nan"])
 def test_what_is_no_part_of_a_whole_is_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="no part of a whole"):
+    with pytest.raises(typer.BadParameter, match="is not a fraction"):
         parse_part(text)

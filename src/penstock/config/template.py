@@ -60,6 +60,11 @@ def with_password(url: str, password: str) -> str:
     return f"{found[1]}:{quote(password, safe='')}@{url[found.end() :]}"
 
 
+def usable_id(database: str) -> str:
+    """A pipeline's id made from the name of a database."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", database).lstrip("_.-")[:100] or "pipeline"
+
+
 def password_variable(pipeline_id: str) -> str:
     """The environment variable for a pipeline's password: `SHOP_PASSWORD`."""
     name = re.sub(r"[^A-Z0-9]", "_", pipeline_id.upper())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.config_template import Choices, password_variable, public_url, render_config, with_password
 from penstock.config import load_config
+from penstock.config.template import Choices, password_variable, public_url, render_config, with_password
 
 SECRET = "a b'c@d/e\\${x}"
 

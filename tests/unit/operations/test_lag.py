@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.cli.lag import Behind, Lag
 from penstock.lsn import Lsn
+from penstock.operations.lag import Behind, Lag
 
 
 def test_nothing_is_known_before_the_first_look():

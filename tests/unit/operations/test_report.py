@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 
-from penstock.cli.redacted import hidden_texts, redact_config
+from penstock.operations.report import hidden_texts, redact_config
 
 WRITTEN = """
 [pipeline]

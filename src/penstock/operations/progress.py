@@ -5,23 +5,29 @@ Only looks and compares; `display` shows it, `status_file` keeps it for `penstoc
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from penstock.cli.formats import count_of, format_bytes, format_seconds
-from penstock.cli.lag import Behind
+from penstock.config.units import count_of, format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
 from penstock.errors import for_table
 from penstock.lsn import Lsn
+from penstock.operations.lag import Behind
 from penstock.source.slots import name_blockers
+from penstock.spool.folder import SpoolFolder, read_file, replace_file
 from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Ready, TableReplicationPhase
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
 RATE_SECONDS = 5.0
 """Changes per second are those of so long a time."""
+WRITE_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
@@ -225,6 +231,82 @@ class Progress:
 
     def _notice(self, event: str, text: str, table: str, facts: Mapping[str, Any]) -> Notice:
         return Notice(event, f"{self._prefix}{text}", self._pipeline.output, table, facts)
+
+
+class Interval:
+    """Says now and then that it is time again."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._last = clock()
+
+    def is_over(self) -> bool:
+        """Whether it has been long enough; never if it is 0."""
+        now = self._clock()
+        if not self._seconds or now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class LastLook:
+    """An output, as the process that runs it saw it last."""
+
+    at: float
+    """Unix time."""
+    paused: bool
+    changes: int
+    changes_per_second: float
+    position: str
+    lag_bytes: int | None
+    lag_seconds: float | None
+    phases: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By table; also those that are not stored."""
+    copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    """By table: the copies that were under way."""
+
+
+class StatusFile:
+    """Written by one process, read by any."""
+
+    def __init__(self, spool: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = SpoolFolder(spool).status
+        self._clock = clock
+        self._interval = Interval(WRITE_SECONDS)
+        self._is_new = True
+
+    def write(self, looks: Sequence[OutputLook]) -> None:
+        """Replace it, unless it was replaced a moment ago. A disk that is full is not its business."""
+        if not looks or not (self._is_new or self._interval.is_over()):
+            return
+        self._is_new = False
+        try:
+            replace_file(self._path, {look.output: asdict(self._last(look)) for look in looks})
+        except OSError as error:
+            logger.debug("the status could not be written error=%s", error)
+
+    def read(self) -> dict[str, LastLook]:
+        """The last looks by output; none if there is no file, or one that cannot be understood."""
+        try:
+            return {output: LastLook(**values) for output, values in (read_file(self._path) or {}).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            logger.debug("the status could not be read error=%s", error)
+            return {}
+
+    def _last(self, look: OutputLook) -> LastLook:
+        return LastLook(
+            at=self._clock(),
+            paused=look.paused,
+            changes=look.changes,
+            changes_per_second=round(look.changes_per_second, 1),
+            position=str(look.applied),
+            lag_bytes=None if look.behind is None else look.behind.bytes,
+            lag_seconds=None if look.behind is None else round(look.behind.seconds, 1),
+            phases={table: phase.name for table, phase in look.phases.items()},
+            copies={copy.table: copy_facts(copy) for copy in look.copies},
+        )
 
 
 def _stopped(table: str, phase: Errored) -> str:

@@ -1,32 +1,34 @@
-"""All that can be known of a pipeline from outside: the stored state, the server, and what a run says of itself.
+"""Everything that is known of a pipeline from outside: its stored state, the server, and the status file of a run.
 
-Nothing here changes anything, and each part may be missing: a pipeline that never ran, one that runs elsewhere,
-a server that does not answer.
+Reading it changes nothing, and each part may be missing: the pipeline never ran, runs on another machine, or the server
+does not answer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psycopg
 
-from penstock.cli.configured import every_chosen_output, existing_store, running
-from penstock.cli.index_states import IndexState, stored_indexes
-from penstock.cli.status_file import LastLook, StatusFile
-from penstock.cli.table_states import TableState, driver_facts, table_states
-from penstock.config import Config, DocumentsChoice, OutputChoice
-from penstock.errors import ServerUnavailable, SourceError
-from penstock.lsn import Lsn, distance
+from penstock.config import Config, DocumentsChoice, IndexChoice, OutputChoice
+from penstock.documents.mapping import fingerprint, is_built_from
+from penstock.documents.quarantine import open_quarantine
+from penstock.errors import RESYNC, Retry, ServerUnavailable, SourceError
+from penstock.lsn import Lsn, distance, furthest
+from penstock.observe import scrub
+from penstock.operations.progress import LastLook, StatusFile
+from penstock.operations.stores import every_chosen_output, existing_store, running, table_names
 from penstock.source import Role, connect
 from penstock.source.sizes import TableSize, load_sizes
 from penstock.source.slots import Slot, find_blockers, inspect_slot
 from penstock.source.wal import flushed_position
 from penstock.spool import Readers
 from penstock.spool.folder import SpoolFolder
-from penstock.state import LeaseInfo, Store
+from penstock.state import Errored, IndexBuild, IndexStatus, LeaseInfo, Ready, Store, StoredPhase, SyncDone
 
 FRESH_SECONDS = 15.0
 """What a run said longer ago than that is not how it is now."""
@@ -68,6 +70,33 @@ class SourceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TableError:
+    """Why a table stopped, and what can be done."""
+
+    reason: str
+    solution: str | None
+    command: str | None
+    """What a person runs when the cause is gone."""
+    since: str
+    next_retry: str | None
+    attempts: int
+    position_lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """One table of one output; as JSON it has the same names."""
+
+    table: str
+    id: int
+    output: str
+    phase: str
+    position: str | None
+    """Up to where the table is durable."""
+    error: TableError | None
+
+
+@dataclass(frozen=True, slots=True)
 class TableStatus(TableState):
     """A table with what the server and the run know of it."""
 
@@ -76,6 +105,26 @@ class TableStatus(TableState):
     bytes: int | None = None
     copy: Mapping[str, Any] | None = None
     """How far its copy is, if one is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexState:
+    """One index; as JSON it has the same names."""
+
+    index: str
+    table: str
+    fingerprint: str
+    """Of the specification as it is now."""
+    status: str
+    """not built, wanted, filling or seeded; outdated if the specification is another one than what was built."""
+    seeded: bool
+    reason: str
+    """Why it is being built anew, or was."""
+    generation: str | None = None
+    filling: str | None = None
+    documents: int | None = None
+    quarantined: int = 0
+    failure_policy: str = "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +171,52 @@ def pipeline_status(config: Config, output: str | None = None) -> PipelineStatus
         forgotten=_forgotten(config),
         driver=driver,
     )
+
+
+def status_facts(found: PipelineStatus) -> dict[str, Any]:
+    """A status as plain values, for JSON; the keys are stable."""
+    facts = asdict(found)
+    del facts["driver"]
+    return facts
+
+
+def table_states(config: Config, output: OutputChoice, store: Store) -> list[TableState]:
+    """All tables, by name."""
+    stored = store.get_stored_progress()
+    positions: dict[int, Lsn] = {}
+    if stored is not None:
+        store.use_lineage(stored.lineage)
+        positions = dict(store.get_table_positions())
+    names = table_names(config, store)
+    found = [
+        TableState(
+            table=names.get(table_id, f"oid {table_id}"),
+            id=table_id,
+            output=output.name,
+            phase=phase.name,
+            position=_text(_position(phase, positions.get(table_id), stored.position if stored else None)),
+            error=_error(config, phase),
+        )
+        for table_id, phase in store.get_table_replication_states().items()
+    ]
+    return sorted(found, key=lambda state: state.table)
+
+
+def driver_facts(driver: LeaseInfo | None) -> dict[str, Any] | None:
+    """Who runs the pipeline, for machines; None if nobody does."""
+    if driver is None:
+        return None
+    return {"host": driver.host, "pid": driver.pid, "since": driver.since.isoformat(timespec="seconds")}
+
+
+def stored_indexes(config: Config, store: Store | None) -> list[IndexState]:
+    """All indexes of the config; without a store nothing was built."""
+    if store is None:
+        return [_index_state(each, None, 0) for each in config.indexes.indexes]
+    builds = store.get_index_builds()
+    with closing(open_quarantine(config.state_url, config.indexes.settings.output_id)) as quarantine:
+        counts = quarantine.counts()
+    return [_index_state(each, builds.get(each.name), counts.get(each.name, 0)) for each in config.indexes.indexes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,3 +351,56 @@ def _distance(position: Lsn | None, server: Lsn | None) -> int | None:
     if position is None or server is None:
         return None
     return distance(position, server)
+
+
+def _position(phase: StoredPhase, own: Lsn | None, progress: Lsn | None) -> Lsn | None:
+    match phase:
+        case Ready() | SyncDone():
+            known = [each for each in (own, progress) if each is not None]
+            return furthest(*known) if known else None
+        case Errored():
+            return phase.position
+        case _:
+            return None
+
+
+def _error(config: Config, phase: StoredPhase) -> TableError | None:
+    if not isinstance(phase, Errored):
+        return None
+    next_retry = phase.retry_policy.next_retry
+    return TableError(
+        reason=scrub(phase.reason, config.secrets),
+        solution=None if phase.solution is None else scrub(phase.solution, config.secrets),
+        command=_command(phase),
+        since=phase.since.isoformat(timespec="seconds"),
+        next_retry=next_retry.isoformat(timespec="seconds") if next_retry else None,
+        attempts=phase.attempts,
+        position_lost=phase.position_lost,
+    )
+
+
+def _command(phase: Errored) -> str | None:
+    if phase.position_lost or RESYNC in (phase.solution or ""):
+        return "resync"
+    return "rollback" if phase.retry_policy.retry is Retry.OPERATOR else None
+
+
+def _text(position: Lsn | None) -> str | None:
+    return None if position is None else str(position)
+
+
+def _index_state(index: IndexChoice, build: IndexBuild | None, quarantined: int) -> IndexState:
+    is_current = build is not None and is_built_from(build.fingerprint, index.specification)
+    status = "not built" if build is None else build.status.value
+    if build is not None and not is_current:
+        status = "outdated"
+    return IndexState(
+        index=index.name,
+        table=str(index.specification.table),
+        fingerprint=fingerprint(index.specification),
+        status=status,
+        seeded=build is not None and is_current and build.status is IndexStatus.SEEDED,
+        reason="" if build is None else build.reason,
+        quarantined=quarantined,
+        failure_policy=index.failure_policy.value,
+    )

@@ -1,4 +1,4 @@
-"""`penstock run` with `[polling]`: documents that follow by asking again and again, in this process.
+"""Running a pipeline with `[polling]`, in this process: search documents kept up to date without logical decoding.
 
 No slot, no publication, no spool: the engine takes changes from `penstock.documents.polling`. The lease, the maps of
 relations and the quarantine are those of any other run.
@@ -13,11 +13,8 @@ from typing import Any
 
 import psycopg
 
-from penstock.cli.display import Display
-from penstock.cli.formats import count_of
-from penstock.cli.outputs import refuse_second
-from penstock.cli.tail import Ending
 from penstock.config import Config, DocumentsChoice, PollingChoice
+from penstock.config.units import count_of
 from penstock.documents import Engine, Observer, PostgresDocuments, Sink
 from penstock.documents.base import Rejection
 from penstock.documents.build import require_primary
@@ -27,6 +24,9 @@ from penstock.documents.polling import PollingCapture, PollPositions, open_posit
 from penstock.documents.quarantine import QuarantineStore, open_quarantine
 from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.lsn import Lsn
+from penstock.operations.running import Say
+from penstock.operations.signals import Ending
+from penstock.operations.stores import require_stopped
 from penstock.source import Role, connect
 from penstock.source.connections import NO_TIMEOUTS
 from penstock.state import Command, CommandKind, CommandStatus, IndexBuild, IndexStatus, Store
@@ -44,7 +44,7 @@ class _Opened:
     building: psycopg.Connection[Any]
 
 
-def run_polling(config: Config, polling: PollingChoice, ending: Ending, display: Display, *, once: bool) -> None:
+def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say, *, once: bool) -> None:
     """Fill the indexes that are not, then poll until a signal comes; with `once` until nothing is left."""
     choice = config.indexes
     sink = choice.create_sink()
@@ -68,18 +68,18 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, display:
             capture,
             documents,
             sink,
-            observer=_Told(choice, catalog, opened.store, opened.quarantine, display),
+            observer=_Told(choice, catalog, opened.store, opened.quarantine, say),
             batch=choice.batch,
             queue_capacity=max(1, choice.batch.max_changes),
             skip_backfill=choice.skip_backfill,
             failure_policies=choice.failure_policies,
         )
-        display.say(
+        say(
             f"polling {count_of(len(tables), 'table')} on {config.pipeline.source.location} every "
             f"{polling.settings.interval:g} s, in {choice.sink_type}; deleted rows are not seen; Ctrl-C ends it"
         )
         engine.run()
-        display.say("caught up, stopping" if once and not ending.stop.is_set() else "stopped")
+        say("caught up, stopping" if once and not ending.stop.is_set() else "stopped")
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _opened(config: Config, choice: DocumentsChoice) -> Iterator[_Opened]:
     source, owner = config.pipeline.source, choice.settings.output_id
     with ExitStack() as stack:
         store = stack.enter_context(config.open_store(choice))
-        refuse_second(config, store)
+        require_stopped(config, store)
         store.acquire_lease()
         stack.callback(store.release_lease)
         yield _Opened(
@@ -137,22 +137,22 @@ class _Told(Observer):
         catalog: SourceCatalog,
         store: Store,
         quarantine: QuarantineStore,
-        display: Display,
+        say: Say,
     ) -> None:
         self._choice = choice
         self._catalog = catalog
         self._store = store
         self._quarantine = quarantine
-        self._display = display
+        self._say = say
 
     def on_backfill_started(self, indexes: Sequence[str]) -> None:
         for name in indexes:
             self._note(name, IndexStatus.FILLING)
-            self._display.say(f"filling index {name}")
+            self._say(f"filling index {name}")
 
     def on_index_seeded(self, index: str) -> None:
         self._note(index, IndexStatus.SEEDED)
-        self._display.say(f"index {index} is complete, and serves")
+        self._say(f"index {index} is complete, and serves")
 
     def on_backfill_completed(self) -> None:
         # Also those that the sink had already, and those that nobody wants to be filled.

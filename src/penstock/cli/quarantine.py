@@ -8,17 +8,16 @@ from contextlib import closing, contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.configured import DEFAULT_PATH, ConfigPath, configured, existing_store, require_shared_state, running
-from penstock.cli.formats import count_of
-from penstock.cli.indexes import IndexName, complete_index
-from penstock.cli.options import AsJson
-from penstock.cli.tables import wide_console
+from penstock.cli.display import make_table, wide_console
+from penstock.cli.index import IndexName, complete_index
+from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, configured
 from penstock.config import Config
+from penstock.config.units import count_of
 from penstock.documents.quarantine import Quarantined, QuarantineStore, open_quarantine
 from penstock.errors import PenstockError
+from penstock.operations.stores import existing_store, require_shared_state, running
 
 quarantine = typer.Typer(
     name="quarantine",
@@ -32,10 +31,6 @@ _ALL = typer.Option("--all", help="All that were set aside of this index.")
 
 Ids = Annotated[list[str] | None, typer.Argument(help="Documents, by their ids.", metavar="ID")]
 All = Annotated[bool, _ALL]
-OneIndex = Annotated[
-    str | None,
-    typer.Argument(help="One index; all if none is named.", metavar="NAME", autocompletion=complete_index),
-]
 
 
 @quarantine.command("list")
@@ -172,9 +167,7 @@ def _facts(each: Quarantined) -> dict[str, Any]:
 
 
 def _print(found: list[Quarantined]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("index", "id", "refused", "attempts", "reason"):
-        table.add_column(title, overflow="fold", justify="right" if title == "attempts" else "left")
+    table = make_table("index", "id", "refused", "attempts", "reason", right=("attempts",))
     for each in found:
         ending = ", to be tried again" if each.wanted else ""
         table.add_row(

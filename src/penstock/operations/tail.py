@@ -13,9 +13,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from psycopg.rows import tuple_row
 
 from penstock.capture import CaptureProcess, CaptureSettings, CaptureStatus, Reading
 from penstock.changes.events import Begin, Commit, Event, Message, Relation, Truncate, iterate_events
@@ -33,7 +35,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName, TablePattern
-from penstock.source.publications import published_tables
+from penstock.source.publications import create_publication, find_tables, inspect_publication, published_tables
 from penstock.source.slots import find_blockers, inspect_slot, require_usable
 from penstock.spool import Entry, SpoolReader, SpoolSettings
 
@@ -168,6 +170,41 @@ def prepare(settings: Follow, notice: Callable[[str], None]) -> Lsn | None:
             row = connection.execute(_POSITION).fetchone()
     server = Lsn.parse(row[0]) if row and row[0] else Lsn(0)
     return _check_start(settings, slot.confirmed_flush_lsn or Lsn(0), server)
+
+
+def choose_publication(
+    source: SourceSettings,
+    name: str | None,
+    *,
+    create_for: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    notice: Callable[[str], None],
+) -> str:
+    """The publication to read; created, for tables that match these patterns, only if `create_for` is given."""
+    if name is not None and create_for is None:
+        return name
+    with connect(source, Role.TAIL) as connection:
+        if name is None:
+            with translated(connection, "list the publications"), connection.cursor(row_factory=tuple_row) as cursor:
+                rows = cursor.execute("select pubname::text from pg_catalog.pg_publication order by 1").fetchall()
+            there = ", ".join(row[0] for row in rows)
+            raise ConfigError(
+                "tail needs a publication: it says which tables the server sends",
+                hint=f"Use --publication; this database has {there}."
+                if there
+                else "This database has none: add --publication penstock --create-publication to make one.",
+            )
+        if inspect_publication(connection, name) is None:
+            patterns = create_for or ["*"]
+            wanted = find_tables(connection, patterns, exclude)
+            if not wanted:
+                raise ConfigError(
+                    f"there are no tables for a publication: nothing matches {', '.join(patterns)}",
+                    hint="Write schema.table, like public.orders or sales.*",
+                )
+            create_publication(connection, name, wanted)
+            notice(f"created publication {name} for {len(wanted)} tables; it stays: drop publication {name}")
+    return name
 
 
 @dataclass(slots=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
 
-from penstock.cli.configured import existing_store, running
 from penstock.config import Config, IndexChoice
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint
+from penstock.operations.stores import existing_store, running
 from penstock.source import Role, connect
 from penstock.source.publications import find_tables, inspect_publication, published_tables, without_identity
 from penstock.source.slots import inspect_slot
@@ -20,7 +20,7 @@ from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, Store
 from penstock.tables import OnLostSlot
 
 _REFUSED = "WITHOUT REPLICA IDENTITY: once it is published, the server refuses updates and deletes of it"
-_POLLED = "not needed, changes are polled"
+POLLED = "not needed, changes are polled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def make_plan(config: Config) -> Plan:
         driver = None if first is None else running(first)
         known = [phase for each in phases.values() for phase in each.values()]
         polled = config.documents is not None and config.documents.polling is not None
-        slot, anew = (_POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
+        slot, anew = (POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
         tables = {} if polled else _tables(connection, config)
         refused = set(without_identity(connection, tables))
         indexes = config.documents.indexes if config.documents is not None else ()
@@ -77,7 +77,7 @@ def make_plan(config: Config) -> Plan:
             running=None if driver is None else str(driver),
             source=settings.source.location,
             publication=settings.publication,
-            publication_plan=_POLLED if polled else _publication(connection, config),
+            publication_plan=POLLED if polled else _publication(connection, config),
             slot=settings.slot,
             slot_plan=slot,
             ddl_trigger=settings.trigger.name,
@@ -99,37 +99,6 @@ def make_plan(config: Config) -> Plan:
             sink=None if config.documents is None else config.documents.sink_type,
             indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, anew) for each in indexes},
         )
-
-
-def plan_lines(plan: Plan) -> Iterator[str]:
-    """The plan, for people."""
-    yield f"pipeline     {plan.pipeline}{'' if plan.running is None else f', which runs already: {plan.running}'}"
-    yield f"source       {plan.source}"
-    yield f"publication  {plan.publication}: {plan.publication_plan}"
-    yield f"slot         {plan.slot}: {plan.slot_plan}"
-    if plan.ddl_trigger_plan is not None:
-        yield f"ddl trigger  {plan.ddl_trigger}: {plan.ddl_trigger_plan}"
-    yield f"state        {plan.state}: {plan.state_plan}"
-    yield f"spool        {plan.spool}: {plan.spool_plan}"
-    for name, type_ in plan.destinations.items():
-        yield f"destination  {f'{name}: ' if len(plan.destinations) > 1 else ''}{type_}"
-    none = "none" if plan.publication_plan == _POLLED else "none: no table of the database matches"
-    yield f"tables       {len(plan.tables) or none}"
-    width = max((len(name) for name in plan.tables), default=0)
-    for name, fates in plan.tables.items():
-        if not fates:
-            yield f"  {name}"
-        elif len(set(fates.values())) == 1:
-            yield f"  {name:<{width}}  {next(iter(fates.values()))}"
-        else:
-            yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
-    if plan.sink is not None:
-        yield f"sink         {plan.sink}"
-        yield f"indexes      {len(plan.indexes)}"
-        width = max(len(name) for name in plan.indexes)
-        for name, fate in plan.indexes.items():
-            yield f"  {name:<{width}}  {fate}"
-    yield "nothing was changed"
 
 
 def _publication(connection: psycopg.Connection[Any], config: Config) -> str:

@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.cli.formats import format_bytes, format_seconds
-from penstock.cli.lag import Behind
-from penstock.cli.progress import Progress
+from penstock.config.units import format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
+from penstock.operations.lag import Behind
+from penstock.operations.progress import Progress
 from penstock.source.slots import Blocker
 from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Ready, RetryPolicy
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait

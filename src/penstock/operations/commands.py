@@ -1,0 +1,61 @@
+"""Commands to a running pipeline, passed through the state store: pause, resume, resync, rollback, rebuild."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import Config, DocumentsChoice, OutputChoice
+from penstock.errors import PenstockError
+from penstock.operations.stores import choose_tables, chosen_outputs, every_chosen_output, existing_store, running
+from penstock.state import Command, CommandKind, Store
+
+WAIT_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A command to one output, as it stands after waiting for the answer."""
+
+    output: str
+    command: Command
+    is_running: bool
+    """False: the command waits in the store until the pipeline starts."""
+
+
+def send_command(
+    config: Config,
+    kind: CommandKind,
+    *,
+    output: str | None = None,
+    tables: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    wait: float = WAIT_SECONDS,
+) -> Iterator[Sent]:
+    """Send a command to an output, or to all: a command about tables to those of tables only."""
+    chosen: Sequence[OutputChoice | DocumentsChoice]
+    chosen = chosen_outputs(config, output) if tables else every_chosen_output(config, output)
+    for each in chosen:
+        with existing_store(config, each) as store:
+            if store is None:
+                raise PenstockError(
+                    f"pipeline {config.pipeline.id} has not run yet: there is nothing to {kind.value.split('_')[0]}",
+                    hint="Start it with `penstock run`.",
+                )
+            driver = running(store)
+            command = store.add_command(kind, choose_tables(config, store, tables), options=dict(options or {}))
+            if driver is not None:
+                command = _await_answer(store, command, wait)
+        yield Sent(each.name, command, driver is not None)
+
+
+def _await_answer(store: Store, command: Command, seconds: float) -> Command:
+    """The command as it stands when it is answered, or when the time is over."""
+    deadline = time.monotonic() + seconds
+    while not command.answered and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        command = store.get_command(command.number) or command
+    return command

@@ -1,0 +1,156 @@
+"""Search indexes of a pipeline: their state, checks before they are built, and documents compared with the database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+
+from penstock.config import Config, IndexChoice
+from penstock.documents import PostgresDocuments
+from penstock.documents.base import IndexFacts, ReadableSink
+from penstock.documents.builder import DocumentKeys
+from penstock.documents.catalog import SourceCatalog, load_catalog
+from penstock.documents.checks import check_index, check_polling
+from penstock.documents.diff import DiffObserver, DiffReport, IndexDiff, Patience
+from penstock.documents.polling import polled_catalog
+from penstock.errors import PenstockError
+from penstock.operations.status import IndexState, stored_indexes
+from penstock.operations.stores import existing_store
+from penstock.source import Role, connect
+from penstock.source.preflight import Check, Report, Severity, Status
+from penstock.source.preflight.report import failed
+from penstock.source.publications import inspect_publication, published_tables
+
+
+def chosen_indexes(config: Config, names: list[str] | None) -> tuple[IndexChoice, ...]:
+    """The indexes with these names, or all of them."""
+    documents = config.indexes
+    return tuple(documents.index(name) for name in dict.fromkeys(names)) if names else documents.indexes
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDocuments:
+    """Documents from the database as it is."""
+
+    connection: psycopg.Connection[Any]
+    """For what is asked besides; not while keys are being listed."""
+    catalog: SourceCatalog
+    documents: PostgresDocuments
+
+    def keys(self, index: IndexChoice) -> DocumentKeys:
+        """How the documents of an index are named."""
+        return DocumentKeys.of(index.specification, self.catalog)
+
+
+@contextmanager
+def live_documents(config: Config, indexes: Sequence[IndexChoice]) -> Iterator[LiveDocuments]:
+    """Connections to the source that build documents of these indexes."""
+    source = config.pipeline.source
+    specifications = [each.specification for each in indexes]
+    with connect(source, Role.CATALOG) as one, connect(source, Role.CATALOG) as other:
+        catalog = load_catalog(other, {table for each in specifications for table in each.tables()})
+        yield LiveDocuments(one, catalog, PostgresDocuments(one, other, specifications, catalog=catalog))
+
+
+def index_states(config: Config) -> tuple[list[IndexState], PenstockError | None]:
+    """All indexes, with what the sink knows of them; or the error if the sink does not answer."""
+    with existing_store(config, config.indexes) as store:
+        stored = stored_indexes(config, store)
+    facts, trouble = _load_facts(config)
+    return [_with_facts(each, facts.get(each.index)) for each in stored], trouble
+
+
+def check_indexes(config: Config, indexes: Sequence[IndexChoice]) -> dict[str, Report]:
+    """Compare specifications with the database; the findings by index."""
+    with connect(config.pipeline.source, Role.CATALOG) as connection:
+        catalog = load_catalog(connection, {table for each in indexes for table in each.specification.tables()})
+        polling = config.indexes.polling
+        if polling is None:
+            published = _published(connection, config)
+            return {
+                each.name: _with(
+                    check_index(connection, each.specification, catalog),
+                    _check_published(each, catalog, published, config.pipeline.publication),
+                )
+                for each in indexes
+            }
+        catalog = polled_catalog(catalog)
+        found: dict[str, Report] = {}
+        for each in indexes:
+            tables = each.specification.tables()
+            cursors = {name: polling.cursors.get(name, polling.cursor) for name in tables}
+            report = check_index(connection, each.specification, catalog)
+            found[each.name] = _with(report, check_polling(connection, tables, catalog, cursors))
+        return found
+
+
+def compare_indexes(
+    config: Config,
+    indexes: Sequence[IndexChoice],
+    reader: ReadableSink,
+    *,
+    sample: int | None,
+    patience: Patience,
+    observer: DiffObserver | None = None,
+) -> list[DiffReport]:
+    """Compare documents in the sink with the database; `sample` is a number of documents, None for all."""
+    with live_documents(config, indexes) as live:
+        reports: list[DiffReport] = []
+        for index in indexes:
+            diff = IndexDiff(live.documents, live.keys(index), reader, patience=patience, observer=observer)
+            reports.append(diff.full() if sample is None else diff.sample(live.connection, sample))
+        return reports
+
+
+def _load_facts(config: Config) -> tuple[dict[str, IndexFacts], PenstockError | None]:
+    try:
+        sink = config.indexes.create_sink()
+        # What is in memory is in that of another process.
+        if config.indexes.sink_type == "memory" or not isinstance(sink, ReadableSink):
+            return {}, None
+        return {each.name: sink.facts(each.name) for each in config.indexes.indexes}, None
+    except PenstockError as error:
+        return {}, error
+
+
+def _with_facts(state: IndexState, facts: IndexFacts | None) -> IndexState:
+    if facts is None:
+        return state
+    return replace(state, generation=facts.generation, filling=facts.filling, documents=facts.documents)
+
+
+def _published(connection: psycopg.Connection[Any], config: Config) -> set[str] | None:
+    """The tables whose changes the server sends; None if the pipeline sees to that itself."""
+    settings = config.pipeline
+    if settings.manage_publication or inspect_publication(connection, settings.publication) is None:
+        return None
+    return {str(table) for table in published_tables(connection, settings.publication)}
+
+
+def _check_published(
+    index: IndexChoice, catalog: SourceCatalog, published: set[str] | None, publication: str
+) -> Iterator[Check]:
+    if published is None:
+        return
+    for name in sorted(index.specification.tables()):
+        leaves = catalog.tables[name].leaves if name in catalog.tables else ()
+        sent = str(name) in published or (leaves and all(str(leaf) in published for leaf in leaves))
+        if name in catalog.tables and not sent:
+            yield failed(
+                "publication",
+                Severity.CRITICAL,
+                f"publication {publication} does not send changes of {name}",
+                f"Run: alter publication {publication} add table {name};",
+                [str(name)],
+            )
+
+
+def _with(report: Report, more: Iterable[Check]) -> Report:
+    """Further findings; what said that everything fits does not stand beside them."""
+    added = tuple(more)
+    kept = tuple(each for each in report.checks if not added or each.status is not Status.PASSED)
+    return Report(report.location, (*kept, *added))

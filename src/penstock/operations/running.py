@@ -1,0 +1,250 @@
+"""Running a pipeline in this process, from its config: start it, watch it, and stop it in good order.
+
+    with started(config) as running:
+        while not running.is_ready():
+            running.look()
+            ...
+
+Everything that knows how a config becomes a `Coordinator` is in this module.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from penstock.config import Config, DocumentsChoice
+from penstock.config.units import count_of
+from penstock.coordinator import Coordinator, Output
+from penstock.documents import Sink
+from penstock.documents.output import DocumentsOutput, DocumentsSettings
+from penstock.documents.quarantine import open_quarantine
+from penstock.documents.relation_map import open_relation_map
+from penstock.errors import Retry
+from penstock.lsn import Lsn, reaches
+from penstock.operations.lag import LagWatch
+from penstock.operations.progress import Notice, OutputLook, Progress, StatusFile
+from penstock.operations.signals import Ending
+from penstock.operations.stores import require_stopped
+from penstock.registry import requires_extra
+from penstock.source import Role, connect
+from penstock.source.wal import current_position
+from penstock.state import Errored, PipelineStore, Ready, Store, WorkerType
+from penstock.tables import TablesOutput
+from penstock.workers.process_tasks import ProcessTasks
+
+POLL_SECONDS = 0.5
+"""How often a running pipeline is looked at."""
+
+Say = Callable[[str], None]
+
+
+def say_nothing(text: str) -> None:
+    """For callers that show no progress."""
+
+
+class Running:
+    """A pipeline that runs in this process."""
+
+    def __init__(self, config: Config, coordinator: Coordinator, tasks: Any, session: Any, lag: LagWatch) -> None:
+        self.config = config
+        self.tasks = tasks
+        self.session = session
+        """The Spark session; None without Spark."""
+        self._coordinator = coordinator
+        self._watches = [
+            Progress(
+                output,
+                lambda status: lag.behind(status.applied, status.last_commit_time),
+                prefix=self.named(output, ""),
+            )
+            for output in coordinator
+        ]
+        self._status_file = StatusFile(config.pipeline.spool.path)
+
+    @property
+    def outputs(self) -> list[Output]:
+        """All outputs, in the order of the config."""
+        return list(self._coordinator)
+
+    @property
+    def stores(self) -> dict[str, PipelineStore]:
+        """The open stores, by output."""
+        return {output.output: output.store for output in self._coordinator}
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until an output ends, and raise the error that ended it; False if none ended in time."""
+        return self._coordinator.wait(timeout)
+
+    def look(self) -> tuple[list[Notice], list[OutputLook]]:
+        """What is new, and how each output is; also writes the status file. Called about twice a second."""
+        notices: list[Notice] = []
+        looks: list[OutputLook] = []
+        for watch in self._watches:
+            new, look = watch.look()
+            notices += new
+            looks += [look] if look is not None else []
+        self._status_file.write(looks)
+        return notices, looks
+
+    def is_ready(self) -> bool:
+        """True if nothing is being copied or filled, no retry is scheduled, and no command is waiting."""
+        return all(is_ready(output) for output in self._coordinator)
+
+    def has_reached(self, target: Lsn) -> bool:
+        """True if everything that was committed before `target` is durable at every output."""
+        return all(has_reached(output, target) for output in self._coordinator)
+
+    def current_position(self) -> Lsn:
+        """The server's position."""
+        return current_position(self.config.pipeline.source)
+
+    @property
+    def errored(self) -> dict[str, Errored]:
+        """The tables that stopped, by name."""
+        return {
+            self.named(output, name): phase
+            for output in self._coordinator
+            for name, phase in output.phases.items()
+            if isinstance(phase, Errored)
+        }
+
+    def named(self, output: Output, text: str) -> str:
+        """A text about an output, with its name in front if there are several."""
+        return f"{output.output}: {text}" if len(self._coordinator) > 1 else text
+
+
+def is_ready(output: Output) -> bool:
+    """True if nothing is being copied or filled, no retry is scheduled, and no command is waiting."""
+    if isinstance(output, DocumentsOutput) and not output.settled:
+        return False
+    return all(command.answered for command in output.store.get_commands()) and all(
+        isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)
+        for phase in output.phases.values()
+    )
+
+
+def has_reached(output: Output, target: Lsn) -> bool:
+    """True if everything that was committed before `target` is durable."""
+    status = output.status
+    if status is None:
+        return False
+    # A table that failed holds back what is acknowledged.
+    held = any(isinstance(phase, Errored) for phase in output.phases.values())
+    return reaches(status.applied if held else status.acknowledged, target)
+
+
+@contextmanager
+def started(config: Config, ending: Ending | None = None, say: Say = say_nothing) -> Iterator[Running]:
+    """Start the pipeline of a config; leaving the block finishes the current batches and stops it.
+
+    `say` receives sentences for people.
+    """
+    ending = ending or Ending()
+    destinations = {output.name: config.create_destination(output) for output in config.outputs}
+    sink = None if config.documents is None else config.documents.create_sink()
+    with ExitStack() as stack:
+        stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.every_output}
+        # Before Spark starts: nobody should wait that long for a refusal.
+        for store in stores.values():
+            require_stopped(config, store)
+        with ending.interruptible():
+            connect(config.pipeline.source, Role.CATALOG).close()
+        with started_tasks(config, ending, say) as (tasks, session):
+            outputs: list[Output] = [
+                TablesOutput(output.settings, stores[output.name], destinations[output.name], tasks, session)
+                for output in config.outputs
+            ]
+            if config.documents is not None and sink is not None:
+                store = stores[config.documents.name]
+                outputs.append(_documents_output(config, config.documents, sink, store, tasks, stack))
+            coordinator = Coordinator(outputs)
+            try:
+                with ending.interruptible():
+                    coordinator.start()
+                with LagWatch(config.pipeline.source) as lag:
+                    running = Running(config, coordinator, tasks, session, lag)
+                    say(_greeting(running, [destination.name for destination in destinations.values()]))
+                    yield running
+            finally:
+                coordinator.stop()
+                tasks.close()
+                coordinator.shutdown()
+        for output in running.outputs:
+            position = output.store.get_replication_progress(WorkerType.apply())
+            say(running.named(output, f"stopped at {position or 'the beginning'}"))
+
+
+@contextmanager
+def started_tasks(config: Config, ending: Ending, say: Say = say_nothing) -> Iterator[tuple[Any, Any]]:
+    """What runs the tasks, and the Spark session if there is one."""
+    choice = config.spark
+    if choice.master is None:
+        yield ProcessTasks(copy_tasks=config.copy_tasks), None
+        return
+    # Imported here: commands without Spark start without it.
+    with requires_extra("spark", f'spark.master = "{choice.master}"'):
+        from penstock.spark.session import SparkSettings, build_session, stop_session
+        from penstock.spark.tasks import SparkTasks
+
+    settings = SparkSettings(
+        master=choice.master,
+        app_name=f"penstock {config.pipeline.id}",
+        memory=choice.memory,
+        options=choice.options,
+    )
+    say(f"starting Spark on {choice.master}")
+    with ending.interruptible(), _same_signal_handlers():
+        session = build_session(settings)
+    try:
+        yield SparkTasks(session, copy_tasks=config.copy_tasks), session
+    finally:
+        stop_session(session)
+
+
+@contextmanager
+def _same_signal_handlers() -> Iterator[None]:
+    """PySpark installs its own handler for Ctrl-C, which cancels all jobs, the current batch included."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+def _documents_output(
+    config: Config, choice: DocumentsChoice, sink: Sink, store: Store, tasks: Any, stack: ExitStack
+) -> DocumentsOutput:
+    owner = choice.settings.output_id
+    quarantine = open_quarantine(config.state_url, owner)
+    stack.callback(quarantine.close)
+    return DocumentsOutput(
+        choice.settings,
+        store,
+        choice.specifications,
+        sink,
+        tasks,
+        relations=lambda: open_relation_map(config.state_url, owner),
+        documents=DocumentsSettings(
+            batch=choice.batch, failure_policies=choice.failure_policies, skip_backfill=choice.skip_backfill
+        ),
+        output=choice.name,
+        quarantine=quarantine,
+    )
+
+
+def _greeting(running: Running, destinations: list[str]) -> str:
+    settings, documents = running.config.pipeline, running.config.documents
+    what: list[str] = []
+    if destinations:
+        tables = max(len(output.phases) for output in running.outputs)
+        what.append(f"{count_of(tables, 'table')}, into {' and '.join(destinations)}")
+    if documents is not None:
+        indexes = "1 index" if len(documents.indexes) == 1 else f"{len(documents.indexes)} indexes"
+        what.append(f"{indexes}, in {documents.sink_type}")
+    return (
+        f"following publication {settings.publication} on {settings.source.location} with slot {settings.slot}, "
+        f"{'; '.join(what)}; press Ctrl-C to stop"
+    )

@@ -1,0 +1,176 @@
+"""Comparing the tables of a pipeline with their source, whether the pipeline runs or not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.comparison.report import Report
+from penstock.comparison.verification import Observer, VerifySettings, require_readable, verify_tables
+from penstock.config import Config, OutputChoice
+from penstock.errors import PenstockError
+from penstock.operations.running import POLL_SECONDS, Running, Say, say_nothing, started, started_tasks
+from penstock.operations.signals import Ending
+from penstock.operations.stores import choose_tables, chosen_outputs, existing_store, require_shared_state, running
+from penstock.spool.folder import SpoolFolder
+from penstock.state import PipelineStore
+
+EQUAL, DIFFERENT, NOT_COMPARED = 0, 1, 2
+"""Exit status of `penstock verify`."""
+_RESULTS = {EQUAL: "equal", DIFFERENT: "different", NOT_COMPARED: "not compared"}
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a comparison found."""
+
+    outputs: Mapping[str, Report]
+    """By output: the position of the comparison, and each table with its counts and differences."""
+
+    @property
+    def equal(self) -> bool:
+        """True if every table was compared and every row is equal."""
+        return self.exit_code == EQUAL
+
+    @property
+    def exit_code(self) -> int:
+        """0 if everything is equal, 1 if rows differ, 2 if something could not be compared."""
+        found = {report.exit_code for report in self.outputs.values()}
+        return DIFFERENT if DIFFERENT in found else max(found, default=NOT_COMPARED)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for JSON; the keys are stable."""
+        return {
+            "result": _RESULTS[self.exit_code],
+            "outputs": [{"output": name, **report.to_json()} for name, report in self.outputs.items()],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """What to compare, and how."""
+
+    config: Config
+    tables: Sequence[str] = ()
+    """Names or patterns; empty for all."""
+    output: str | None = None
+    options: VerifySettings = field(default_factory=VerifySettings)
+
+    @property
+    def outputs(self) -> Sequence[OutputChoice]:
+        return chosen_outputs(self.config, self.output)
+
+
+def verify_pipeline(
+    request: VerifyRequest,
+    ending: Ending | None = None,
+    say: Say = say_nothing,
+    observing: Callable[[], AbstractContextManager[Observer]] = lambda: nullcontext(Observer()),
+) -> VerifyReport:
+    """Compare; a pipeline that does not run is started until everything is compared.
+
+    `say` receives sentences for people; `observing` opens what watches the comparison of one output.
+    """
+    config, ending = request.config, ending or Ending()
+    require_shared_state(config)
+    for each in request.outputs:
+        require_readable(config.create_destination(each))
+    # All are asked, so that each one that cannot be compared is refused before anything starts.
+    are_running = [_is_running(request, each) for each in request.outputs]
+    if all(are_running):
+        found: dict[str, Report] = {}
+        with started_tasks(config, ending, say) as (tasks, session):
+            for each in request.outputs:
+                with config.open_store(each) as store, observing() as observer:
+                    found[each.name] = _compare(request, each, store, _all_cores(tasks, session), ending, observer)
+        return VerifyReport(found)
+    say(f"pipeline {config.pipeline.id} is not running: it is started, and stopped again after the comparison")
+    with started(config, ending, say) as pipeline:
+        return verify_running(request, pipeline, ending, observing)
+
+
+def verify_running(
+    request: VerifyRequest,
+    pipeline: Running,
+    ending: Ending | None = None,
+    observing: Callable[[], AbstractContextManager[Observer]] = lambda: nullcontext(Observer()),
+) -> VerifyReport:
+    """Compare the tables of a pipeline that runs in this process, once they are copied."""
+    found: dict[str, Report] = {}
+    ending = ending or Ending()
+    if _wait_ready(pipeline, ending):
+        for each in request.outputs:
+            with observing() as observer:
+                found[each.name] = _compare(request, each, pipeline.stores[each.name], pipeline.tasks, ending, observer)
+    return VerifyReport(found)
+
+
+def _is_running(request: VerifyRequest, output: OutputChoice) -> bool:
+    """Whether the pipeline of an output runs; refuses what cannot be compared before anything is started."""
+    with existing_store(request.config, output) as store:
+        if store is None:
+            raise PenstockError(
+                f"pipeline {request.config.pipeline.id} has not run yet: there is nothing to compare",
+                hint="Start it with `penstock run`.",
+            )
+        choose_tables(request.config, store, request.tables)
+        return running(store) is not None
+
+
+def _compare(
+    request: VerifyRequest, output: OutputChoice, store: PipelineStore, tasks: Any, ending: Ending, observer: Observer
+) -> Report:
+    # Differences are written below the spool, which all tasks see.
+    folder = SpoolFolder(output.settings.spool.path).comparisons
+    options = replace(request.options, compare=replace(request.options.compare, work_folder=folder))
+    with ending.interruptible(), _closed_on_signal(ending, tasks):
+        return verify_tables(
+            output.settings,
+            store,
+            request.config.create_destination(output),
+            tasks,
+            tables=choose_tables(request.config, store, request.tables),
+            options=options,
+            observer=observer,
+        )
+
+
+def _all_cores(tasks: Any, session: Any) -> Any:
+    """Nothing else runs in this process, so no core is reserved for changes."""
+    if session is None:
+        return tasks
+    from penstock.spark.tasks import SparkTasks
+
+    return SparkTasks(session, copy_tasks=tasks.cores)
+
+
+@contextmanager
+def _closed_on_signal(ending: Ending, tasks: Any) -> Iterator[None]:
+    """End the tasks that run when a signal arrives."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(POLL_SECONDS):
+            if ending.stop.is_set():
+                tasks.close()
+                return
+
+    thread = threading.Thread(target=watch, name="close-tasks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _wait_ready(pipeline: Running, ending: Ending) -> bool:
+    """Wait until all tables are copied; False if the pipeline ends before."""
+    while not ending.stop.is_set() and not pipeline.wait(0):
+        if pipeline.is_ready():
+            return True
+        ending.stop.wait(POLL_SECONDS)
+    return False
