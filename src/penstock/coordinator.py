@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from penstock.state import PipelineStore, TableReplicationPhase
+from penstock.state import Store, TableReplicationPhase
 from penstock.stream import Stream, StreamSettings
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
@@ -32,7 +32,7 @@ class Output(Protocol):
         ...
 
     @property
-    def store(self) -> PipelineStore:
+    def store(self) -> Store:
         """Its own."""
         ...
 

@@ -34,7 +34,7 @@ from penstock.source.publications import (
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
 from penstock.spool import Holds, Readers, SpoolSettings
 from penstock.spool.folder import SpoolFolder
-from penstock.state import Errored, IndexStatus, PipelineStore, Ready, SyncDone, WorkerType
+from penstock.state import Errored, IndexStatus, Ready, Store, SyncDone
 from penstock.state.positions import start_position
 from penstock.values import TypeSettings
 
@@ -99,10 +99,10 @@ class Stream:
         self._settings = settings
         self._capture: CaptureProcess | None = None
         self._starts: dict[str, Start] = {}
-        self._outputs: Mapping[str, PipelineStore] = {}
+        self._outputs: Mapping[str, Store] = {}
         self._is_decodable = True
 
-    def open(self, outputs: Mapping[str, PipelineStore]) -> None:
+    def open(self, outputs: Mapping[str, Store]) -> None:
         """Returns when changes flow into the spool. The leases of these stores are held."""
         settings = self._settings
         self._outputs = outputs
@@ -201,7 +201,7 @@ class Stream:
             except PermissionDenied:
                 logger.warning("a ddl trigger that nobody needs cannot be removed by this role name=%s", trigger.name)
 
-    def _identify(self, store: PipelineStore) -> tuple[Lineage, Lineage | None]:
+    def _identify(self, store: Store) -> tuple[Lineage, Lineage | None]:
         """Whose positions these are now, and whose they were if the server continues another timeline."""
         slot = self._settings.slot
         replication = connect_replication(self._settings.source, Role.SLOT)
@@ -219,7 +219,7 @@ class Stream:
         store.use_lineage(current, continues=continues)
         return current, continues
 
-    def _prepare_slot(self, connection: psycopg.Connection[Any], outputs: Mapping[str, PipelineStore]) -> Slot:
+    def _prepare_slot(self, connection: psycopg.Connection[Any], outputs: Mapping[str, Store]) -> Slot:
         """The slot, made if this is the first start; a lost one is an error, or the start of everything anew."""
         settings = self._settings
         slot = inspect_slot(connection, settings.slot)
@@ -244,9 +244,9 @@ class Stream:
         failpoints.reach("after_slot")
         return slot
 
-    def _refuse_gap(self, name: str, store: PipelineStore, confirmed: Lsn) -> None:
+    def _refuse_gap(self, name: str, store: Store, confirmed: Lsn) -> None:
         """An output that the slot did not wait for: it ran without this one, or somebody has moved it."""
-        stored = store.get_replication_progress(WorkerType.apply())
+        stored = store.get_replication_progress()
         if stored is None or reaches(stored, confirmed) or not _has_tables(store):
             return
         if self._settings.on_lost_slot is OnLostSlot.ERROR:
@@ -258,7 +258,7 @@ class Stream:
         logger.error("changes are gone, every table is copied again output=%s slot=%s", name, self._settings.slot)
         store.reset_replication()
 
-    def _register(self, readers: Readers, outputs: Mapping[str, PipelineStore], confirmed: Lsn) -> dict[str, Lsn]:
+    def _register(self, readers: Readers, outputs: Mapping[str, Store], confirmed: Lsn) -> dict[str, Lsn]:
         """Make all outputs known to the spool; from where each of them reads."""
         known = readers.positions()
         for name in known.keys() - outputs.keys():
@@ -267,14 +267,14 @@ class Stream:
         begin = earliest(*known.values()) if known else confirmed
         starts: dict[str, Lsn] = {}
         for name, store in outputs.items():
-            stored = store.get_replication_progress(WorkerType.apply())
+            stored = store.get_replication_progress()
             starts[name] = start_position(confirmed, known.get(name, begin) if stored is None else stored)
             readers.register(name, starts[name])
             readers.advance(name, starts[name])
         return starts
 
 
-def _distrust_indexes(store: PipelineStore) -> None:
+def _distrust_indexes(store: Store) -> None:
     """Let search indexes be built anew: a server that took over may give numbers of transactions that were seen before
     to others, and those are the versions of documents.
 
@@ -285,7 +285,7 @@ def _distrust_indexes(store: PipelineStore) -> None:
         store.store_index_build(replace(build, fingerprint=""))
 
 
-def _has_tables(store: PipelineStore) -> bool:
+def _has_tables(store: Store) -> bool:
     """Whether there are tables, or search indexes, that need every change from where they are."""
     return any(
         isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)

@@ -39,8 +39,8 @@ from penstock.state import (
     Errored,
     FinishedCopy,
     Init,
-    PipelineStore,
     Ready,
+    Store,
     SyncDone,
     TableReplicationPhase,
 )
@@ -96,7 +96,7 @@ class TablesOutput:
     def __init__(
         self,
         settings: TablesSettings,
-        store: PipelineStore,
+        store: Store,
         destination: Destination,
         tasks: Tasks,
         session: Any = None,
@@ -137,7 +137,7 @@ class TablesOutput:
         return self._settings
 
     @property
-    def store(self) -> PipelineStore:
+    def store(self) -> Store:
         return self._store
 
     @property

@@ -18,7 +18,7 @@ from penstock.documents.specification import IndexSpecification, parse_specifica
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolSettings
-from penstock.state import IndexStatus, MemoryStore, PipelineStore
+from penstock.state import IndexStatus, MemoryStore, Store
 from penstock.stream import StreamSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import current_position, wait_for
@@ -76,7 +76,7 @@ class Site:
     read: Callable[[str], dict[str, Any]]
     """What a search of an index would see."""
     settings: DocumentsSettings = field(default_factory=DocumentsSettings)
-    store: PipelineStore = field(default_factory=lambda: MemoryStore("e2e:documents"))
+    store: Store = field(default_factory=lambda: MemoryStore("e2e:documents"))
     stream: dict[str, Any] = field(default_factory=dict)
 
     def relations(self) -> RelationMap:

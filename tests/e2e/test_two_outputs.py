@@ -14,7 +14,7 @@ from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import SlotLost
 from penstock.lsn import Lsn, reaches
 from penstock.spark.tasks import SparkTasks
-from penstock.state import CommandKind, MemoryStore, PipelineStore
+from penstock.state import CommandKind, MemoryStore, Store
 from penstock.tables import Coordinator, OnLostSlot, TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
@@ -39,7 +39,7 @@ class Site:
     database: Any
     folder: Path
     shapes: tuple[Shape, ...] = FEW
-    stores: dict[str, PipelineStore] = field(default_factory=dict)
+    stores: dict[str, Store] = field(default_factory=dict)
 
     def outputs(self, *names: str, tasks: Any = None, session: Any = None, **settings: Any) -> Coordinator:
         shared = replace(pipeline_settings(self.database, self.folder), **settings)

@@ -16,7 +16,7 @@ from penstock.destinations.delta.destination import DeltaDestination
 from penstock.errors import SlotUndecodable
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
-from penstock.state import MemoryStore, PipelineStore
+from penstock.state import MemoryStore, Store
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
@@ -32,7 +32,7 @@ class Site:
     def __init__(self, database: Any, folder: Path) -> None:
         self.database = database
         self.folder = folder
-        self.store: PipelineStore = MemoryStore("e2e")
+        self.store: Store = MemoryStore("e2e")
         database.execute("create table t (id int primary key)")
         database.execute("insert into t select generate_series(1, 200)")
 

@@ -26,7 +26,7 @@ from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
 from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
-from penstock.state import Command, CommandKind, CommandStatus, PipelineStore, Ready, SyncDone
+from penstock.state import Command, CommandKind, CommandStatus, Ready, Store, SyncDone
 from penstock.workers.cuts import PATIENCE_SECONDS, CutStep
 
 SNAPSHOT_SECONDS = 2.0
@@ -69,7 +69,7 @@ class Cut:
 @contextmanager
 def hold_at_snapshot(
     source: SourceSettings,
-    store: PipelineStore,
+    store: Store,
     *,
     wait: float = 60.0,
     on_blocked: OnBlocked | None = None,
@@ -106,7 +106,7 @@ class Moment:
 
 
 @contextmanager
-def hold_now(store: PipelineStore, *, answer_seconds: float = ANSWER_SECONDS) -> Iterator[Moment]:
+def hold_now(store: Store, *, answer_seconds: float = ANSWER_SECONDS) -> Iterator[Moment]:
     """Bring the tables of a running output to where the server is now, and hold them there inside the block."""
     asking = _Asking(store, answer_seconds)
     left_out = asking.ask(CutStep.HOLD)
@@ -165,7 +165,7 @@ def _renewing(asking: _Asking) -> Iterator[threading.Event]:
 class _Asking:
     """Commands to whoever drives the pipeline, and their answers."""
 
-    def __init__(self, store: PipelineStore, patience: float) -> None:
+    def __init__(self, store: Store, patience: float) -> None:
         self._store = store
         self._patience = patience
         self._name = uuid.uuid4().hex
@@ -198,7 +198,7 @@ class _Asking:
         return command
 
 
-def _schemas_at(store: PipelineStore, position: Lsn, left_out: Mapping[str, str]) -> dict[int, TableSchema]:
+def _schemas_at(store: Store, position: Lsn, left_out: Mapping[str, str]) -> dict[int, TableSchema]:
     """The tables that are followed, but for those left out, with their schemas at a position."""
     store.load_table_replication_states()
     store.load_table_schemas()

@@ -29,7 +29,7 @@ from penstock.source.connections import Role, connect
 from penstock.source.faults import translated
 from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
-from penstock.state import PipelineStore
+from penstock.state import Store
 from penstock.tables import TablesSettings
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class VerifySettings:
 
 def verify_tables(
     settings: TablesSettings,
-    store: PipelineStore,
+    store: Store,
     destination: Destination,
     tasks: Tasks,
     *,
@@ -124,7 +124,7 @@ class _Asked:
     """What is to be compared."""
 
     settings: TablesSettings
-    store: PipelineStore
+    store: Store
     destination: ReadableDestination
     tasks: Tasks
     tables: frozenset[str]

@@ -39,7 +39,7 @@ from penstock.schema import TableSchema
 
 if TYPE_CHECKING:
     from penstock.copy import rows as postgres_rows
-    from penstock.state.stores import DestinationStore
+    from penstock.state import Store
 
     def postgres_rows_are_copy_rows(rows: postgres_rows.CopyRows) -> CopyRows:
         return rows
@@ -147,7 +147,7 @@ class DestinationContext:
     pipeline_id: str
     lineage: str
     """Names server, timeline and slot; positions of another lineage mean nothing."""
-    store: DestinationStore
+    store: Store
     tasks: Tasks
     epoch: int = 0
     """Of the lease: it grows with every process that takes over, so a lower one belongs to a process that lost it."""

@@ -31,7 +31,7 @@ from penstock.operations.stores import require_stopped
 from penstock.registry import requires_extra
 from penstock.source import Role, connect
 from penstock.source.wal import current_position
-from penstock.state import Errored, PipelineStore, Ready, Store, WorkerType
+from penstock.state import Errored, Ready, Store
 from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 
@@ -70,7 +70,7 @@ class Running:
         return list(self._coordinator)
 
     @property
-    def stores(self) -> dict[str, PipelineStore]:
+    def stores(self) -> dict[str, Store]:
         """The open stores, by output."""
         return {output.output: output.store for output in self._coordinator}
 
@@ -173,7 +173,7 @@ def started(config: Config, ending: Ending | None = None, say: Say = say_nothing
                 tasks.close()
                 coordinator.shutdown()
         for output in running.outputs:
-            position = output.store.get_replication_progress(WorkerType.apply())
+            position = output.store.get_replication_progress()
             say(running.named(output, f"stopped at {position or 'the beginning'}"))
 
 

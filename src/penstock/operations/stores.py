@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, LeaseHeld, SourceError
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName, select_tables
-from penstock.state import LeaseInfo, PipelineStore, Store
+from penstock.state import LeaseInfo, Store
 from penstock.state.postgres import DEFAULT_SCHEMA
 
 
@@ -74,7 +74,7 @@ def require_stopped(config: Config, store: Store, *, hint: str | None = None) ->
         )
 
 
-def table_names(config: Config, store: PipelineStore) -> dict[int, str]:
+def table_names(config: Config, store: Store) -> dict[int, str]:
     """The names of the tables that have a state: from stored schemas, else from the source if it answers."""
     names = {version.table_id: str(version.schema) for version in store.get_table_schemas()}
     unnamed = [table_id for table_id in store.get_table_replication_states() if table_id not in names]
@@ -86,7 +86,7 @@ def table_names(config: Config, store: PipelineStore) -> dict[int, str]:
     return names
 
 
-def choose_tables(config: Config, store: PipelineStore, wanted: Sequence[str]) -> list[str]:
+def choose_tables(config: Config, store: Store, wanted: Sequence[str]) -> list[str]:
     """The tables that match names or patterns, by the names that the pipeline uses; `orders` is `public.orders`."""
     names = sorted(table_names(config, store).values())
     known = {TableName(*name.split(".", 1)): name for name in names if "." in name}

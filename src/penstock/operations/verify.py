@@ -16,7 +16,7 @@ from penstock.operations.running import POLL_SECONDS, Running, Say, say_nothing,
 from penstock.operations.signals import Ending
 from penstock.operations.stores import choose_tables, chosen_outputs, existing_store, require_shared_state, running
 from penstock.spool.folder import SpoolFolder
-from penstock.state import PipelineStore
+from penstock.state import Store
 
 EQUAL, DIFFERENT, NOT_COMPARED = 0, 1, 2
 """Exit status of `penstock verify`."""
@@ -121,7 +121,7 @@ def _is_running(request: VerifyRequest, output: OutputChoice) -> bool:
 
 
 def _compare(
-    request: VerifyRequest, output: OutputChoice, store: PipelineStore, tasks: Any, ending: Ending, observer: Observer
+    request: VerifyRequest, output: OutputChoice, store: Store, tasks: Any, ending: Ending, observer: Observer
 ) -> Report:
     # Differences are written below the spool, which all tasks see.
     folder = SpoolFolder(output.settings.spool.path).comparisons

@@ -4,16 +4,6 @@ from penstock.state.commands import Command, CommandKind, CommandStatus
 from penstock.state.indexes import IndexBuild, IndexStatus, IndexWork, WorkKind
 from penstock.state.lease import Lease, LeaseInfo
 from penstock.state.memory import MemoryState, MemoryStore
-from penstock.state.metadata import (
-    AppliedDestinationTableMetadata,
-    DestinationTableMetadata,
-    DestinationTableStatus,
-    StoredProgress,
-    TableSchemaRetention,
-    TableSchemaVersion,
-    WorkerKind,
-    WorkerType,
-)
 from penstock.state.opening import open_store
 from penstock.state.phases import (
     Catchup,
@@ -31,66 +21,40 @@ from penstock.state.phases import (
     TableReplicationPhase,
 )
 from penstock.state.postgres import PostgresStore
+from penstock.state.progress import StoredProgress
 from penstock.state.sqlite import SqliteStore
 from penstock.state.store import Store
-from penstock.state.stores import (
-    CommandStore,
-    DestinationStore,
-    IndexStore,
-    LeaseStore,
-    MembershipStore,
-    PipelineStore,
-    SchemaStore,
-    SharedStateStore,
-    StateStore,
-    TableLifecycleStore,
-)
+from penstock.state.tables import TableSchemaVersion
 
 __all__ = [
-    "AppliedDestinationTableMetadata",
     "Catchup",
     "Command",
     "CommandKind",
     "CommandStatus",
-    "CommandStore",
     "DataSync",
-    "DestinationStore",
-    "DestinationTableMetadata",
-    "DestinationTableStatus",
     "Errored",
     "FinishedCopy",
     "IndexBuild",
     "IndexStatus",
-    "IndexStore",
     "IndexWork",
     "Init",
     "Lease",
     "LeaseInfo",
-    "LeaseStore",
-    "MembershipStore",
     "MemoryState",
     "MemoryStore",
     "Owner",
     "PhaseRecord",
-    "PipelineStore",
     "PostgresStore",
     "Ready",
     "RetryPolicy",
-    "SchemaStore",
-    "SharedStateStore",
     "SqliteStore",
-    "StateStore",
     "Store",
     "StoredPhase",
     "StoredProgress",
     "SyncDone",
     "SyncWait",
-    "TableLifecycleStore",
     "TableReplicationPhase",
-    "TableSchemaRetention",
     "TableSchemaVersion",
     "WorkKind",
-    "WorkerKind",
-    "WorkerType",
     "open_store",
 ]

@@ -69,8 +69,8 @@ class Command:
         return self.status in (CommandStatus.DONE, CommandStatus.REFUSED)
 
 
-class Commands(StoreCore):
-    """See `stores.CommandStore`."""
+class CommandStore(StoreCore):
+    """Requests to a pipeline that may run in another process, or not at all now."""
 
     def add_command(
         self,
@@ -80,6 +80,7 @@ class Commands(StoreCore):
         options: Mapping[str, Any] | None = None,
         requested_by: str | None = None,
     ) -> Command:
+        """Add a command. Any process may, without the lease."""
         token, asker = uuid.uuid4().hex, requested_by or _whoever()
 
         def work(transaction: Transaction) -> Command:
@@ -105,6 +106,10 @@ class Commands(StoreCore):
         return self.database.run(work)
 
     def take_commands(self) -> list[Command]:
+        """Accept all pending commands, in order, and those an earlier process accepted but did not answer.
+
+        So carrying out a command twice must do no harm. Called by the holder of the lease, about once a second.
+        """
         epoch = self.held_lease().epoch
 
         def work(transaction: Transaction) -> list[Command]:
@@ -117,11 +122,12 @@ class Commands(StoreCore):
             return [_to_command(record) for record in sorted(accepted, key=lambda each: each.number)]
 
         # Asked every second, and nearly always in vain: no write transaction for that.
-        if not self.database.run(_has_open, writing=False):
+        if not self.read(_has_open):
             return []
-        return self.write(work, lambda _: None)
+        return self.write(work)
 
     def answer_command(self, number: int, status: CommandStatus, reason: str | None = None) -> Command:
+        """Answer a command: done, or refused with the reason. A second answer changes nothing."""
         if status not in (CommandStatus.DONE, CommandStatus.REFUSED):
             raise ValueError("a command is answered with done or refused")
         text = None if reason is None else storable_text(reason)
@@ -137,15 +143,15 @@ class Commands(StoreCore):
             _forget_old(transaction)
             return _to_command(answer)
 
-        return self.write(work, lambda _: None)
+        return self.write(work)
 
     def get_command(self, number: int) -> Command | None:
+        """Return one command, or None. Reads the database."""
         return next((each for each in self.get_commands() if each.number == number), None)
 
     def get_commands(self) -> list[Command]:
-        return self.database.run(
-            lambda transaction: [_to_command(record) for record in transaction.rows(CommandRecord)], writing=False
-        )
+        """Return all commands, oldest first; at least 100 answered ones are kept. Reads the database."""
+        return self.read(lambda transaction: [_to_command(record) for record in transaction.rows(CommandRecord)])
 
 
 def _has_open(transaction: Transaction) -> bool:

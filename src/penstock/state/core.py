@@ -1,8 +1,8 @@
-"""What all parts of a store share: one lock, one lease, and "the database first, then the cache".
+"""The base of a store's parts: one lock, one lease, and a cache that is updated after the database.
 
-Reads take what the cache has and never wait for a write: a cache is a mapping that is replaced, not changed. A cache
-that was never filled fills itself, so that "not loaded" is never taken for "not there". When a write fails in a way
-that leaves open whether it happened, all caches are forgotten.
+Reads come from the cache and never wait for a write: a cache is a mapping that is replaced, not changed. A cache that
+was never filled fills itself, so that "not loaded" is never taken for "not there". After a write whose outcome is
+unknown all caches are dropped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from penstock.errors import IllegalTransition, LeaseLost, LineageChanged
-from penstock.state.lease import DEFAULT_TTL as DEFAULT_LEASE_TTL
-from penstock.state.lease import Lease, LeaseInfo, read_lease, take_lease
+from penstock.state.lease import DEFAULT_TTL, Lease, LeaseInfo, read_lease, take_lease
 from penstock.state.records import Database, ResultT, Transaction
 
 ValueT = TypeVar("ValueT")
@@ -23,7 +22,7 @@ _REFUSALS = (IllegalTransition, LineageChanged, ValueError)
 
 
 class Cached(Generic[ValueT]):
-    """A value that is read from the database once, and published after each write."""
+    """A value that is read from the database once, and replaced after each write."""
 
     def __init__(self, core: StoreCore, load: Callable[[Transaction], ValueT]) -> None:
         self._core = core
@@ -31,25 +30,24 @@ class Cached(Generic[ValueT]):
         self._value: ValueT | None = None
 
     def get(self) -> ValueT:
-        """The value as it is known; the first time it is read from the database."""
+        """Return the cached value; the first call reads it from the database."""
         value = self._value
         return self.load() if value is None else value
 
     def load(self) -> ValueT:
-        """Read it from the database again."""
+        """Read the value from the database again."""
         with self._core.lock:
-            value = self._core.database.run(self._load, writing=False)
-            self._value = value
+            value = self._value = self._core.read(self._load)
             return value
 
     def publish(self, change: Callable[[ValueT], ValueT]) -> None:
-        """After a write: what readers see from now on. Nothing, if nobody has asked yet."""
+        """Replace the value after a write, unless it was never read."""
         with self._core.lock:
             if self._value is not None:
                 self._value = change(self._value)
 
     def forget(self) -> None:
-        """The next reader asks the database."""
+        """Drop the value: the next `get` reads the database."""
         self._value = None
 
 
@@ -71,47 +69,59 @@ class StoreCore:
     def acquire_lease(
         self,
         *,
-        ttl: float = DEFAULT_LEASE_TTL,
+        ttl: float = DEFAULT_TTL,
         wait: float = 0.0,
         take_over: bool = False,
         on_lost: Callable[[LeaseLost], None] | None = None,
     ) -> Lease:
-        """See `stores.LeaseStore`."""
+        """Acquire the lease for this store object, and renew it in the background until `release_lease` or `close`.
+
+        Raises `LeaseHeld`, with host, pid and since, if another process still holds it after `wait` seconds. The lease
+        of a process that has ended on this machine is free at once, any other after its `ttl`. With `take_over` the
+        lease is taken from its holder, which is fenced off and notices within a third of its `ttl`. `on_lost` is called
+        at most once, from the lease's own thread. All caches are dropped, since another process may have written.
+        """
         lease = take_lease(self.database.another(), ttl=ttl, wait=wait, take_over=take_over, on_lost=on_lost)
         with self.lock:
             self._lease = lease
-            self.forget()  # another process may have written since
+            self.forget()
         return lease
 
     def release_lease(self) -> None:
-        """See `stores.LeaseStore`."""
+        """Release the lease; this store writes nothing more. May be called again."""
         with self.lock:
             lease = self._lease
         if lease is not None:
             lease.release()
 
     def get_lease(self) -> LeaseInfo | None:
-        """See `stores.LeaseStore`."""
-        return self.database.run(read_lease, writing=False)
+        """Return who holds the lease, or None. Reads the database."""
+        return self.read(read_lease)
 
     def close(self) -> None:
-        """Give the lease back and close the database; may be called twice."""
+        """Release the lease and close the database; may be called again."""
         self.release_lease()
         self.database.close()
 
     def forget(self) -> None:
-        """Fill all caches anew when they are next read."""
+        """Drop all caches."""
         for each in self._caches:
             each.forget()
 
     def cached(self, load: Callable[[Transaction], ValueT]) -> Cached[ValueT]:
-        """A cache of this store."""
+        """Return a new cache of this store."""
         result = Cached(self, load)
         self._caches.append(result)  # pyright: ignore[reportArgumentType]
         return result
 
-    def write(self, work: Callable[[Transaction], ResultT], publish: Callable[[ResultT], None]) -> ResultT:
-        """Run `work` under the lease; when it is committed, `publish` brings the caches up to date."""
+    def read(self, work: Callable[[Transaction], ResultT]) -> ResultT:
+        """Run `work` in a transaction that only reads."""
+        return self.database.run(work, writing=False)
+
+    def write(
+        self, work: Callable[[Transaction], ResultT], publish: Callable[[ResultT], None] = lambda _: None
+    ) -> ResultT:
+        """Run `work` under the lease; after the commit, `publish` updates the caches."""
         with self.lock:
             lease = self.held_lease()
 
@@ -133,12 +143,12 @@ class StoreCore:
             return result
 
     def held_lease(self) -> Lease:
-        """The lease under which this store writes; `LeaseLost` if there is none."""
+        """Return the lease under which this store writes; raise `LeaseLost` if there is none."""
         lease = self._lease
         if lease is None:
             raise LeaseLost(
-                "this process does not drive the pipeline: it holds no lease",
-                hint="Only the holder of the lease changes state; others add commands for it.",
+                "this process does not run the pipeline: it holds no lease",
+                hint="Only the holder of the lease changes state; other processes add commands for it.",
             )
         lease.check()
         return lease

@@ -62,16 +62,20 @@ class IndexWork:
     details: Mapping[str, Any]
 
 
-class IndexBuilds(StoreCore):
-    """See `stores.IndexStore`."""
+class IndexStore(StoreCore):
+    """How search indexes were built, and the work left for them. Reads go to the database, never to a cache."""
 
     def get_index_builds(self) -> dict[str, IndexBuild]:
+        """Return the last build of every known index."""
+
         def work(transaction: Transaction) -> dict[str, IndexBuild]:
             return {record.index_name: _to_build(record) for record in transaction.rows(IndexBuildRecord)}
 
-        return self.database.run(work, writing=False)
+        return self.read(work)
 
     def store_index_build(self, build: IndexBuild) -> None:
+        """Store a build. If it differs from the last one, delete the ranges and removals of that one."""
+
         def work(transaction: Transaction) -> None:
             known = transaction.rows(IndexBuildRecord, index_name=build.index)
             same = bool(known) and known[0].build == build.build
@@ -93,16 +97,19 @@ class IndexBuilds(StoreCore):
                 ]
             )
 
-        self.write(work, lambda _: None)
+        self.write(work)
 
     def delete_index(self, index: str) -> None:
+        """Delete everything about an index."""
+
         def work(transaction: Transaction) -> None:
             for kind in (IndexBuildRecord, IndexRangeRecord, IndexWorkRecord):
                 transaction.delete(kind, index_name=index)
 
-        self.write(work, lambda _: None)
+        self.write(work)
 
     def finish_index_ranges(self, index: str, build: str, documents: Mapping[int, int]) -> None:
+        """Store that ranges of a build are durable, with their number of documents; ignored for an outdated build."""
         records = [IndexRangeRecord(index, build, part, count) for part, count in documents.items()]
 
         def work(transaction: Transaction) -> None:
@@ -110,18 +117,24 @@ class IndexBuilds(StoreCore):
             if known and known[0].build == build:
                 transaction.put(records)
 
-        self.write(work, lambda _: None)
+        self.write(work)
 
     def get_index_ranges(self, index: str, build: str) -> dict[int, int]:
+        """Return the finished ranges of a build, with their number of documents."""
+
         def work(transaction: Transaction) -> dict[int, int]:
             found = transaction.rows(IndexRangeRecord, index_name=index, build=build)
             return {record.part: record.documents for record in found}
 
-        return self.database.run(work, writing=False)
+        return self.read(work)
 
     def add_index_work(
         self, index: str, kind: WorkKind, details: Sequence[Mapping[str, Any]], *, changed: int = 0
     ) -> None:
+        """Store work to be done, in the order given, before the change that it comes from is acknowledged.
+
+        `changed` documents are added to the count of the index's build.
+        """
         # By the clock: to ask for the last number would read all that waits.
         first = time.time_ns()
         records = [IndexWorkRecord(index, first + place, kind.value, dict(each)) for place, each in enumerate(details)]
@@ -131,21 +144,25 @@ class IndexBuilds(StoreCore):
             if changed:
                 _count_changed(transaction, index, changed)
 
-        self.write(work, lambda _: None)
+        self.write(work)
 
     def get_index_work(self, index: str, kind: WorkKind) -> list[IndexWork]:
+        """Return the work that is left, oldest first."""
+
         def work(transaction: Transaction) -> list[IndexWork]:
             found = transaction.rows(IndexWorkRecord, index_name=index, work=kind.value)
             return [IndexWork(record.index_name, record.number, kind, record.details) for record in found]
 
-        return self.database.run(work, writing=False)
+        return self.read(work)
 
     def delete_index_work(self, index: str, numbers: Sequence[int]) -> None:
+        """Delete work that is done."""
+
         def work(transaction: Transaction) -> None:
             for number in numbers:
                 transaction.delete(IndexWorkRecord, index_name=index, number=number)
 
-        self.write(work, lambda _: None)
+        self.write(work)
 
 
 def _count_changed(transaction: Transaction, index: str, changed: int) -> None:

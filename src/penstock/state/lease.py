@@ -9,15 +9,17 @@ from *before* each renewal, with a clock that goes on while the machine sleeps, 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from penstock.errors import LeaseHeld, LeaseLost, PenstockError
-from penstock.state.holder import Holder, is_gone, this_process
 from penstock.state.records import Database, PipelineRecord, Transaction
 
 DEFAULT_TTL = 30.0
@@ -25,6 +27,18 @@ _POLL_SECONDS = 0.2
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process, as it is named in a lease."""
+
+    host: str
+    pid: int
+    machine: str
+    """The boot and the process namespace; empty where the system does not say."""
+    started: str
+    """When the process began, in the kernel's own measure; empty where the system does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +244,45 @@ def describe(record: PipelineRecord | None, now: datetime) -> LeaseInfo | None:
     return LeaseInfo(record.epoch, holder.host, holder.pid, record.since, record.expires, over)
 
 
+def this_process() -> Holder:
+    """The process that asks."""
+    return Holder(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()) or "")
+
+
+def is_gone(holder: Holder) -> bool:
+    """Whether the process has certainly ended; false when one cannot know."""
+    if not holder.machine or not holder.started or holder.machine != _machine():
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # it belongs to somebody else; what /proc says decides, if it says anything
+    started = _started(holder.pid)
+    return started is not None and started != holder.started
+
+
 def _read(transaction: Transaction) -> PipelineRecord | None:
     return next(iter(transaction.rows(PipelineRecord)), None)
 
 
 def _now() -> float:
     return time.clock_gettime(_CLOCK)
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """The start time of a process; `ended` for one that only waits to be collected, None where /proc is silent."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "ended" if fields[0] in "ZX" else fields[19]

@@ -26,9 +26,8 @@ from penstock.retry import Backoff
 from penstock.schema import quote_identifier
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
-from penstock.state.migrate import Migration, check_unused, load_migrations, pending
 from penstock.state.records import ColumnKind, ResultT, Transaction
-from penstock.state.sql import SqlTransaction
+from penstock.state.sql import Migration, SqlTransaction, check_unused, load_migrations, pending
 from penstock.state.store import Store
 
 DEFAULT_SCHEMA = "penstock"

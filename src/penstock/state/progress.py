@@ -1,33 +1,51 @@
-"""The part of a store that keeps positions: of workers and of tables, monotone, each tied to its lineage."""
+"""The part of a store about positions: the apply worker's progress and the tables' positions, each with its lineage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.errors import LineageChanged, StateError
 from penstock.lsn import Lsn, reaches
 from penstock.source.lineage import Lineage
 from penstock.state.core import StoreCore
-from penstock.state.metadata import StoredProgress, WorkerKind, WorkerType
 from penstock.state.records import Database, ProgressRecord, TablePositionRecord, Transaction
 
-_APPLY = WorkerType.apply()
+_APPLY: dict[str, Any] = {"worker": "apply", "table_id": 0}
+"""The key of the only record of progress."""
 
 
-class Progress(StoreCore):
-    """See `stores.StateStore`: the methods about progress, positions and lineage."""
+@dataclass(frozen=True, slots=True)
+class StoredProgress:
+    """A stored position with its lineage, which the server must confirm before the position is used."""
+
+    position: Lsn
+    lineage: Lineage
+
+
+class ProgressStore(StoreCore):
+    """Progress and positions. Neither ever moves back."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
         self._lineage: Lineage | None = None
-        self.progress = self.cached(_read_progress)
-        self.positions = self.cached(_read_positions)
+        self._progress = self.cached(_read_progress)
+        self._positions = self.cached(_read_positions)
 
     def use_lineage(self, lineage: Lineage, *, continues: Lineage | None = None) -> None:
+        """Say whose positions are read and written from now on; called at start, before the methods below.
+
+        After a failover `continues` names the lineage that the server was shown to continue (`verify_lineage`);
+        positions that were stored for it count for the new one from then on.
+        """
         if continues is not None and continues != lineage:
-            _check_continues(continues, lineage)
+            if replace(continues, timeline=lineage.timeline) != lineage:
+                raise LineageChanged(
+                    "only another timeline of the same server, database and slot continues a lineage",
+                    stored=asdict(continues),
+                    current=asdict(lineage),
+                )
 
             def work(transaction: Transaction) -> None:
                 old, new = asdict(continues), asdict(lineage)
@@ -35,48 +53,50 @@ class Progress(StoreCore):
                     found = [record for record in transaction.rows(kind) if record.lineage == old]
                     transaction.put([replace(record, lineage=new) for record in found])
 
-            self.write(work, lambda _: self._forget_positions())
+            self.write(work, lambda _: self.forget())
         self._lineage = lineage
 
     def get_stored_progress(self) -> StoredProgress | None:
-        return self.progress.get().get(_APPLY)
+        """Return progress with its lineage, whichever that is; `source.lineage.verify_lineage` decides about it."""
+        return self._progress.get().get("apply")
 
-    def get_replication_progress(self, worker_type: WorkerType) -> Lsn | None:
-        return self._of_lineage(self.progress.get().get(worker_type))
+    def get_replication_progress(self) -> Lsn | None:
+        """Return progress in this lineage; that of another lineage is not returned."""
+        return self._of_lineage(self.get_stored_progress())
 
-    def upsert_replication_progress(
-        self, worker_type: WorkerType, flush_lsn: Lsn, *, table_positions: Mapping[int, Lsn] | None = None
-    ) -> Lsn:
+    def upsert_replication_progress(self, flush_lsn: Lsn, *, table_positions: Mapping[int, Lsn] | None = None) -> Lsn:
+        """Store progress, and positions of tables with it, in one transaction; return what is stored: never less.
+
+        The apply worker calls this after everything below is durable at the destination, and before the slot is
+        acknowledged. Raises `LineageChanged` over progress of another lineage, which has to be deleted first.
+        """
         lineage, positions = self._lineage_in_use(), dict(table_positions or {})
 
         def work(transaction: Transaction) -> tuple[Lsn, dict[int, Lsn]]:
             moved = _upsert_positions(transaction, positions, lineage)
-            return _upsert_progress(transaction, worker_type, flush_lsn, lineage), moved
+            return _upsert_progress(transaction, flush_lsn, lineage), moved
 
         def publish(result: tuple[Lsn, dict[int, Lsn]]) -> None:
-            stored, moved = result
-            self.progress.publish(lambda cache: {**cache, worker_type: StoredProgress(stored, lineage)})
-            self._publish_positions(moved, lineage)
+            self._progress.publish(lambda _: {"apply": StoredProgress(result[0], lineage)})
+            self._publish_positions(result[1], lineage)
 
         return self.write(work, publish)[0]
 
-    def delete_replication_progress(self, worker_type: WorkerType) -> None:
-        def work(transaction: Transaction) -> None:
-            transaction.delete(ProgressRecord, **_key(worker_type))
-
-        def publish(_: None) -> None:
-            self.progress.publish(lambda cache: {each: value for each, value in cache.items() if each != worker_type})
-
-        self.write(work, publish)
+    def delete_replication_progress(self) -> None:
+        """Delete progress, of whatever lineage; called *before* a new slot is created."""
+        self.write(lambda transaction: transaction.delete(ProgressRecord), lambda _: self._progress.forget())
 
     def get_table_position(self, table_id: int) -> Lsn | None:
-        return self._of_lineage(self.positions.get().get(table_id))
+        """Return the stored position of a table in this lineage; a restart skips changes below it."""
+        return self._of_lineage(self._positions.get().get(table_id))
 
     def get_table_positions(self) -> Mapping[int, Lsn]:
-        found = {table_id: self._of_lineage(value) for table_id, value in self.positions.get().items()}
+        """Return the stored positions of all tables in this lineage."""
+        found = {table_id: self._of_lineage(value) for table_id, value in self._positions.get().items()}
         return {table_id: position for table_id, position in found.items() if position is not None}
 
     def upsert_table_positions(self, positions: Mapping[int, Lsn]) -> Mapping[int, Lsn]:
+        """Store positions of tables, all or none; return what is stored, which never moves back."""
         lineage, wanted = self._lineage_in_use(), dict(positions)
         return self.write(
             lambda transaction: _upsert_positions(transaction, wanted, lineage),
@@ -85,29 +105,24 @@ class Progress(StoreCore):
 
     def _publish_positions(self, moved: Mapping[int, Lsn], lineage: Lineage) -> None:
         new = {table_id: StoredProgress(position, lineage) for table_id, position in moved.items()}
-        self.positions.publish(lambda cache: {**cache, **new})
-
-    def _forget_positions(self) -> None:
-        self.progress.forget()
-        self.positions.forget()
+        self._positions.publish(lambda cache: {**cache, **new})
 
     def _of_lineage(self, stored: StoredProgress | None) -> Lsn | None:
         return None if stored is None or stored.lineage != self._lineage_in_use() else stored.position
 
     def _lineage_in_use(self) -> Lineage:
         if self._lineage is None:
-            raise StateError("positions mean nothing before the store knows whose they are: call use_lineage first")
+            raise StateError("the store does not know whose positions these are: call use_lineage first")
         return self._lineage
 
 
-def _upsert_progress(transaction: Transaction, worker_type: WorkerType, flush_lsn: Lsn, lineage: Lineage) -> Lsn:
-    key = _key(worker_type)
-    found = next(iter(transaction.rows(ProgressRecord, **key)), None)
+def _upsert_progress(transaction: Transaction, flush_lsn: Lsn, lineage: Lineage) -> Lsn:
+    found = next(iter(transaction.rows(ProgressRecord, **_APPLY)), None)
     if found is not None:
-        _check_same(found.lineage, lineage)
+        _require_same(found.lineage, lineage)
         if reaches(found.flush_lsn, flush_lsn):
             return found.flush_lsn
-    transaction.put([ProgressRecord(**key, flush_lsn=flush_lsn, lineage=asdict(lineage))])
+    transaction.put([ProgressRecord(**_APPLY, flush_lsn=flush_lsn, lineage=asdict(lineage))])
     return flush_lsn
 
 
@@ -120,7 +135,7 @@ def _upsert_positions(transaction: Transaction, wanted: Mapping[int, Lsn], linea
     for table_id, position in wanted.items():
         found = stored.get(table_id)
         if found is not None:
-            _check_same(found.lineage, lineage)
+            _require_same(found.lineage, lineage)
         if found is not None and reaches(found.position, position):
             result[table_id] = found.position
         else:
@@ -130,11 +145,7 @@ def _upsert_positions(transaction: Transaction, wanted: Mapping[int, Lsn], linea
     return result
 
 
-def _key(worker_type: WorkerType) -> dict[str, Any]:
-    return {"worker": worker_type.kind.value, "table_id": worker_type.table_id or 0}
-
-
-def _check_same(stored: dict[str, Any], lineage: Lineage) -> None:
+def _require_same(stored: dict[str, Any], lineage: Lineage) -> None:
     if stored != asdict(lineage):
         raise LineageChanged(
             "the stored position belongs to another server, timeline, database or slot",
@@ -144,24 +155,11 @@ def _check_same(stored: dict[str, Any], lineage: Lineage) -> None:
         )
 
 
-def _check_continues(old: Lineage, new: Lineage) -> None:
-    if replace(old, timeline=new.timeline) != new:
-        raise LineageChanged(
-            "only another timeline of the same server, database and slot continues a lineage",
-            stored=asdict(old),
-            current=asdict(new),
-        )
-
-
-def _read_progress(transaction: Transaction) -> Mapping[WorkerType, StoredProgress]:
-    def worker(record: ProgressRecord) -> WorkerType:
-        kind = WorkerKind(record.worker)
-        return WorkerType(kind, None if kind is WorkerKind.APPLY else record.table_id)
-
-    records = transaction.rows(ProgressRecord)
-    return {worker(record): StoredProgress(record.flush_lsn, Lineage(**record.lineage)) for record in records}
+def _read_progress(transaction: Transaction) -> Mapping[str, StoredProgress]:
+    records = transaction.rows(ProgressRecord, **_APPLY)
+    return {each.worker: StoredProgress(each.flush_lsn, Lineage(**each.lineage)) for each in records}
 
 
 def _read_positions(transaction: Transaction) -> Mapping[int, StoredProgress]:
     records = transaction.rows(TablePositionRecord)
-    return {record.table_id: StoredProgress(record.position, Lineage(**record.lineage)) for record in records}
+    return {each.table_id: StoredProgress(each.position, Lineage(**each.lineage)) for each in records}

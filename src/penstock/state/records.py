@@ -92,23 +92,6 @@ class TableSchemaRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class DestinationTableRecord(Record):
-    """What a table is at the destination; masks are texts of 0 and 1."""
-
-    table: ClassVar[str] = "destination_tables"
-    key: ClassVar[tuple[str, ...]] = ("table_id",)
-    table_id: int
-    destination_table_id: str
-    status: str
-    commit_lsn: Lsn
-    ordinal: int
-    replication_mask: str
-    previous_commit_lsn: Lsn | None
-    previous_ordinal: int | None
-    previous_replication_mask: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class ProgressRecord(Record):
     """A worker's progress; `table_id` is 0 for apply."""
 
@@ -205,7 +188,6 @@ RECORDS: tuple[type[Record], ...] = (
     TableStateRecord,
     PhaseHistoryRecord,
     TableSchemaRecord,
-    DestinationTableRecord,
     ProgressRecord,
     TablePositionRecord,
     CommandRecord,

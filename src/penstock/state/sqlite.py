@@ -18,9 +18,8 @@ from typing import Any
 
 from penstock.errors import StateUnusable
 from penstock.lsn import Lsn
-from penstock.state.migrate import Migration, check_unused, load_migrations, pending
 from penstock.state.records import ColumnKind, ResultT, Transaction
-from penstock.state.sql import SqlTransaction
+from penstock.state.sql import Migration, SqlTransaction, check_unused, load_migrations, pending
 from penstock.state.store import Store
 
 APPLICATION_ID = 0x50454E53

@@ -1,41 +1,46 @@
-"""A whole store, made of its parts, over any database of records."""
+"""A store: everything a pipeline remembers, over any database of records.
+
+`Store` has all the rules: which phase may follow which, that progress never moves back, that writes need the lease.
+A subclass only says where the records are: `MemoryStore`, `SqliteStore`, `PostgresStore`, or your own over a
+`records.Database`. `penstock.testing.stores.StoreContract` is the suite that each must pass.
+
+**Threads.** Calls are synchronous and thread-safe: the apply worker, table sync workers, the coordinator and commands
+share a store.
+
+**Durability.** A write goes to the database first and then to the cache. When it returns, it is durable. When it raises
+because the database cannot be reached, it may have happened, and may be repeated. A write that concerns several tables
+is atomic. Reads come from the cache unless their docstring says otherwise.
+
+**Lease.** Only the holder of the lease writes. Every write but `add_command` raises `LeaseLost` without it, and after
+another process has taken it over. Other processes (`penstock tables`) see the state as it was when they loaded it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Self
 
 from penstock.errors import ConfigError
-from penstock.state.commands import Commands
-from penstock.state.destination_tables import DestinationTables
-from penstock.state.indexes import IndexBuilds
-from penstock.state.lifecycle import Lifecycle
-from penstock.state.memberships import Memberships
-from penstock.state.progress import Progress
+from penstock.state.commands import CommandStore
+from penstock.state.indexes import IndexStore
+from penstock.state.progress import ProgressStore
 from penstock.state.records import Database
-from penstock.state.schemas import TableSchemas
-from penstock.state.tables import TableStates
+from penstock.state.tables import TableStore
 
 _LONGEST_ID = 100
 
 
-class Store(TableSchemas, TableStates, Progress, DestinationTables, Memberships, IndexBuilds, Lifecycle, Commands):
-    """All of `stores.PipelineStore`; a subclass only says where the records are."""
+class Store(TableStore, ProgressStore, CommandStore, IndexStore):
+    """The state of one pipeline; see the module for what all methods have in common."""
 
     def __init__(self, database: Database) -> None:
         name = database.pipeline_id
         if not name or len(name) > _LONGEST_ID or not name.isprintable():
             database.close()
-            raise ConfigError(f"a pipeline's id has 1 to {_LONGEST_ID} printable characters: {name!r}")
+            raise ConfigError(f"a pipeline id has 1 to {_LONGEST_ID} printable characters: {name!r}")
         super().__init__(database)
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-if TYPE_CHECKING:
-    from penstock.state.stores import PipelineStore
-
-    _complete: type[PipelineStore] = Store

@@ -19,10 +19,10 @@ from pathlib import Path
 from penstock import failpoints
 from penstock.destinations.base import Destination
 from penstock.errors import PenstockError, Retry
-from penstock.lsn import Lsn, distance, earliest, reaches
+from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
-from penstock.state import Errored, PipelineStore, Ready, SyncDone, TableSchemaRetention
+from penstock.state import Errored, Ready, Store, SyncDone
 from penstock.state.transitions import lose_position, retry_is_due, roll_back
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
@@ -64,7 +64,7 @@ class ApplyWorker:
         name: str,
         spool: Path,
         board: Board,
-        store: PipelineStore,
+        store: Store,
         destination: Destination,
         stop: threading.Event,
         settings: BatchSettings,
@@ -162,10 +162,7 @@ class ApplyWorker:
         if self._pruned is not None and now - self._pruned < PRUNE_SECONDS:
             return
         self._pruned = now
-        metadata = {table_id: self._store.get_destination_table_metadata(table_id) for table_id in self._board.phases()}
-        count = self._store.prune_table_schemas(
-            {table_id: TableSchemaRetention.at(acknowledged, known) for table_id, known in metadata.items()}
-        )
+        count = self._store.prune_table_schemas(dict.fromkeys(self._board.phases(), OrderKey(acknowledged, 0)))
         if count:
             logger.info("versions of schemas were forgotten count=%d", count)
 

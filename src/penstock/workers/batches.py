@@ -12,7 +12,7 @@ from penstock.errors import PenstockError, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.spool import Entry, SpoolReader
-from penstock.state import PipelineStore, TableSchemaVersion
+from penstock.state import Store, TableSchemaVersion
 from penstock.values import OutOfRange, TypeSettings
 
 
@@ -42,7 +42,7 @@ class BatchWriter:
     def __init__(
         self,
         spool: Path,
-        store: PipelineStore,
+        store: Store,
         destination: Destination,
         settings: BatchSettings,
         types: TypeSettings | None = None,

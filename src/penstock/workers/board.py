@@ -22,13 +22,12 @@ from penstock.spool import Stopping
 from penstock.state import (
     Catchup,
     Errored,
-    PipelineStore,
     Ready,
+    Store,
     StoredPhase,
     SyncDone,
     SyncWait,
     TableReplicationPhase,
-    WorkerType,
 )
 from penstock.state.phases import is_persisted, stored_form
 from penstock.state.positions import progress, table_start
@@ -46,7 +45,7 @@ class Board:
 
     def __init__(
         self,
-        store: PipelineStore,
+        store: Store,
         start: Lsn,
         recorded: Callable[[int], Lsn | None],
         name_of: Callable[[int], str] = str,
@@ -197,7 +196,7 @@ class Board:
             if not reaches(self._acknowledged, reached) or ahead:
                 failpoints.reach("before_progress")
                 self._acknowledged = self._store.upsert_replication_progress(
-                    WorkerType.apply(), furthest(self._acknowledged, reached), table_positions=ahead
+                    furthest(self._acknowledged, reached), table_positions=ahead
                 )
                 failpoints.reach("after_progress")
             self._hand_over_waiting()

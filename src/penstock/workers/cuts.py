@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
-from penstock.state import Command, CommandStatus, PipelineStore
+from penstock.state import Command, CommandStatus, Store
 from penstock.workers.apply import ApplyWorker
 from penstock.workers.board import Board
 
@@ -43,7 +43,7 @@ class Cuts:
         self,
         apply: ApplyWorker,
         board: Board,
-        store: PipelineStore,
+        store: Store,
         *,
         server_position: Callable[[], Lsn],
         name_of: Callable[[int], str],

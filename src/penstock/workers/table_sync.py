@@ -49,7 +49,7 @@ from penstock.source.slots import Blocker, warn_of_blockers
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
 from penstock.spool.folder import SpoolFolder
-from penstock.state import PipelineStore, TableSchemaVersion
+from penstock.state import Store, TableSchemaVersion
 from penstock.state.transitions import finish_catchup, finish_copy, start_copy
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
@@ -106,7 +106,7 @@ class TableSync:
         publication: str,
         spool: Path,
         board: Board,
-        store: PipelineStore,
+        store: Store,
         destination: Destination,
         tasks: Tasks,
         stop: threading.Event,

@@ -13,9 +13,9 @@ from psycopg.conninfo import make_conninfo
 from penstock.errors import LeaseHeld, PermissionDenied, ServerUnavailable, StateNewer
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
-from penstock.state import CommandKind, DataSync, Init, PostgresStore, WorkerType, open_store
-from penstock.state.migrate import Migration, load_migrations
+from penstock.state import CommandKind, DataSync, Init, PostgresStore, open_store
 from penstock.state.postgres import PostgresDatabase
+from penstock.state.sql import Migration, load_migrations
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.stores import LINEAGE, failed
 from tests.conftest import Database
@@ -31,7 +31,7 @@ def test_state_is_readable_for_people(any_database: Database) -> None:
         store.use_lineage(LINEAGE)
         store.update_table_replication_state(16384, Init())
         store.update_table_replication_state(16384, failed(Init()))
-        store.upsert_replication_progress(WorkerType.apply(), Lsn.parse("16/B374D848"))
+        store.upsert_replication_progress(Lsn.parse("16/B374D848"))
         rows = any_database.execute(
             "select s.pipeline_id, s.table_id, s.phase, s.details->>'reason', p.flush_lsn::text, p.lineage->>'slot'"
             " from penstock.table_states s join penstock.replication_progress p using (pipeline_id)"

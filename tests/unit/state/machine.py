@@ -14,19 +14,15 @@ from penstock.lsn import Lsn, OrderKey, furthest
 from penstock.state import (
     Catchup,
     DataSync,
-    DestinationTableMetadata,
     Errored,
     FinishedCopy,
     Init,
-    PipelineStore,
     Ready,
+    Store,
     StoredPhase,
     SyncDone,
-    TableSchemaRetention,
     TableSchemaVersion,
-    WorkerType,
 )
-from penstock.state.metadata import check_metadata
 from penstock.state.transitions import check_stored, lose_position, roll_back
 from penstock.testing.stores import LINEAGE, failed, table_version
 
@@ -40,12 +36,6 @@ phases = st.one_of(
     lsns.map(lambda lsn: failed(Ready(), lsn)),
     lsns.map(lambda lsn: lose_position(failed(Ready(), lsn))),
 )
-workers = st.one_of(st.just(WorkerType.apply()), tables.map(WorkerType.table_sync))
-metadata = st.one_of(
-    st.builds(DestinationTableMetadata.create, st.just("t"), keys, st.just((True, False))),
-    st.builds(lambda key: DestinationTableMetadata.create("t", key, (True,)).finish(), keys),
-    st.builds(lambda old, new: DestinationTableMetadata.create("t", old, (True,)).finish().begin(new, ()), keys, keys),
-)
 
 
 class Model:
@@ -54,10 +44,9 @@ class Model:
     def __init__(self) -> None:
         self.states: dict[int, StoredPhase] = {}
         self.history: dict[int, list[StoredPhase]] = {}
-        self.progress: dict[WorkerType, Lsn] = {}
+        self.progress: Lsn | None = None
         self.positions: dict[int, Lsn] = {}
         self.schemas: dict[int, dict[OrderKey, TableSchemaVersion]] = {}
-        self.metadata: dict[int, DestinationTableMetadata] = {}
 
     def update_table_replication_states(self, updates: Mapping[int, Any]) -> None:
         checked = {table: check_stored(self.states.get(table), phase) for table, phase in updates.items()}
@@ -70,13 +59,13 @@ class Model:
         self._set(table, roll_back(self.states[table]))
         return self.states[table]
 
-    def upsert_replication_progress(self, worker: WorkerType, lsn: Lsn, *, table_positions: dict[int, Lsn]) -> Lsn:
+    def upsert_replication_progress(self, lsn: Lsn, *, table_positions: dict[int, Lsn]) -> Lsn:
         self.upsert_table_positions(table_positions)
-        self.progress[worker] = furthest(lsn, self.progress.get(worker, lsn))
-        return self.progress[worker]
+        self.progress = lsn if self.progress is None else furthest(lsn, self.progress)
+        return self.progress
 
-    def delete_replication_progress(self, worker: WorkerType) -> None:
-        self.progress.pop(worker, None)
+    def delete_replication_progress(self) -> None:
+        self.progress = None
 
     def upsert_table_positions(self, positions: dict[int, Lsn]) -> dict[int, Lsn]:
         for table, position in positions.items():
@@ -87,11 +76,11 @@ class Model:
         self.schemas.setdefault(version.table_id, {})[version.snapshot_id] = version
         return version
 
-    def prune_table_schemas(self, retentions: dict[int, TableSchemaRetention]) -> int:
+    def prune_table_schemas(self, needed: dict[int, OrderKey]) -> int:
         gone = 0
-        for table, retention in retentions.items():
+        for table, oldest in needed.items():
             versions = self.schemas.get(table, {})
-            kept = max((key for key in versions if key <= retention.snapshot_id), default=None)
+            kept = max((key for key in versions if key <= oldest), default=None)
             for key in [key for key in versions if kept is not None and key < kept]:
                 del versions[key]
                 gone += 1
@@ -102,14 +91,9 @@ class Model:
         found = max((each for each in versions if each <= key), default=None)
         return None if found is None else versions[found]
 
-    def store_destination_table_metadata(self, table: int, value: DestinationTableMetadata) -> None:
-        check_metadata(self.metadata.get(table), value)
-        self.metadata[table] = value
-
     def clear_table_copy_state(self, table: int) -> None:
-        for each in (self.positions, self.schemas, self.metadata):
+        for each in (self.positions, self.schemas):
             each.pop(table, None)
-        self.progress.pop(WorkerType.table_sync(table), None)
 
     def delete_table_pipeline_state(self, table: int) -> None:
         self.clear_table_copy_state(table)
@@ -119,7 +103,7 @@ class Model:
     def reset_replication(self) -> None:
         for table in self.states:
             self._set(table, Init())
-        self.progress.clear()
+        self.progress = None
         self.positions.clear()
 
     def _set(self, table: int, phase: StoredPhase) -> None:
@@ -131,12 +115,12 @@ class Model:
 class StoreMachine(RuleBasedStateMachine):
     """Does the same to the model and to each store; `openers` is set by whoever runs it."""
 
-    openers: Callable[[], list[Callable[[], PipelineStore]]]
+    openers: Callable[[], list[Callable[[], Store]]]
 
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
-        self.stores: list[PipelineStore] = []
+        self.stores: list[Store] = []
 
     @initialize()
     def open(self) -> None:
@@ -178,13 +162,13 @@ class StoreMachine(RuleBasedStateMachine):
     def roll_back(self, table: int) -> None:
         self.do("rollback_table_replication_state", table)
 
-    @rule(worker=workers, lsn=lsns, positions=st.dictionaries(tables, lsns))
-    def advance_progress(self, worker: WorkerType, lsn: Lsn, positions: dict[int, Lsn]) -> None:
-        self.do("upsert_replication_progress", worker, lsn, table_positions=positions)
+    @rule(lsn=lsns, positions=st.dictionaries(tables, lsns))
+    def advance_progress(self, lsn: Lsn, positions: dict[int, Lsn]) -> None:
+        self.do("upsert_replication_progress", lsn, table_positions=positions)
 
-    @rule(worker=workers)
-    def delete_progress(self, worker: WorkerType) -> None:
-        self.do("delete_replication_progress", worker)
+    @rule()
+    def delete_progress(self) -> None:
+        self.do("delete_replication_progress")
 
     @rule(positions=st.dictionaries(tables, lsns))
     def advance_positions(self, positions: dict[int, Lsn]) -> None:
@@ -194,24 +178,13 @@ class StoreMachine(RuleBasedStateMachine):
     def store_schema(self, table: int, key: OrderKey, columns: int) -> None:
         self.do("store_table_schema", table_version(table, key.commit_lsn, key.ordinal, columns=columns))
 
-    @rule(retentions=st.dictionaries(tables, keys.map(TableSchemaRetention)))
-    def prune(self, retentions: dict[int, TableSchemaRetention]) -> None:
-        self.do("prune_table_schemas", retentions)
+    @rule(needed=st.dictionaries(tables, keys))
+    def prune(self, needed: dict[int, OrderKey]) -> None:
+        self.do("prune_table_schemas", needed)
 
     @rule(table=tables, key=keys)
     def look_up(self, table: int, key: OrderKey) -> None:
         self.do("get_table_schema", table, key)
-
-    @rule(table=tables, value=metadata)
-    def change_destination(self, table: int, value: DestinationTableMetadata) -> None:
-        self.do("store_destination_table_metadata", table, value)
-
-    @rule(table=tables)
-    def settle_destination(self, table: int) -> None:
-        current = self.model.metadata.get(table)
-        if current is not None:
-            undone = current.undo() if current.interrupted else None
-            self.do("store_destination_table_metadata", table, undone or current.finish())
 
     @rule(table=tables)
     def copy_again(self, table: int) -> None:
@@ -242,12 +215,9 @@ class StoreMachine(RuleBasedStateMachine):
                 (table, key): version for table, found in model.schemas.items() for key, version in found.items()
             }
             for table in range(1, 4):
-                assert store.get_destination_table_metadata(table) == model.metadata.get(table)
-                worker = WorkerType.table_sync(table)
-                assert store.get_replication_progress(worker) == model.progress.get(worker)
                 history = [record.phase for record in store.get_table_replication_history(table)]
                 assert history == model.history.get(table, [])[-50:]
-            assert store.get_replication_progress(WorkerType.apply()) == model.progress.get(WorkerType.apply())
+            assert store.get_replication_progress() == model.progress
 
     @invariant()
     def no_table_is_ready_over_a_gap(self) -> None:
@@ -257,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
                     assert isinstance(after, Init | Errored)
 
 
-def _driving(store: PipelineStore) -> PipelineStore:
+def _driving(store: Store) -> Store:
     store.acquire_lease()
     store.use_lineage(LINEAGE)
     return store

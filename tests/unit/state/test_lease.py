@@ -12,8 +12,8 @@ import pytest
 
 from penstock.errors import LeaseLost, StateUnusable
 from penstock.lsn import Lsn
-from penstock.state import Init, MemoryState, MemoryStore, WorkerType
-from penstock.state.holder import is_gone, this_process
+from penstock.state import Init, MemoryState, MemoryStore
+from penstock.state.lease import is_gone, this_process
 from penstock.state.memory import MemoryDatabase
 from penstock.state.store import Store
 from penstock.testing.stores import LINEAGE
@@ -92,10 +92,10 @@ def test_after_a_write_without_an_answer_the_cache_is_not_believed() -> None:
     with pytest.raises(StateUnusable):
         store.update_table_replication_state(1, Init())
     with pytest.raises(StateUnusable):
-        store.upsert_replication_progress(WorkerType.apply(), Lsn(7))
+        store.upsert_replication_progress(Lsn(7))
     trouble["deaf"] = False
     assert store.get_table_replication_state(1) == Init()
-    assert store.get_replication_progress(WorkerType.apply()) == 7
+    assert store.get_replication_progress() == 7
     store.update_table_replication_state(1, Init())
     store.close()
 

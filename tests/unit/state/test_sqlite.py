@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import ConfigError, LeaseHeld, StateNewer, StateUnusable
 from penstock.state import Init, MemoryStore, SqliteStore, open_store
-from penstock.state.migrate import Migration, load_migrations
+from penstock.state.sql import Migration, load_migrations
 from penstock.state.sqlite import SqliteDatabase
 
 NEWEST = load_migrations("sqlite")[-1].number

@@ -7,7 +7,7 @@ import pytest
 from penstock.changes.batch import EventBatch
 from penstock.destinations.base import TableResult, WriteHandle, WriteResult, completed
 from penstock.errors import DestinationUnavailable, TableRejected
-from penstock.state import Errored, WorkerType
+from penstock.state import Errored
 from penstock.workers import Board
 from tests.unit.workers.test_apply import LATE, START, TABLE, Recording, make_worker, publish, spool, store
 
@@ -48,7 +48,7 @@ def worker(tmp_path, spool, store, board, destination):
 
 
 def progress(store) -> int | None:
-    return store.get_replication_progress(WorkerType.apply())
+    return store.get_replication_progress()
 
 
 @pytest.mark.trap(4, 7)

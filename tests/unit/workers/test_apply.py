@@ -17,7 +17,7 @@ from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Lineage
 from penstock.spool import Readers, SpoolSettings, SpoolWriter
 from penstock.spool.folder import SpoolFolder
-from penstock.state import DataSync, FinishedCopy, Init, MemoryStore, Ready, SyncDone, TableSchemaVersion, WorkerType
+from penstock.state import DataSync, FinishedCopy, Init, MemoryStore, Ready, SyncDone, TableSchemaVersion
 from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold
 
 LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
@@ -110,7 +110,7 @@ def test_a_table_that_is_a_little_behind_joins_the_batch_of_the_others(tmp_path,
     publish(spool, 132)
     worker.run()
     assert destination.batches[1:] == [(132, 140, [TABLE, LATE])]
-    assert store.get_replication_progress(WorkerType.apply()) == 140
+    assert store.get_replication_progress() == 140
 
 
 def test_nobody_waits_for_a_table_that_is_far_behind(tmp_path, spool, store):

@@ -19,7 +19,6 @@ from penstock.state import (
     Ready,
     SyncDone,
     SyncWait,
-    WorkerType,
 )
 from penstock.state.transitions import finish_catchup, finish_copy, resync, start_copy
 from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold
@@ -170,7 +169,7 @@ def test_only_a_table_that_is_copied_waits_for_apply(board):
 def test_a_table_that_was_handed_over_starts_there_although_nobody_recorded_it(store):
     for phase in (Init(), DataSync(), FinishedCopy(), SyncDone(Lsn(300))):
         store.update_table_replication_state(TABLE, phase)
-    store.upsert_replication_progress(WorkerType.apply(), Lsn(200))
+    store.upsert_replication_progress(Lsn(200))
     assert Board(store, Lsn(200), lambda _: None).positions() == {TABLE: 300}
 
 

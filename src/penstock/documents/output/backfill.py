@@ -42,7 +42,7 @@ from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
 from penstock.source.wal import current_position
 from penstock.spool import Stopping
-from penstock.state import IndexBuild, IndexStatus, PipelineStore, WorkKind
+from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Backfill:
         *,
         source: SourceSettings,
         settings: DocumentsSettings,
-        store: PipelineStore,
+        store: Store,
         sink: SharedSink,
         tasks: Tasks,
         generations: Generations,

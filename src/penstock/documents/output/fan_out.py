@@ -22,7 +22,7 @@ from penstock.documents.output.writer import POOL, DocumentWriter
 from penstock.documents.resolve import Question, ResolvedKeys
 from penstock.source.connections import SourceSettings
 from penstock.spool import Stopping
-from penstock.state import IndexWork, PipelineStore, WorkKind
+from penstock.state import IndexWork, Store, WorkKind
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class FanOuts:
         self,
         *,
         source: SourceSettings,
-        store: PipelineStore,
+        store: Store,
         tasks: Tasks,
         writer: DocumentWriter,
         judge: Judge,

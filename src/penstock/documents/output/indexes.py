@@ -33,7 +33,7 @@ from penstock.errors import PublicationChanged
 from penstock.source.catalog import load_tables
 from penstock.source.patterns import TableName
 from penstock.source.publications import published_tables
-from penstock.state import IndexBuild, IndexStatus, PipelineStore, WorkKind
+from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def require_whole(connection: psycopg.Connection[Any], indexes: Indexes, publica
 class Builds:
     """The builds of all indexes. May be used from any thread."""
 
-    def __init__(self, store: PipelineStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._changed = threading.Condition()
         self._builds: dict[str, IndexBuild] = {}

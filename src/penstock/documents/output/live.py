@@ -37,7 +37,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.schema import ReplicaIdentity, TableSchema
 from penstock.source.patterns import TableName
 from penstock.spool import Entry, SpoolReader
-from penstock.state import PipelineStore, WorkerType
+from penstock.state import Store
 from penstock.workers import ApplyStatus
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class LiveChanges:
         spool: Path,
         position: Lsn,
         settings: DocumentsSettings,
-        store: PipelineStore,
+        store: Store,
         sink: SharedSink,
         writer: DocumentWriter,
         judge: Judge,
@@ -213,7 +213,7 @@ class LiveChanges:
                     yield part
 
     def _finish(self, batch: EventBatch, end: Lsn) -> None:
-        self._store.upsert_replication_progress(WorkerType.apply(), end)
+        self._store.upsert_replication_progress(end)
         failpoints.reach("after_documents_progress")
         self._reader.readers.advance(self._name, end)
         failpoints.reach("after_documents_acknowledge")

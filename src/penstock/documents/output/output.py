@@ -51,7 +51,7 @@ from penstock.state import (
     CommandKind,
     CommandStatus,
     IndexBuild,
-    PipelineStore,
+    Store,
     TableReplicationPhase,
     WorkKind,
 )
@@ -76,7 +76,7 @@ class DocumentsOutput:
     def __init__(
         self,
         settings: StreamSettings,
-        store: PipelineStore,
+        store: Store,
         specifications: Sequence[IndexSpecification],
         sink: Sink,
         tasks: Tasks,
@@ -124,7 +124,7 @@ class DocumentsOutput:
         return self._settings
 
     @property
-    def store(self) -> PipelineStore:
+    def store(self) -> Store:
         return self._store
 
     @property

@@ -26,7 +26,7 @@ from penstock.lsn import Lsn
 from penstock.source.connections import NO_TIMEOUTS, Role, connect
 from penstock.source.publications import Heap, Membership, changes_between
 from penstock.source.snapshots import take_snapshot
-from penstock.state import IndexBuild, IndexStatus, PipelineStore, WorkerType
+from penstock.state import IndexBuild, IndexStatus, Store
 from penstock.stream import Published, StreamSettings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Readiness:
         self,
         settings: StreamSettings,
         documents: DocumentsSettings,
-        store: PipelineStore,
+        store: Store,
         sink: Sink,
         relations: RelationMap,
         builds: Builds,
@@ -81,13 +81,13 @@ class Readiness:
             self._relations.prepare([])  # what was learnt before means nothing: changes since then are not known
         self._learn(indexes)
         self.note(indexes, published)
-        self._store.upsert_replication_progress(WorkerType.apply(), position)
+        self._store.upsert_replication_progress(position)
         self._builds.held = False
 
     @property
     def _is_first(self) -> bool:
         """Nothing was followed yet, or what was has lost its slot."""
-        return self._store.get_replication_progress(WorkerType.apply()) is None
+        return self._store.get_replication_progress() is None
 
     def note(self, indexes: Indexes, published: Published) -> None:
         """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""

@@ -11,6 +11,6 @@ readable failures, `pytest.register_assert_rewrite("penstock.testing.stores")` i
 
 from penstock.testing.stores.contract import StoreContract
 from penstock.testing.stores.durable import DurableStoreContract
-from penstock.testing.stores.samples import APPLY, LINEAGE, failed, refused, table_version
+from penstock.testing.stores.samples import LINEAGE, failed, refused, table_version
 
-__all__ = ["APPLY", "LINEAGE", "DurableStoreContract", "StoreContract", "failed", "refused", "table_version"]
+__all__ = ["LINEAGE", "DurableStoreContract", "StoreContract", "failed", "refused", "table_version"]

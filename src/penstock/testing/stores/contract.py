@@ -16,62 +16,59 @@ from penstock.state import (
     CommandKind,
     CommandStatus,
     DataSync,
-    DestinationTableMetadata,
     FinishedCopy,
     Init,
-    PipelineStore,
     Ready,
+    Store,
     StoredPhase,
     SyncDone,
     SyncWait,
-    TableSchemaRetention,
     TableSchemaVersion,
-    WorkerType,
 )
 from penstock.state.transitions import lose_position
 from penstock.testing.stores.index_contract import IndexStoreContract
-from penstock.testing.stores.samples import APPLY, LINEAGE, PATIENCE, failed, refused, table_version
+from penstock.testing.stores.samples import LINEAGE, PATIENCE, failed, refused, table_version
 
 
 class StoreContract(IndexStoreContract):
     """What every store does. A test has several store objects, as a pipeline has several processes."""
 
-    def open(self, pipeline_id: str = "contract") -> PipelineStore:
+    def open(self, pipeline_id: str = "contract") -> Store:
         """A new store object over the state of this test."""
         raise NotImplementedError
 
     def setup_method(self) -> None:
-        self._opened: list[PipelineStore] = []
+        self._opened: list[Store] = []
 
     def teardown_method(self) -> None:
         for store in self._opened:
             store.close()
 
-    def reader(self, pipeline_id: str = "contract") -> PipelineStore:
+    def reader(self, pipeline_id: str = "contract") -> Store:
         """A store that holds no lease; closed after the test."""
         store = self.open(pipeline_id)
         self._opened.append(store)
         return store
 
-    def driver(self, pipeline_id: str = "contract") -> PipelineStore:
+    def driver(self, pipeline_id: str = "contract") -> Store:
         """A store that holds the lease."""
         store = self.reader(pipeline_id)
         store.acquire_lease()
         store.use_lineage(LINEAGE)
         return store
 
-    def restarted(self, store: PipelineStore) -> PipelineStore:
+    def restarted(self, store: Store) -> Store:
         """What the next process sees."""
         store.close()
         return self.driver(store.pipeline_id)
 
-    def now_and_restarted(self, store: PipelineStore) -> Iterator[PipelineStore]:
+    def now_and_restarted(self, store: Store) -> Iterator[Store]:
         """A store, and then what the next process sees."""
         yield store
         yield self.restarted(store)
 
     def test_it_is_a_pipeline_store(self) -> None:
-        assert isinstance(self.reader(), PipelineStore)
+        assert isinstance(self.reader(), Store)
 
     # Phases
 
@@ -171,39 +168,38 @@ class StoreContract(IndexStoreContract):
 
     def test_progress_never_moves_back(self) -> None:
         store = self.driver()
-        assert store.get_replication_progress(APPLY) is None
-        assert [store.upsert_replication_progress(APPLY, Lsn(lsn)) for lsn in (5, 3, 5, 9)] == [5, 5, 5, 9]
-        assert store.upsert_replication_progress(WorkerType.table_sync(4), Lsn((1 << 64) - 1)) == (1 << 64) - 1
+        assert store.get_replication_progress() is None
+        assert [store.upsert_replication_progress(Lsn(lsn)) for lsn in (5, 3, 5, 9)] == [5, 5, 5, 9]
         again = self.restarted(store)
-        assert again.get_replication_progress(APPLY) == Lsn(9)
-        assert isinstance(again.get_replication_progress(APPLY), Lsn)
-        assert again.get_replication_progress(WorkerType.table_sync(4)) == (1 << 64) - 1
-        assert again.get_replication_progress(WorkerType.table_sync(5)) is None
+        assert again.get_replication_progress() == Lsn(9)
+        assert isinstance(again.get_replication_progress(), Lsn)
+        assert again.upsert_replication_progress(Lsn((1 << 64) - 1)) == (1 << 64) - 1
+        assert self.restarted(again).get_replication_progress() == (1 << 64) - 1
 
     def test_progress_of_another_lineage_is_neither_returned_nor_overwritten(self) -> None:
         store = self.driver()
-        store.upsert_replication_progress(APPLY, Lsn(9), table_positions={1: Lsn(8)})
+        store.upsert_replication_progress(Lsn(9), table_positions={1: Lsn(8)})
         store.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
-        assert store.get_replication_progress(APPLY) is None
+        assert store.get_replication_progress() is None
         assert store.get_table_position(1) is None
         assert store.get_table_positions() == {}
         with refused(LineageChanged):
-            store.upsert_replication_progress(APPLY, Lsn(99))
+            store.upsert_replication_progress(Lsn(99))
         with refused(LineageChanged):
             store.upsert_table_positions({1: Lsn(99)})
         stored = store.get_stored_progress()
         assert stored is not None
         assert (stored.position, stored.lineage) == (9, LINEAGE)
-        store.delete_replication_progress(APPLY)
+        store.delete_replication_progress()
         assert store.get_stored_progress() is None
-        assert store.upsert_replication_progress(APPLY, Lsn(3)) == 3
+        assert store.upsert_replication_progress(Lsn(3)) == 3
 
     def test_after_a_failover_positions_count_on_the_new_timeline(self) -> None:
         store = self.driver()
-        store.upsert_replication_progress(APPLY, Lsn(9), table_positions={1: Lsn(8)})
+        store.upsert_replication_progress(Lsn(9), table_positions={1: Lsn(8)})
         promoted = Lineage(LINEAGE.system_identifier, 2, LINEAGE.database, LINEAGE.slot)
         store.use_lineage(promoted, continues=LINEAGE)
-        assert store.get_replication_progress(APPLY) == 9
+        assert store.get_replication_progress() == 9
         assert store.get_table_positions() == {1: 8}
         with refused(LineageChanged):
             store.use_lineage(Lineage("7000000000000000002", 3, "app", "penstock_slot"), continues=promoted)
@@ -212,23 +208,23 @@ class StoreContract(IndexStoreContract):
         store = self.reader()
         store.acquire_lease()
         with refused(StateError):
-            store.upsert_replication_progress(APPLY, Lsn(1))
+            store.upsert_replication_progress(Lsn(1))
 
     def test_positions_of_tables_never_move_back_and_travel_with_progress(self) -> None:
         store = self.driver()
         assert store.upsert_table_positions({1: Lsn(5), 2: Lsn(6)}) == {1: 5, 2: 6}
         assert store.upsert_table_positions({1: Lsn(4), 2: Lsn(7)}) == {1: 5, 2: 7}
-        store.upsert_replication_progress(APPLY, Lsn(5), table_positions={1: Lsn(8), 3: Lsn(9)})
+        store.upsert_replication_progress(Lsn(5), table_positions={1: Lsn(8), 3: Lsn(9)})
         again = self.restarted(store)
         assert again.get_table_positions() == {1: 8, 2: 7, 3: 9}
         assert again.get_table_position(4) is None
 
     def test_what_is_refused_half_way_leaves_nothing(self) -> None:
         store = self.driver()
-        store.upsert_replication_progress(APPLY, Lsn(9))
+        store.upsert_replication_progress(Lsn(9))
         store.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
         with refused(LineageChanged):
-            store.upsert_replication_progress(APPLY, Lsn(99), table_positions={1: Lsn(99)})
+            store.upsert_replication_progress(Lsn(99), table_positions={1: Lsn(99)})
         assert store.get_table_positions() == {}
         store.close()
         again = self.reader()
@@ -244,7 +240,7 @@ class StoreContract(IndexStoreContract):
             assert store.store_table_schema(version) == version
         store.store_table_schema(table_version(2, 15))
 
-        def check(store: PipelineStore) -> None:
+        def check(store: Store) -> None:
             def found(commit_lsn: int, ordinal: int) -> TableSchemaVersion | None:
                 return store.get_table_schema(1, OrderKey(Lsn(commit_lsn), ordinal))
 
@@ -282,54 +278,15 @@ class StoreContract(IndexStoreContract):
         for commit_lsn in (10, 20, 30, 40):
             store.store_table_schema(table_version(1, commit_lsn, columns=commit_lsn))
             store.store_table_schema(table_version(2, commit_lsn))
-        keep = {1: TableSchemaRetention(OrderKey(Lsn(35), 0)), 7: TableSchemaRetention(OrderKey(Lsn(1), 0))}
+        keep = {1: OrderKey(Lsn(35), 0), 7: OrderKey(Lsn(1), 0)}
         assert store.prune_table_schemas(keep) == 2
         assert store.prune_table_schemas(keep) == 0
-        assert store.prune_table_schemas({1: TableSchemaRetention(OrderKey(Lsn(5), 0))}) == 0
+        assert store.prune_table_schemas({1: OrderKey(Lsn(5), 0)}) == 0
         for each in self.now_and_restarted(store):
             mine = [version for version in each.get_table_schemas() if version.table_id == 1]
             assert mine == [table_version(1, lsn, columns=lsn) for lsn in (30, 40)]
             assert each.get_table_schema(1, OrderKey(Lsn(35), 0)) == mine[0]
             assert len(each.get_table_schemas()) == 6
-
-    # Destination tables
-
-    def test_a_change_of_schema_is_applying_and_then_applied(self) -> None:
-        store = self.driver()
-        creating = DestinationTableMetadata.create("lake/orders", OrderKey(Lsn(10), 0), (True, False, True))
-        store.store_destination_table_metadata(1, creating)
-        assert store.get_applied_destination_table_metadata(1) is None
-        assert store.get_interrupted_destination_tables() == {1: creating}
-        store.store_destination_table_metadata(1, creating.finish())
-        applied = store.get_applied_destination_table_metadata(1)
-        assert applied is not None
-        assert (applied.destination_table_id, applied.replication_mask) == ("lake/orders", (True, False, True))
-        changing = creating.finish().begin(OrderKey(Lsn(20), 4), (True, True))
-        store.store_destination_table_metadata(1, changing)
-        again = self.restarted(store)
-        assert again.load_destination_tables_metadata() == 1
-        assert again.get_interrupted_destination_tables() == {1: changing}
-        assert again.get_destination_table_metadata(1) == changing
-
-    def test_an_interrupted_change_can_be_taken_back_and_nothing_else_goes_backwards(self) -> None:
-        store = self.driver()
-        first = DestinationTableMetadata.create("orders", OrderKey(Lsn(10), 0), (True,)).finish()
-        store.store_destination_table_metadata(1, first)
-        changing = first.begin(OrderKey(Lsn(20), 0), (True, True))
-        store.store_destination_table_metadata(1, changing)
-        with refused(IllegalTransition):
-            older = DestinationTableMetadata.create("orders", OrderKey(Lsn(5), 0), (True,))
-            store.store_destination_table_metadata(1, older)
-        before = changing.undo()
-        assert before is not None
-        assert before == first
-        store.store_destination_table_metadata(1, before)
-        store.store_destination_table_metadata(1, changing.finish())
-        with refused(IllegalTransition):
-            store.store_destination_table_metadata(1, first)
-        assert store.get_destination_table_metadata(1) == changing.finish()
-        store.delete_destination_table_metadata(1)
-        assert store.get_destination_table_metadata(1) is None
 
     # Forgetting
 
@@ -341,9 +298,9 @@ class StoreContract(IndexStoreContract):
         store.clear_table_copy_state(1)
         for each in self.now_and_restarted(store):
             assert each.get_table_replication_states() == {1: Ready(), 2: Ready()}
-            assert self._remembered(each, 1) == (None, None, None, None)
+            assert self._remembered(each, 1) == (None, None)
             assert None not in self._remembered(each, 2)
-            assert each.get_replication_progress(APPLY) == 50
+            assert each.get_replication_progress() == 50
             assert each.get_table_replication_history(1)
 
     def test_a_table_that_left_is_forgotten(self) -> None:
@@ -353,7 +310,7 @@ class StoreContract(IndexStoreContract):
         store.delete_table_pipeline_state(1)
         for each in self.now_and_restarted(store):
             assert each.get_table_replication_states() == {2: Ready()}
-            assert self._remembered(each, 1) == (None, None, None, None)
+            assert self._remembered(each, 1) == (None, None)
             assert each.get_table_replication_history(1) == []
 
     def test_a_new_slot_resets_all_tables_and_all_positions_together(self) -> None:
@@ -365,7 +322,7 @@ class StoreContract(IndexStoreContract):
             assert each.get_table_replication_states() == {1: Init(), 2: Init()}
             assert each.get_stored_progress() is None
             assert each.get_table_positions() == {}
-            assert each.get_destination_table_metadata(1) is not None
+            assert each.get_table_schema(1, OrderKey(Lsn(99), 0)) is not None
 
     def test_what_was_seen_of_a_publication_survives_a_restart(self) -> None:
         store = self.driver()
@@ -424,17 +381,15 @@ class StoreContract(IndexStoreContract):
 
     def test_without_the_lease_nothing_is_written(self) -> None:
         store = self.reader()
-        metadata = DestinationTableMetadata.create("x", OrderKey(Lsn(1), 0), (True,))
         store.use_lineage(LINEAGE)
         writes: list[Callable[[], object]] = [
             lambda: store.update_table_replication_state(1, Init()),
             lambda: store.rollback_table_replication_state(1),
-            lambda: store.upsert_replication_progress(APPLY, Lsn(1)),
-            lambda: store.delete_replication_progress(APPLY),
+            lambda: store.upsert_replication_progress(Lsn(1)),
+            lambda: store.delete_replication_progress(),
             lambda: store.upsert_table_positions({1: Lsn(1)}),
             lambda: store.store_table_schema(table_version(1, 1)),
             lambda: store.prune_table_schemas({}),
-            lambda: store.store_destination_table_metadata(1, metadata),
             lambda: store.clear_table_copy_state(1),
             lambda: store.delete_table_pipeline_state(1),
             lambda: store.reset_replication(),
@@ -534,7 +489,7 @@ class StoreContract(IndexStoreContract):
         def work(worker: int) -> None:
             for step in range(10):
                 position = Lsn(step * 8 + worker)
-                assert reaches(store.upsert_replication_progress(APPLY, position), position)
+                assert reaches(store.upsert_replication_progress(position), position)
                 store.update_table_replication_state(worker, Init())
                 store.update_table_replication_state(worker, DataSync())
                 store.store_table_schema(table_version(worker, step))
@@ -543,28 +498,23 @@ class StoreContract(IndexStoreContract):
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
         for each in self.now_and_restarted(store):
-            assert each.get_replication_progress(APPLY) == 75
+            assert each.get_replication_progress() == 75
             assert each.get_table_replication_states() == dict.fromkeys(range(4), DataSync())
             assert len(each.get_table_schemas()) == 40
 
-    def _bring_to_ready(self, store: PipelineStore, table_id: int) -> None:
+    def _bring_to_ready(self, store: Store, table_id: int) -> None:
         for phase in (Init(), DataSync(), FinishedCopy(), SyncDone(Lsn(5)), Ready()):
             store.update_table_replication_state(table_id, phase)
 
-    def _fill(self, store: PipelineStore, table_id: int) -> None:
+    def _fill(self, store: Store, table_id: int) -> None:
         self._bring_to_ready(store, table_id)
         store.store_table_schema(table_version(table_id, 10))
-        metadata = DestinationTableMetadata.create("x", OrderKey(Lsn(10), 0), (True,)).finish()
-        store.store_destination_table_metadata(table_id, metadata)
-        store.upsert_replication_progress(APPLY, Lsn(50), table_positions={table_id: Lsn(60)})
-        store.upsert_replication_progress(WorkerType.table_sync(table_id), Lsn(40))
+        store.upsert_replication_progress(Lsn(50), table_positions={table_id: Lsn(60)})
 
-    def _remembered(self, store: PipelineStore, table_id: int) -> tuple[object, ...]:
+    def _remembered(self, store: Store, table_id: int) -> tuple[object, ...]:
         return (
             store.get_table_schema(table_id, OrderKey(Lsn(99), 0)),
-            store.get_destination_table_metadata(table_id),
             store.get_table_position(table_id),
-            store.get_replication_progress(WorkerType.table_sync(table_id)),
         )
 
     def _wait(self, condition: Callable[[], bool]) -> None:

@@ -11,9 +11,9 @@ from typing import IO
 
 from penstock.errors import LeaseHeld, LeaseLost
 from penstock.lsn import Lsn
-from penstock.state import DataSync, Init, PipelineStore, open_store
+from penstock.state import DataSync, Init, Store, open_store
 from penstock.testing.stores.contract import StoreContract
-from penstock.testing.stores.samples import APPLY, LINEAGE, PATIENCE, TABLES
+from penstock.testing.stores.samples import LINEAGE, PATIENCE, TABLES
 
 _PLAY = "import sys; from penstock.testing.stores.durable import play; play(*sys.argv[1:])"
 
@@ -23,7 +23,7 @@ class DurableStoreContract(StoreContract):
 
     url: str
 
-    def open(self, pipeline_id: str = "contract") -> PipelineStore:
+    def open(self, pipeline_id: str = "contract") -> Store:
         return open_store(self.url, pipeline_id)
 
     def test_a_killed_process_leaves_whole_changes_and_a_lease_that_is_free(self) -> None:
@@ -36,7 +36,7 @@ class DurableStoreContract(StoreContract):
         positions = store.get_table_positions()
         assert set(positions) == set(TABLES)
         assert len(set(positions.values())) == 1
-        assert store.get_replication_progress(APPLY) == positions[1]
+        assert store.get_replication_progress() == positions[1]
         assert positions[1] in (rounds[-1], rounds[-1] + 1)
         assert len(set(store.get_table_replication_states().values())) == 1
         store.update_table_replication_states({table_id: Init() for table_id in TABLES})
@@ -118,13 +118,13 @@ def play(role: str, url: str) -> None:
                 raise SystemExit(f"unknown role {role}")
 
 
-def _update(store: PipelineStore, output: IO[str]) -> None:
+def _update(store: Store, output: IO[str]) -> None:
     store.update_table_replication_states({table_id: Init() for table_id in TABLES})
     for number in range(1, 1_000_000):
         phase = DataSync() if number % 2 else Init()
         store.update_table_replication_states(dict.fromkeys(TABLES, phase))
         positions = {table_id: Lsn(number) for table_id in TABLES}
-        store.upsert_replication_progress(APPLY, Lsn(number), table_positions=positions)
+        store.upsert_replication_progress(Lsn(number), table_positions=positions)
         _say(output, str(number))
 
 

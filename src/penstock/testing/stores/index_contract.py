@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.state import IndexBuild, IndexStatus, PipelineStore, WorkKind
+from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 
 
 class IndexStoreContract:
     """Part of `StoreContract`, which says how stores are made."""
 
-    def driver(self, pipeline_id: str = "contract") -> PipelineStore:
+    def driver(self, pipeline_id: str = "contract") -> Store:
         raise NotImplementedError
 
-    def now_and_restarted(self, store: PipelineStore) -> Iterator[PipelineStore]:
+    def now_and_restarted(self, store: Store) -> Iterator[Store]:
         raise NotImplementedError
 
     def test_builds_of_indexes_survive_a_restart_range_by_range(self) -> None:

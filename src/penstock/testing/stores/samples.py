@@ -10,11 +10,10 @@ from penstock.errors import PenstockError
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Lineage
-from penstock.state import Errored, RetryPolicy, TableReplicationPhase, TableSchemaVersion, WorkerType
+from penstock.state import Errored, RetryPolicy, TableReplicationPhase, TableSchemaVersion
 from penstock.state.transitions import fail
 
 LINEAGE = Lineage("7000000000000000001", 1, "app", "penstock_slot")
-APPLY = WorkerType.apply()
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
 TABLES = range(1, 9)
 """What the processes of the durable contract write to, all at once."""

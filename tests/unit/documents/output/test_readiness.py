@@ -14,7 +14,7 @@ from penstock.documents.output.readiness import Readiness
 from penstock.documents.output.writer import DocumentsSettings
 from penstock.lsn import Lsn
 from penstock.source.lineage import Lineage
-from penstock.state import IndexStatus, MemoryStore, WorkerType
+from penstock.state import IndexStatus, MemoryStore
 from tests.support.document_sink import FileSink
 
 MAPPING = IndexMapping("people", "f", {}, {})
@@ -28,7 +28,7 @@ def test_a_build_is_complete_only_if_what_it_filled_serves(tmp_path: Path, vanis
     store = MemoryStore("tests")
     store.acquire_lease()
     store.use_lineage(Lineage("7000000000000000001", 1, "postgres", "penstock"))
-    store.upsert_replication_progress(WorkerType.apply(), Lsn(1))
+    store.upsert_replication_progress(Lsn(1))
     builds = Builds(store)
     generation = "one that is gone" if vanished else sink.facts("people").generation
     builds.fill(builds.want("people", "f", "somebody asked for it"), {"generation": generation, "ranges": []})
