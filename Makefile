@@ -143,10 +143,13 @@ s3-server: $(STAMP) ## build an S3 server for the long tests, once; needs Go
 soak: $(STAMP) system s3-server ## the long tests, in full or as much as fits: MINUTES=20; a row per stage goes to docs/soak/README.md
 	$(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
-.PHONY: build
-build: $(STAMP) system ## build the wheel and try it in empty environments, with each extra; PYTHON=python3.13 tries another Python
+.PHONY: wheel
+wheel: $(STAMP) ## build the wheel into dist
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+.PHONY: build
+build: wheel system ## build the wheel and try it in empty environments, with each extra; PYTHON=python3.13 tries another Python
 	$(PYTHON) scripts/try-wheel.py dist/*.whl
 
 .PHONY: constraints

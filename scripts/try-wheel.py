@@ -68,22 +68,24 @@ class Environment:
         self.name = name
         self.folder = folder / name
         self.bin = self.folder / "environment" / "bin"
-        self._wheel = wheel
+        self._package = str(wheel)
         self.variables = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(self.folder / "home")}
         self.variables |= {"PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         Path(self.variables["HOME"]).mkdir(parents=True)
         self._run(sys.executable, "-m", "venv", "environment")
 
     def install(self, *extras: str) -> None:
-        """Install the wheel with these extras."""
+        """Install the wheel with these extras; once installed, add extras by the command that errors suggest."""
         began = time.monotonic()
-        wanted = f"{self._wheel}[{','.join(extras)}]" if extras else str(self._wheel)
-        self.python("-m", "pip", "install", "--quiet", wanted)
+        chosen = f"[{','.join(extras)}]" if extras else ""
+        self.python("-m", "pip", "install", "--quiet", self._package + chosen)
+        self._package = "penstock"
         self.python("-m", "pip", "check")
         files = (each for each in self.folder.rglob("*") if each.is_file() and not each.is_symlink())
         size = sum(each.stat().st_size for each in files) // 1_000_000
-        chosen = ", ".join(extras) or "no extra"
-        print(f"{chosen}: installed in {time.monotonic() - began:.0f} s, {size} MB", flush=True)
+        print(
+            f"{', '.join(extras) or 'no extra'}: installed in {time.monotonic() - began:.0f} s, {size} MB", flush=True
+        )
 
     def python(self, *arguments: str) -> str:
         return self._run(self.bin / "python", *arguments)
@@ -177,7 +179,7 @@ def main() -> None:
             # One environment that grows: Spark is large.
             spark = environment("spark", "spark")
             spark.replicate("parquet", "local[2]")
-            spark.install("spark", "delta")
+            spark.install("delta")
             spark.replicate("delta", "local[*]")
             spark.penstock("verify")
         spark.install("all")
