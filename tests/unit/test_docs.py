@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.capture.engine import CaptureSettings
 from penstock.config import load_config
+from penstock.config.models import CopySection, PipelineSection, SpoolSection
 from penstock.documents import load_specification
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,38 @@ def test_samples_of_config_files_can_be_read(path: Path) -> None:
 
 
 @cache
+def _templates() -> list[re.Pattern[str]]:
+    """Texts in the source that say something by themselves, as patterns for what is filled in."""
+    templates = {text for text in _messages().splitlines() if len(re.findall(r"\w", text)) >= 12}
+    return [re.compile(".*".join(map(re.escape, text.split("…")))) for text in templates]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_errors_and_hints_in_samples_are_those_of_the_program(path: Path) -> None:
+    samples = re.findall(r"^```(?:console|text)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"^(?:error|hint): (.*)$", "\n".join(samples), re.MULTILINE):
+        assert any(template.search(line) for template in _templates()), line
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/reference/benchmarks.md"))
+    shown = re.findall(r"^\| (\w+): .* \| [\d,]+ \| ([\d.]+) \| [\d.]+ \| (\d+ MiB) \|$", readme, re.MULTILINE)
+    measured = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+), (\d+ MiB) \|$", page, re.MULTILINE)
+    assert len(shown) == 6
+    assert shown == measured
+
+
+def test_sizing_has_the_defaults() -> None:
+    page = (ROOT / "docs/guides/sizing.md").read_text()
+    spool, settings = SpoolSection(), PipelineSection(id="x")
+    for name, unit, shift in (("max_bytes", "GB", 30), ("copy_max_bytes", "GB", 30), ("min_free_bytes", "MB", 20)):
+        assert f"`spool.{name}`, {getattr(spool, name) >> shift} {unit}" in page
+    assert f"`batch.max_bytes` defaults to {settings.batch.max_bytes >> 20} MB" in page
+    assert f"`copy.max_table_sync_workers` ({CopySection().max_table_sync_workers})" in page
+    assert f"a queue of {CaptureSettings.__dataclass_fields__['queue_bytes'].default >> 20} MiB" in page
+
+
+@cache
 def _messages() -> str:
     """Every text in the source, one per line, with `…` for what is filled in."""
     return "\n".join(
@@ -81,7 +115,7 @@ FROM_THE_SERVER = {"password authentication failed", "Connection refused"}
 @pytest.mark.parametrize("message", sorted(set(_quoted()) - FROM_THE_SERVER))
 def test_messages_that_troubleshooting_quotes_exist(message: str) -> None:
     parts = [re.escape(part.strip()) for part in message.split("…")]
-    assert re.search("[^\n]*".join(parts), _messages()), "the message has changed: change the page with it"
+    assert re.search("[^\n]*".join(parts), _messages()), "the message has changed: docs/guides/troubleshooting.md quotes it"
 
 
 def test_troubleshooting_quotes_messages() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
 from penstock.config import load_config
@@ -24,15 +28,54 @@ def keys(model: type[BaseModel], before: str = "") -> set[str]:
 
 def test_the_page_has_every_key_and_no_others():
     documented: set[str] = set()
-    for section, text in re.findall(r"^## \[+([a-z]+)\]+\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL):
+    for section, text in sections().items():
         documented |= {f"{section}.{key}" for key in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)}
     assert documented - {"spark.spark.*"} == keys(ConfigFile) - {"tables"}
 
 
-def test_the_defaults_on_the_page_are_those_of_the_models():
-    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| `([^`]*)` \|", PAGE, re.MULTILINE))
-    assert rows["max_table_sync_workers"] == str(ConfigFile.model_fields["copy_"].default.max_table_sync_workers)
-    assert rows["master"] == f'"{ConfigFile.model_fields["spark"].default.master}"'
+def sections() -> dict[str, str]:
+    return dict(re.findall(r"^## \[+([a-z]+)\]+\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def documented_defaults(section: str) -> dict[str, Any]:
+    """The defaults of a section that are written as one writes them in a file."""
+    found: dict[str, Any] = {}
+    for key, default in re.findall(r"^\| `([a-z_.]+)` \| `([^`]+)` \|", sections()[section], re.MULTILINE):
+        with suppress(tomllib.TOMLDecodeError):
+            *before, last = key.split(".")
+            inner = found
+            for name in before:
+                inner = inner.setdefault(name, {})
+            inner[last] = tomllib.loads(f"default = {default}")["default"]
+    return found
+
+
+TABLES = {"pipeline": {"id": "a"}, "source": {"url": "x"}, "destination": {"type": "memory"}}
+DOCUMENTS = {
+    "pipeline": {"id": "a"},
+    "source": {"url": "x"},
+    "index": {"specification": "x"},
+    "sink": {"type": "memory"},
+    "polling": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "names"),
+    [
+        (TABLES, ["pipeline", "source", "state", "copy", "spark", "destination", "types"]),
+        (DOCUMENTS, ["index", "sink", "polling"]),
+    ],
+    ids=["tables", "documents"],
+)
+def test_the_defaults_on_the_page_are_those_of_the_models(base: dict[str, Any], names: list[str]) -> None:
+    written = {**base, **{name: {**base.get(name, {}), **documented_defaults(name)} for name in names}}
+    assert written != base
+    assert ConfigFile.model_validate(written) == ConfigFile.model_validate(base)
+
+
+def test_the_page_gives_defaults_as_one_writes_them() -> None:
+    assert len([key for name in sections() if name != "tables" for key in documented_defaults(name)]) >= 20
 
 
 def test_the_examples_are_understood(tmp_path):
