@@ -19,6 +19,8 @@ from penstock.capture import CaptureProcess, CaptureSettings, Reading
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
+from penstock.tables import TablesSettings
+from penstock.workers import BatchSettings
 from tests.support import oracle
 from tests.support.oracle import check_transactions, normalised
 from tests.support.replay import Replayable, Table, read_spool
@@ -44,6 +46,68 @@ def current_position(database: Any) -> Lsn:
     """A boundary behind every transaction whose commit has returned."""
     with database.connect() as connection:
         return oracle.current_position(connection)
+
+
+def tables_settings(database: Any, folder: Path, name: str = "e2e", *, interval: float = 0.05, **changes: Any) -> Any:
+    """A pipeline of all tables in `public`; publication and slot have its name, the spool is in `folder`."""
+    settings = TablesSettings(
+        id=name,
+        source=SourceSettings(database.dsn),
+        publication=name,
+        slot=f"{name}_{database.name[-12:]}",
+        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
+        tables=("public.*",),
+        batches=BatchSettings(interval=interval),
+    )
+    return replace(settings, **changes)
+
+
+class Background:
+    """Calls `step` with a connection, again and again in a thread, until the end of the block.
+
+    `count` says how often it was called. An error ends the thread, and the block raises it.
+    """
+
+    def __init__(self, database: Any, step: Callable[[Any], object], pause: float = 0.01) -> None:
+        self._database = database
+        self._step = step
+        self._pause = pause
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.count = 0
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            with self._database.connect() as connection:
+                while not self._stop.wait(self._pause):
+                    self._step(connection)
+                    self.count += 1
+        except BaseException as error:
+            self._error = error
+
+
+def updates_of_both() -> Callable[[Any], None]:
+    """A step for `Background`: a transaction that changes rows 1 to 100 of the tables `a` and `b`."""
+    numbers = itertools.count(1)
+
+    def step(connection: Any) -> None:
+        number = next(numbers)
+        with connection.transaction():
+            for table in "ab":
+                connection.execute(f"update {table} set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
+
+    return step
 
 
 @dataclass

@@ -15,14 +15,11 @@ from penstock.destinations.base import Destination
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.lsn import reaches
-from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
-from penstock.workers import BatchSettings
+from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.lake import LakeReadBack
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import current_position, tables_settings, wait_for
 from tests.support.readback import ReadBack, check_equal
 
 
@@ -39,16 +36,7 @@ def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> I
 @contextmanager
 def started(database: Any, folder: Path, destination: Destination, *, ddl_trigger: bool) -> Iterator[TablesOutput]:
     """A pipeline of two tables that are ready."""
-    settings = TablesSettings(
-        id="added",
-        source=SourceSettings(database.dsn),
-        publication="added",
-        slot=f"added_{database.name[-12:]}",
-        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
-        tables=("public.*",),
-        batches=BatchSettings(interval=0.05),
-        ddl_trigger=ddl_trigger,
-    )
+    settings = tables_settings(database, folder, "added", ddl_trigger=ddl_trigger)
     with TablesOutput(settings, MemoryStore("added"), destination, ProcessTasks()) as made:
         wait_ready(made)
         yield made

@@ -14,15 +14,12 @@ from penstock.copy import CopySettings
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import Retry
 from penstock.lsn import reaches
-from penstock.source.connections import SourceSettings
 from penstock.source.snapshots import SLOT_PREFIX
-from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.state.transitions import is_legal
-from penstock.tables import TablesOutput, TablesSettings
-from penstock.workers import BatchSettings
+from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import current_position, tables_settings, wait_for
 from tests.support.readback import check_equal
 
 ROWS = 600
@@ -57,16 +54,7 @@ class Site:
         self.database = database
         self.store = MemoryStore("disturbed")
         self._lake = folder / "lake"
-        self._settings = TablesSettings(
-            id="disturbed",
-            source=SourceSettings(database.dsn),
-            publication="disturbed",
-            slot=f"disturbed_{database.name[-12:]}",
-            spool=SpoolSettings(folder / "spool", min_free_bytes=0),
-            tables=("public.*",),
-            batches=BatchSettings(interval=0.05),
-            copy=CopySettings(range_bytes=64 << 10),
-        )
+        self._settings = tables_settings(database, folder, "disturbed", copy=CopySettings(range_bytes=64 << 10))
         self.pipeline: TablesOutput | None = None
         database.execute(
             "create table busy (id int primary key, version int, note text);"

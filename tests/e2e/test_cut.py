@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,14 +12,12 @@ from penstock.comparison.cut import hold_at_snapshot
 from penstock.destinations.memory import MemoryDestination
 from penstock.errors import PenstockError, SnapshotBlocked
 from penstock.lsn import reaches
-from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.faults import FaultyDestination
-from penstock.workers import BatchSettings, cuts
+from penstock.workers import cuts
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import wait_for
+from tests.e2e.support import Background, tables_settings, updates_of_both, wait_for
 
 
 @pytest.fixture
@@ -28,15 +25,7 @@ def pipeline(database: Any, tmp_path: Any) -> Iterator[TablesOutput]:
     """Two tables, followed."""
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
     database.execute("insert into a select i, 0 from generate_series(1, 100) i; insert into b select * from a")
-    settings = TablesSettings(
-        id="cut",
-        source=SourceSettings(database.dsn),
-        publication="cut",
-        slot=f"cut_{database.name[-12:]}",
-        spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
-        tables=("public.*",),
-        batches=BatchSettings(interval=0.05),
-    )
+    settings = tables_settings(database, tmp_path, "cut")
     made = TablesOutput(settings, MemoryStore("cut"), FaultyDestination(MemoryDestination()), ProcessTasks())
     with made:
         wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
@@ -46,22 +35,8 @@ def pipeline(database: Any, tmp_path: Any) -> Iterator[TablesOutput]:
 @pytest.fixture
 def busy(database: Any, pipeline: Any) -> Iterator[None]:
     """Transactions that change both tables, all the time."""
-    stop = threading.Event()
-
-    def write() -> None:
-        with psycopg.connect(database.dsn, autocommit=True) as connection:
-            number = 0
-            while not stop.wait(0.01):
-                number += 1
-                with connection.transaction():
-                    connection.execute("update a set n = %s where id %% 7 = %s", [number, number % 7])
-                    connection.execute("update b set n = %s where id %% 7 = %s", [number, number % 7])
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    yield
-    stop.set()
-    writer.join()
+    with Background(database, updates_of_both()):
+        yield
 
 
 def rows(pipeline: Any, table: str) -> list[tuple[int, int]]:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
-import threading
+from functools import partial
 from random import Random
 
 import pytest
 
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.lsn import reaches
-from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
 from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import Background, current_position, tables_settings, wait_for
+from tests.support.drive_pipeline import DriveSettings
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.readback import check_equal, check_exactly_once
 from tests.support.samples import available_samples
-from tests.support.trial import TrialReport, TrialSettings, add_up, run_trial
+from tests.support.trial import TrialSettings, run_trial, run_trials
 from tests.support.workload import Ddl
 from tests.support.writers import Writers
 
@@ -35,14 +33,11 @@ SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 def pipeline_into(
     database, folder, *, max_rows: int = 500, publication="e2e", lake=None, error_hold=None, **options
 ) -> TablesOutput:
-    settings = TablesSettings(
-        id="e2e",
-        source=SourceSettings(database.dsn),
+    settings = tables_settings(
+        database,
+        folder,
         publication=publication,
         manage_publication=publication == "e2e",
-        slot=f"e2e_{database.name[-12:]}",
-        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
-        tables=("public.*",),
         batches=BatchSettings(interval=0.1, max_rows=max_rows),
         error_hold=error_hold or ErrorHold(),
     )
@@ -90,88 +85,57 @@ def test_random_tables_are_followed(database, tmp_path, options, read):
 
 @pytest.mark.trap(3, 19, 20, 28, 34, 35, 38)
 @pytest.mark.parametrize(
-    ("settings", "read"),
+    "settings",
     [
-        (TrialSettings(31, kills=4, destination="delta", ddl=Ddl.ANY), LakeReadBack),
-        (TrialSettings(32, kills=2, destination="delta", options={"mode": "history"}), HistoryReadBack),
+        TrialSettings(31, kills=4, destination="delta", ddl=Ddl.ANY),
+        TrialSettings(32, kills=2, destination="delta", options={"mode": "history"}),
     ],
     ids=["mirror", "history"],
 )
-def test_whoever_is_killed_the_lake_equals_the_source(settings, read, make_server, tmp_path):
-    report = run_trial(settings, tmp_path, server=make_server(), readback_of=lambda driven: read(driven.lake))
+def test_whoever_is_killed_the_lake_equals_the_source(settings, make_server, tmp_path):
+    report = run_trial(settings, tmp_path, server=make_server(), readback_of=_readback_of)
     assert report.starts > 1
 
 
-SOAK_MODES = [
-    ({}, LakeReadBack),
-    ({"mode": "history"}, HistoryReadBack),
-    ({"deletion_vectors": False}, LakeReadBack),
-    ({"mode": "soft_delete"}, LakeReadBack),
-]
+SOAK_MODES = [{}, {"mode": "history"}, {"deletion_vectors": False}, {"mode": "soft_delete"}]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_whoever_is_killed_the_lake_equals_the_source_for_many_seeds(tmp_path, record_property):
     """The modes take turns, and what happens to columns; every fifth trial runs on Spark."""
-    failures: list[str] = []
-    reports: list[TrialReport] = []
-    seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
-    for seed in seeds:
-        options, read = SOAK_MODES[seed % len(SOAK_MODES)]
-        master = "local[2]" if seed % 5 == 0 else None
-        settings = TrialSettings(
-            seed, kills=6, master=master, destination="delta", options=options, ddl=[*Ddl][seed % len(Ddl)]
+    trials = [
+        TrialSettings(
+            seed,
+            kills=6,
+            master="local[2]" if seed % 5 == 0 else None,
+            destination="delta",
+            options=SOAK_MODES[seed % len(SOAK_MODES)],
+            ddl=[*Ddl][seed % len(Ddl)],
         )
-        folder = tmp_path / str(seed)
-        try:
-            reports.append(run_trial(settings, folder, readback_of=lambda driven, read=read: read(driven.lake)))
-        except Exception as error:
-            failures.append(f"{settings.command} into Delta, {options}: {type(error).__name__}: {error}")
-            continue
-        shutil.rmtree(folder)
-    record_property("seeds", f"{seeds[0]}–{seeds[-1]}")
-    for name, count in add_up(reports).items():
-        record_property(name, count)
-    assert not failures, "\n".join(failures)
+        for seed in range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
+    ]
+    run_trials(trials, tmp_path, record_property, _readback_of)
 
 
-class Sightings:
+def _readback_of(driven: DriveSettings) -> LakeReadBack:
+    read = HistoryReadBack if driven.options.get("mode") == "history" else LakeReadBack
+    return read(driven.lake)
+
+
+def move_sightings(connection, chance: Random) -> None:
     """Rows come into view of a filter and leave it, move their keys, and are deleted; their large texts stay."""
-
-    def __init__(self, database) -> None:
-        self._database = database
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.statements = 0
-
-    def __enter__(self) -> Sightings:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        chance = Random(5)
-        with self._database.connect() as connection:
-            while not self._stop.wait(0.01):
-                number = chance.randrange(40)
-                statement = chance.choices(
-                    [
-                        "update sightings set seen = not seen where id %% 40 = %(n)s",
-                        "update sightings set counter = counter + 1 where id %% 40 = %(n)s",
-                        (
-                            "update sightings set id = id + 1000"
-                            " where id = (select max(id) from sightings where id %% 40 = %(n)s)"
-                        ),
-                        "delete from sightings where id = (select min(id) from sightings where id %% 40 = %(n)s)",
-                    ],
-                    [8, 6, 3, 1],
-                )[0]
-                connection.execute(statement, {"n": number})
-                self.statements += 1
+    number = chance.randrange(40)
+    statement = chance.choices(
+        [
+            "update sightings set seen = not seen where id %% 40 = %(n)s",
+            "update sightings set counter = counter + 1 where id %% 40 = %(n)s",
+            ("update sightings set id = id + 1000 where id = (select max(id) from sightings where id %% 40 = %(n)s)"),
+            "delete from sightings where id = (select min(id) from sightings where id %% 40 = %(n)s)",
+        ],
+        [8, 6, 3, 1],
+    )[0]
+    connection.execute(statement, {"n": number})
 
 
 @pytest.mark.trap(25, 27)
@@ -190,8 +154,8 @@ def test_rows_that_come_into_view_have_all_their_cells(database, tmp_path):
     database.execute("create publication filtered for table sightings where (seen)")
     with pipeline_into(database, tmp_path, publication="filtered", max_rows=50) as pipeline:
         wait_ready(pipeline, 1)
-        with Sightings(database) as sightings:
-            wait_for(lambda: sightings.statements > 800, "rows to come into view")
+        with Background(database, partial(move_sightings, chance=Random(5))) as sightings:
+            wait_for(lambda: sightings.count > 800, "rows to come into view")
         wait_applied(pipeline, database)
         assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
     rows = LakeReadBack(tmp_path / "lake").read_table("public.sightings").to_pylist()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from penstock import failpoints
 from penstock.destinations.parquet import ParquetReader
 from penstock.state import CommandKind, open_store
-from tests.e2e.support import current_position
+from tests.e2e.support import Background, current_position
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
 from tests.support.readback import check_equal, check_exactly_once
@@ -40,37 +41,22 @@ OVERDUE = ("before_lose_position", "after_lose_position")
 ASKED = ("after_resync", "after_removed")
 
 
-class Writer:
-    """Counts up, moves and deletes rows, a transaction every few milliseconds."""
+def writes(seed: int) -> Callable[[Any], None]:
+    """A step for `Background`: a transaction that counts up, moves and deletes rows."""
+    chance = random.Random(seed)
 
-    def __init__(self, database, seed: int) -> None:
-        self._database = database
-        self._chance = random.Random(seed)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def step(connection: Any) -> None:
+        key = chance.randrange(40)
+        with suppress(psycopg.errors.UniqueViolation, psycopg.errors.UndefinedTable), connection.transaction():
+            connection.execute(
+                "update counts set version = version + 1 where id between %s and %s",
+                [key, key + chance.choice([0, 0, 5])],
+            )
+            connection.execute("insert into moving values (%s, 0) on conflict do nothing", [key])
+            connection.execute("update moving set id = id + 50 where id = %s", [chance.randrange(40)])
+            connection.execute("delete from moving where id = %s", [chance.randrange(90)])
 
-    def __enter__(self) -> Writer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        chance = self._chance
-        with self._database.connect() as connection:
-            while not self._stop.wait(0.02):
-                key = chance.randrange(40)
-                try:
-                    with connection.transaction():
-                        connection.execute("update counts set version = version + 1 where id between %s and %s",
-                                           [key, key + chance.choice([0, 0, 5])])  # fmt: skip
-                        connection.execute("insert into moving values (%s, 0) on conflict do nothing", [key])
-                        connection.execute("update moving set id = id + 50 where id = %s", [chance.randrange(40)])
-                        connection.execute("delete from moving where id = %s", [chance.randrange(90)])
-                except (psycopg.errors.UniqueViolation, psycopg.errors.UndefinedTable):
-                    continue
+    return step
 
 
 class Killed:
@@ -132,7 +118,7 @@ def check_counts(changes: list[dict]) -> None:
 @pytest.fixture(params=range(ROUNDS) if ROUNDS > 1 else None, ids=lambda number: f"round {number}")
 def killed(request, database, tmp_path):
     made = Killed(database, tmp_path)
-    with Writer(database, getattr(request, "param", 0)) as writer:
+    with Background(database, writes(getattr(request, "param", 0)), pause=0.02) as writer:
         made.writer = writer
         yield made
         made.pipeline.close()

@@ -20,13 +20,10 @@ import pytest
 
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.lsn import reaches
-from penstock.source.connections import SourceSettings
 from penstock.spark.tasks import SparkTasks
-from penstock.spool import SpoolSettings
 from penstock.state import open_store
-from penstock.tables import TablesOutput, TablesSettings
-from penstock.workers import BatchSettings
-from tests.e2e.support import current_position, wait_for
+from penstock.tables import TablesOutput
+from tests.e2e.support import current_position, tables_settings, wait_for
 from tests.e2e.test_spark_pipeline import CountingTasks, job_description, job_ids
 from tests.support.processes import Part, descendants_of, part_of, resident_bytes
 
@@ -120,15 +117,7 @@ def follow(
             connection.execute(f"create table t{table} (id int primary key, version int, note text)")
             connection.execute(f"insert into t{table} select i, 0, 'note ' || i from generate_series(0, {ROWS - 1}) i")
     tasks = CountingTasks(SparkTasks(spark), [])
-    settings = TablesSettings(
-        id="many",
-        source=SourceSettings(database.dsn),
-        publication="many",
-        slot=f"many_{database.name[-12:]}",
-        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
-        tables=("public.*",),
-        batches=BatchSettings(interval=0.5),
-    )
+    settings = tables_settings(database, folder, "many", interval=0.5)
     store = open_store(f"sqlite:///{folder / 'state.db'}", "many")
     changes = Changes(database)
     with TablesOutput(settings, store, ParquetDestination(folder / "lake"), tasks, spark) as pipeline:

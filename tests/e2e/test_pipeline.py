@@ -8,13 +8,11 @@ import pytest
 
 from penstock.destinations.memory import MemoryDestination
 from penstock.lsn import Lsn, reaches
-from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import current_position, tables_settings, wait_for
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.readback import MemoryReadBack, check_equal
 from tests.support.samples import available_samples
@@ -33,14 +31,8 @@ def test_tables_are_copied_while_they_change_and_then_followed(database, tmp_pat
         database.execute(f"insert into {name} select i, repeat('x', i) from generate_series(1, 300) i")
     names = [*(table.name for table in tables), "empty", "quiet", "quiet"]
     destination = MemoryDestination()
-    settings = TablesSettings(
-        id="e2e",
-        source=SourceSettings(database.dsn),
-        publication="e2e",
-        slot=f"e2e_{database.name[-12:]}",
-        spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
-        tables=("public.*", "away.*"),
-        batches=BatchSettings(interval=0.1, max_rows=1_000),
+    settings = tables_settings(
+        database, tmp_path, tables=("public.*", "away.*"), batches=BatchSettings(interval=0.1, max_rows=1_000)
     )
     store = MemoryStore("e2e")
     writers = Writers(database.dsn, Random(12), tables, SIZE, truncates=False)

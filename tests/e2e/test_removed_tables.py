@@ -8,14 +8,11 @@ import pytest
 
 from penstock import failpoints
 from penstock.destinations.memory import MemoryDestination
-from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
 from penstock.state import CommandKind, MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
-from penstock.workers import BatchSettings
-from tests.e2e.support import wait_for
+from tests.e2e.support import tables_settings, wait_for
 from tests.e2e.test_pipeline import current_position
 
 
@@ -25,15 +22,7 @@ def pipeline(database, tmp_path):
     database.execute("create table a (id int primary key); create table b (id int primary key)")
     database.execute("insert into a values (1); insert into b values (1)")
     database.execute("create publication e2e for table a, b")
-    settings = TablesSettings(
-        id="e2e",
-        source=SourceSettings(database.dsn),
-        publication="e2e",
-        slot=f"e2e_{database.name[-12:]}",
-        spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
-        manage_publication=False,
-        batches=BatchSettings(interval=0.05),
-    )
+    settings = tables_settings(database, tmp_path, tables=("*.*",), manage_publication=False)
     made = TablesOutput(settings, MemoryStore("e2e"), FaultyDestination(MemoryDestination()), LocalTasks())
     yield made
     failpoints.arm("")

@@ -10,14 +10,13 @@ from penstock import tables as tables_module
 from penstock.destinations.memory import MemoryDestination
 from penstock.lsn import reaches
 from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolReader, SpoolSettings
+from penstock.spool import SpoolReader
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.faults import FaultyDestination
-from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.conftest import Database
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import current_position, tables_settings, wait_for
 
 
 def test_what_is_in_the_spool_is_applied_while_the_server_is_away(
@@ -28,14 +27,8 @@ def test_what_is_in_the_spool_is_applied_while_the_server_is_away(
     server = make_server()
     database = Database(server, server.create_database())
     database.execute("create table t (id int primary key)")
-    settings = TablesSettings(
-        id="away",
-        source=SourceSettings(database.dsn, connect_timeout=5),
-        publication="away",
-        slot="away",
-        spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
-        tables=("public.*",),
-        batches=BatchSettings(interval=0.05),
+    settings = tables_settings(
+        database, tmp_path, "away", source=SourceSettings(database.dsn, connect_timeout=5), slot="away"
     )
     destination = FaultyDestination(MemoryDestination())
 

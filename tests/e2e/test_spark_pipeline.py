@@ -23,15 +23,12 @@ import pytest
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import ConfigError
 from penstock.lsn import Lsn, reaches
-from penstock.source.connections import SourceSettings
 from penstock.spark.java import find_java
 from penstock.spark.tasks import SparkTasks
-from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.server import wait_until_gone
-from penstock.workers import BatchSettings
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import current_position, tables_settings, wait_for
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
 from tests.support.processes import descendants_of
@@ -249,15 +246,7 @@ def job_description(spark: Any, job: int) -> str:
 
 
 def pipeline_settings(database: Any, folder: Path) -> TablesSettings:
-    return TablesSettings(
-        id="spark",
-        source=SourceSettings(database.dsn),
-        publication="spark",
-        slot=f"spark_{database.name[-12:]}",
-        spool=SpoolSettings(folder / "spool", min_free_bytes=0),
-        tables=("public.*",),
-        batches=BatchSettings(interval=0.2),
-    )
+    return tables_settings(database, folder, "spark", interval=0.2)
 
 
 @pytest.mark.trap(22, 23, 25, 27, 50)

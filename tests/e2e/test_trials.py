@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
 
-from tests.support.trial import TrialReport, TrialSettings, add_up, run_trial
+from tests.support.trial import TrialSettings, run_trial, run_trials
 from tests.support.workload import Ddl
 
 SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "60"))
@@ -33,24 +32,13 @@ def test_whoever_is_killed_nothing_is_lost_or_doubled(settings, make_server, tmp
 @pytest.mark.timeout(0)
 def test_whoever_is_killed_nothing_is_lost_or_doubled_for_many_seeds(tmp_path, record_property):
     """Every fifth trial runs on Spark, every third has two pipelines, every other one changes columns."""
-    failures: list[str] = []
-    reports: list[TrialReport] = []
-    seeds = range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
-    for seed in seeds:
-        settings = TrialSettings(
+    trials = [
+        TrialSettings(
             seed,
             pipelines=2 if seed % 3 == 0 else 1,
             master="local[2]" if seed % 5 == 0 else None,
             ddl=Ddl.ANY if seed % 2 else Ddl.NONE,
         )
-        folder = tmp_path / str(seed)
-        try:
-            reports.append(run_trial(settings, folder))
-        except Exception as error:
-            failures.append(f"{settings.command}\n{type(error).__name__}: {error}")
-            continue
-        shutil.rmtree(folder)
-    record_property("seeds", f"{seeds[0]}–{seeds[-1]}")
-    for name, count in add_up(reports).items():
-        record_property(name, count)
-    assert not failures, "\n".join(failures)
+        for seed in range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
+    ]
+    run_trials(trials, tmp_path, record_property)

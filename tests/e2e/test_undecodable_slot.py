@@ -14,14 +14,11 @@ from penstock.capture import CaptureProcess
 from penstock.copy import CopySettings
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.errors import SlotUndecodable
-from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore, Store
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
-from penstock.workers import BatchSettings
 from tests.e2e.lake import LakeReadBack
-from tests.e2e.support import wait_for
+from tests.e2e.support import tables_settings, wait_for
 from tests.e2e.test_delta import wait_applied, wait_ready
 from tests.support.readback import check_equal
 
@@ -37,16 +34,7 @@ class Site:
         database.execute("insert into t select generate_series(1, 200)")
 
     def pipeline(self, **copy: Any) -> TablesOutput:
-        settings = TablesSettings(
-            id="e2e",
-            source=SourceSettings(self.database.dsn),
-            publication="e2e",
-            slot=f"e2e_{self.database.name[-12:]}",
-            spool=SpoolSettings(self.folder / "spool", min_free_bytes=0),
-            tables=("public.*",),
-            batches=BatchSettings(interval=0.1),
-            copy=CopySettings(**copy),
-        )
+        settings = tables_settings(self.database, self.folder, interval=0.1, copy=CopySettings(**copy))
         return TablesOutput(settings, self.store, DeltaDestination(self.folder / "lake"), LocalTasks())
 
     def slots(self) -> list[Any]:

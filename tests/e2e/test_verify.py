@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-import psycopg
 import pytest
 
 from penstock.changes.events import Delete
@@ -18,14 +16,11 @@ from penstock.destinations.memory import MemoryDestination
 from penstock.destinations.stdout import StdoutDestination
 from penstock.errors import NotComparable, SnapshotBlocked
 from penstock.lsn import Lsn, OrderKey, reaches
-from penstock.source.connections import SourceSettings
-from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.faults import FaultyDestination
-from penstock.workers import BatchSettings
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import wait_for
+from tests.e2e.support import Background, tables_settings, updates_of_both, wait_for
 
 Started = Callable[[Any], TablesOutput]
 
@@ -42,40 +37,19 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
     database.execute("insert into a select i, 0 from generate_series(1, 150) i; insert into b select * from a")
     pipelines: list[TablesOutput] = []
-    stop = threading.Event()
-
-    def write() -> None:
-        with psycopg.connect(database.dsn, autocommit=True) as connection:
-            number = 0
-            while not stop.wait(0.01):
-                number += 1
-                with connection.transaction():
-                    connection.execute("update a set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
-                    connection.execute("update b set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
 
     def start(destination: Any) -> TablesOutput:
-        settings = TablesSettings(
-            id="verify",
-            source=SourceSettings(database.dsn),
-            publication="verify",
-            slot=f"verify_{database.name[-12:]}",
-            spool=SpoolSettings(tmp_path / "spool", min_free_bytes=0),
-            tables=("public.*",),
-            batches=BatchSettings(interval=0.05),
-        )
+        settings = tables_settings(database, tmp_path, "verify")
         made = TablesOutput(settings, MemoryStore("verify"), destination, ProcessTasks())
         pipelines.append(made)
         made.start()
         wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
         return made
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    yield start
-    for pipeline in pipelines:
-        pipeline.shutdown()
-    stop.set()
-    writer.join()
+    with Background(database, updates_of_both()):
+        yield start
+        for pipeline in pipelines:
+            pipeline.shutdown()
 
 
 class Watching(Observer):

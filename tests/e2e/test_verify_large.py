@@ -3,10 +3,11 @@ open for a minute. Long: `make soak` runs it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from penstock.comparison.verification import Observer, VerifySettings, verify_ta
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn, reaches
-from penstock.source.connections import SourceSettings
 from penstock.spark.tasks import SparkTasks
-from penstock.spool import SpoolSettings
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import ScriptedTransaction
-from tests.e2e.support import wait_for
+from penstock.workers import BatchSettings
+from tests.e2e.support import Background, tables_settings, wait_for
 from tests.integration.comparison.support import plant_beside
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
@@ -39,36 +39,21 @@ LEFT_ALONE = 100
 """Writers change no row whose id is a multiple of it: what is planted there stays."""
 
 
-class Writer:
-    """Updates, inserts and deletes all over the table, until the end of the block."""
+def writes(rows: int) -> Callable[[Any], None]:
+    """A step for `Background`: a transaction with updates, inserts and deletes all over the table."""
+    numbers = itertools.count()
 
-    def __init__(self, dsn: str, rows: int) -> None:
-        self._dsn = dsn
-        self._rows = rows
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.transactions = 0
+    def step(connection: Any) -> None:
+        number = next(numbers)
+        ids = [1 + (number * 7919 + step * 104_729) % (rows - 1) for step in range(20)]
+        ids = [each for each in ids if each % LEFT_ALONE]
+        new = 10 * rows + LEFT_ALONE * number + 1
+        with connection.transaction():
+            connection.execute("update t set amount = amount + 1 where id = any(%s)", [ids[:10]])
+            connection.execute("delete from t where id = any(%s)", [ids[10:11]])
+            connection.execute("insert into t select %s + i, 'new', 1 from generate_series(0, 4) i", [new])
 
-    def __enter__(self) -> Writer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with psycopg.connect(self._dsn, autocommit=True) as connection:
-            while not self._stop.wait(0.01):
-                number = self.transactions
-                ids = [1 + (number * 7919 + step * 104_729) % (self._rows - 1) for step in range(20)]
-                ids = [each for each in ids if each % LEFT_ALONE]
-                new = 10 * self._rows + LEFT_ALONE * number + 1
-                with connection.transaction():
-                    connection.execute("update t set amount = amount + 1 where id = any(%s)", [ids[:10]])
-                    connection.execute("delete from t where id = any(%s)", [ids[10:11]])
-                    connection.execute("insert into t select %s + i, 'new', 1 from generate_series(0, 4) i", [new])
-                self.transactions += 1
+    return step
 
 
 class Watching(Observer):
@@ -109,22 +94,15 @@ class Comparing:
         self._database = database
         self._tasks = SparkTasks(spark)
         self.lake = folder / "lake"
-        settings = TablesSettings(
-            id="large",
-            source=SourceSettings(database.dsn),
-            publication="large",
-            slot=f"large_{database.name[-12:]}",
-            spool=SpoolSettings(folder / "spool", min_free_bytes=0),
-            tables=("public.*",),
-        )
+        settings = tables_settings(database, folder, "large", batches=BatchSettings())
         self.pipeline = TablesOutput(settings, MemoryStore("large"), DeltaDestination(self.lake), self._tasks, spark)
 
     @contextmanager
-    def running(self, rows: int) -> Iterator[Writer]:
+    def running(self, rows: int) -> Iterator[Background]:
         """With the table copied, and written all the time."""
         self._database.execute("create table t (id bigint primary key, note text, amount int not null)")
         self._database.execute(f"insert into t select i, md5(i::text), i % 1000 from generate_series(1, {rows}) i")
-        with self.pipeline, Writer(self._database.dsn, rows) as writer:
+        with self.pipeline, Background(self._database, writes(rows)) as writer:
             wait_for(
                 lambda: [phase.name for phase in self.pipeline.phases.values()] == ["ready"],
                 "the copy",
@@ -171,10 +149,10 @@ def test_a_cell_a_missing_row_and_an_extra_row_among_millions_are_found(
 
         plant_beside(tmp_path, comparing.lake, "large", schema, faults)
         watching = Watching(comparing.pipeline)
-        before = writer.transactions
+        before = writer.count
         report = comparing.compare(watching)
         [table] = report.tables
-        assert writer.transactions > before
+        assert writer.count > before
         assert watching.flowed
         assert report.exit_code == 1
         assert (table.counts.changed, table.counts.missing, table.counts.extra) == (1, 1, 1)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -148,17 +149,6 @@ class TrialReport:
     changes: int = 0
 
 
-def add_up(reports: Iterable[TrialReport]) -> dict[str, int | str]:
-    """What happened in several trials."""
-    reports = list(reports)
-    kills = sum((report.kills for report in reports), Counter[str]())
-    victims = ", ".join(f"{name} {count}" for name, count in kills.most_common())
-    sums = {
-        name: sum(getattr(report, name) for report in reports) for name in ("statements", "resyncs", "rows", "changes")
-    }
-    return {"kills": f"{kills.total()} ({victims})", **sums}
-
-
 def run_trial(
     settings: TrialSettings,
     folder: Path,
@@ -174,6 +164,31 @@ def run_trial(
     except BaseException as error:
         error.add_note(f"to see it again: {settings.command}")
         raise
+
+
+def run_trials(
+    trials: Sequence[TrialSettings],
+    folder: Path,
+    note: Callable[[str, object], None],
+    readback_of: Callable[[DriveSettings], ReadBack] = lambda driven: ParquetReader(driven.lake),
+) -> None:
+    """Run all, then raise if any failed; `note` is told the seeds and what happened in all of them together."""
+    failures: list[str] = []
+    reports: list[TrialReport] = []
+    for settings in trials:
+        place = folder / str(settings.seed)
+        try:
+            reports.append(run_trial(settings, place, readback_of=readback_of))
+        except Exception as error:
+            failures.append(f"{settings.command} {settings.options or ''}\n{type(error).__name__}: {error}")
+            continue
+        shutil.rmtree(place)
+    kills = sum((report.kills for report in reports), Counter[str]())
+    note("seeds", f"{trials[0].seed}–{trials[-1].seed}")
+    note("kills", f"{kills.total()} ({', '.join(f'{name} {count}' for name, count in kills.most_common())})")
+    for name in ("statements", "resyncs", "rows", "changes"):
+        note(name, sum(getattr(report, name) for report in reports))
+    assert not failures, "\n".join(failures)
 
 
 class _Trial:
