@@ -12,7 +12,7 @@ from penstock.errors import DecodeError
 from tests.unit.capture import corpus as recorded
 from tests.unit.capture.gathering import assemble
 
-CASES = int(os.environ.get("PENSTOCK_FUZZ_CASES", "1500"))
+CASES = int(os.environ.get("PENSTOCK_FUZZ_CASES", "500"))
 SEED = int(os.environ.get("PENSTOCK_SEED", "0"))
 
 
