@@ -1,10 +1,10 @@
-"""Places at which a test can end, delay or fail this process: the points between two steps that must not be confused.
+"""Named points in the code at which a test can kill, delay or fail this process.
 
-    PENSTOCK_FAILPOINTS="after_finished_copy=kill"                      SIGKILL when it is reached
-    PENSTOCK_FAILPOINTS="after_progress=kill:2,before_snapshot=sleep:1" the second time; a second's pause, each time
-    PENSTOCK_FAILPOINTS="before_rollback=error"                         raise `FailpointReached`, once
+    PENSTOCK_FAILPOINTS="after_finished_copy=kill"                      SIGKILL on reaching the point
+    PENSTOCK_FAILPOINTS="after_progress=kill:2,before_snapshot=sleep:1" SIGKILL the second time; wait 1 s, every time
+    PENSTOCK_FAILPOINTS="before_rollback=error"                         raise `FailpointReached` once
 
-The environment is read once, when this module is imported. Where it has nothing, `reach` is a look into an empty dict.
+The environment is read once, on import. If nothing is armed, `reach` only looks at an empty dict.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from penstock.errors import ConfigError, FailpointReached
 VARIABLE = "PENSTOCK_FAILPOINTS"
 
 POINTS = {
-    "before_lease": "nothing has been touched",
-    "after_lease": "the lease is held, nothing else",
-    "before_slot": "stored positions are deleted, the new slot is not there",
-    "after_slot": "the slot is there, nothing has been captured",
-    "after_drop": "a table's earlier copy is fenced, its phase is the old one",
-    "after_data_sync": "DataSync is stored, its changes are not held",
-    "before_snapshot": "its changes are held",
-    "after_snapshot": "the keeper has the snapshot, no row is copied",
+    "before_lease": "nothing has been changed",
+    "after_lease": "only the lease is held",
+    "before_slot": "stored positions are deleted, the new slot does not exist yet",
+    "after_slot": "the slot exists, nothing has been captured",
+    "after_drop": "a table's earlier copy is fenced, its phase is unchanged",
+    "after_data_sync": "DataSync is stored, the table's changes are not held yet",
+    "before_snapshot": "the table's changes are held",
+    "after_snapshot": "the snapshot is exported, no row is copied",
     "during_copy": "the ranges are planned, tasks are about to write them",
     "after_copy": "the rows are durable at the destination, the schema is not stored",
     "before_finished_copy": "the schema is stored",
-    "after_finished_copy": "FinishedCopy is stored, catching up begins",
-    "in_sync_wait": "the worker is about to ask apply where to hand over",
-    "in_catchup": "apply has named the boundary, the worker is on its way",
+    "after_finished_copy": "FinishedCopy is stored, catch-up begins",
+    "in_sync_wait": "the worker is about to ask the apply worker where to hand over",
+    "in_catchup": "the apply worker has named the boundary, the table worker is catching up to it",
     "before_sync_done": "the table's position is stored, SyncDone is not",
-    "after_sync_done": "apply has not taken the table over",
+    "after_sync_done": "SyncDone is stored, the apply worker has not taken the table over",
     "after_write": "a batch is durable at the destination, progress is not stored",
     "before_progress": "positions have moved in memory",
-    "after_progress": "progress is stored, nothing is acknowledged, nothing handed over",
+    "after_progress": "progress is stored, nothing is acknowledged or handed over",
     "after_hand_over": "tables have their boundaries",
     "after_ready": "Ready is stored",
     "after_acknowledge": "the spool's reader has advanced, the slot follows",
     "before_errored": "a table has failed",
     "after_errored": "Errored is stored with its position",
-    "before_lose_position": "the hold is over",
-    "after_lose_position": "that is stored, progress has not passed",
+    "before_lose_position": "the hold of an errored table has expired",
+    "after_lose_position": "the lost position is stored, progress has not moved past it",
     "before_rollback": "a retry is due",
-    "after_rollback": "SyncDone or Init is stored, the workers do not know it",
-    "after_resync": "Init is stored because somebody asked for a new copy",
-    "after_removed": "the state of a table that left is deleted",
+    "after_rollback": "SyncDone or Init is stored, the workers do not know it yet",
+    "after_resync": "Init is stored because of a resync",
+    "after_removed": "the state of a table that left the publication is deleted",
 }
-"""Every point of a pipeline of tables, with what is true when it is reached."""
+"""Every point of a tables output, with the state it is reached in."""
 
 DOCUMENT_POINTS = {
-    "after_documents": "the documents of changes are durable, what rows hang on is not remembered",
-    "after_links": "what rows hang on is remembered, progress is not stored",
+    "after_documents": "the documents of a batch are durable, the relation map is not updated",
+    "after_links": "the relation map is updated, progress is not stored",
     "after_documents_progress": "progress is stored, nothing is acknowledged",
     "after_documents_acknowledge": "the spool's reader has advanced",
-    "after_maps": "the maps of relations are seeded, no index is being built for them",
-    "after_build_wanted": "an index is to be built anew, its fresh generation is not there",
-    "after_reindex": "the fresh generation is there, the store does not know it",
-    "after_build_planned": "the ranges of a build are stored, none is done",
-    "after_range": "documents of ranges are durable, the store does not know it",
-    "before_removals": "all ranges are done, what went meanwhile is not looked at again",
-    "before_seeded": "the fresh generation is complete, the old one serves",
-    "after_seeded": "the fresh generation serves, the store does not know it",
-    "after_fan_out": "the documents of a change with many are durable, the store does not know it",
+    "after_maps": "the relation maps are seeded, no index build has started",
+    "after_build_wanted": "an index build is requested, its new generation does not exist yet",
+    "after_reindex": "the new generation exists, the store does not know it yet",
+    "after_build_planned": "the ranges of a build are stored, none is finished",
+    "after_range": "the documents of some ranges are durable, the store does not know it yet",
+    "before_removals": "all ranges are finished, documents removed meanwhile are not checked again yet",
+    "before_seeded": "the new generation is complete, the old one still serves",
+    "after_seeded": "the new generation serves, the store does not know it yet",
+    "after_fan_out": "the documents of a large fan-out are durable, the store does not know it yet",
 }
-"""Every point of an output of search documents."""
+"""Every point of a documents output."""
 
 
 class _Kind(StrEnum):
@@ -82,7 +82,7 @@ class _Kind(StrEnum):
 class _Action:
     kind: _Kind
     number: float
-    """At which time it happens; for `sleep` the seconds."""
+    """Which arrival triggers the action; for `sleep`, the seconds."""
     reached: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -102,13 +102,13 @@ _actions: dict[str, _Action] = {}
 
 
 def reach(name: str) -> None:
-    """Say that a point of `POINTS` or `DOCUMENT_POINTS` is reached; nothing happens unless a test asked for it."""
+    """Run the action armed for a point of `POINTS` or `DOCUMENT_POINTS`; do nothing if there is none."""
     if _actions and (action := _actions.get(name)) is not None:
         action.happen(name)
 
 
 def arm(text: str) -> None:
-    """Replace what is to happen by what `text` says, in the notation of the environment; empty for nothing."""
+    """Replace all armed actions with those in `text`, written as in the environment; empty disarms everything."""
     actions = dict(_parse(each.strip()) for each in text.split(",") if each.strip())
     _actions.clear()
     _actions.update(actions)
@@ -118,12 +118,12 @@ def _parse(text: str) -> tuple[str, _Action]:
     name, _, action = text.partition("=")
     kind, _, number = action.partition(":")
     if name not in POINTS | DOCUMENT_POINTS:
-        raise ConfigError(f"{VARIABLE} names a point that does not exist: {name!r}", hint="See penstock.failpoints.")
+        raise ConfigError(f"{VARIABLE} names an unknown point: {name!r}", hint="See penstock.failpoints.")
     try:
         return name, _Action(_Kind(kind), float(number or 1))
     except ValueError:
         raise ConfigError(
-            f"{VARIABLE} has an action that is not known: {action!r}",
+            f"{VARIABLE} has an unknown action: {action!r}",
             hint="Use kill, kill:2, error, error:2 or sleep:0.5.",
         ) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.capture import CaptureProcess, Reading
 from penstock.changes.steps import Segment
+from penstock.lsn import reaches
 from penstock.spool import Holds
 from penstock.spool.folder import SpoolFolder
 from tests.e2e.support import wait_for, write_rows
@@ -30,6 +31,6 @@ def test_house_is_kept_while_the_server_is_down(own_stream):
         assert capture.status.reading is not Reading.STREAMING
         stream.database.server.start()
         wait_for(lambda: capture.status.reading is Reading.STREAMING, "the connection")
-        wait_for(lambda: stream.confirmed() >= end, "the acknowledgement")
+        wait_for(lambda: reaches(stream.confirmed(), end), "the acknowledgement")
         write_rows(stream, 20, 50, seed=2)
         stream.wait_captured(capture, stream.flushed_position())

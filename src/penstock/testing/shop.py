@@ -1,8 +1,8 @@
-"""A small shop that is never quiet: tables of every awkward sort, and writers that keep changing them.
+"""A small shop for the demo: tables with every awkward feature, and writers that keep changing them.
 
-For the demo and for looking at things. Enums, arrays, timestamps, decimals, JSON large enough for TOAST, a partitioned
-table (`orders`), a table without a key and with REPLICA IDENTITY FULL (`visits`); transactions of one row and of many,
-deletes, changed keys that cascade, rolled back savepoints, and a truncate now and then.
+It has enums, arrays, timestamps, decimals, JSON large enough for TOAST, a partitioned
+table (`orders`), and a table with REPLICA IDENTITY FULL and no key (`visits`). Transactions change one row or many,
+delete rows, change keys that cascade, roll back to savepoints, and truncate a table now and then.
 """
 
 from __future__ import annotations
@@ -126,16 +126,16 @@ def create_shop(connection: Connection, *, seed: int = 1) -> None:
 
 
 def fill_shop(connection: Connection, *, orders: int) -> None:
-    """Give a shop a past: so many orders, with items and customers."""
+    """Add past orders with their items and customers."""
     parameters = {"orders": orders, "first": list(_FIRST), "last": list(_LAST), "tags": list(_TAGS)}
     with connection.transaction():
-        # One at a time: a statement with parameters is alone.
+        # With parameters, the server takes only one statement at a time.
         for statement in _PAST.split(";"):
             connection.execute(statement.encode(), parameters)
 
 
 class ShopWriters:
-    """Threads that write about `rate` transactions a second, all together; a context manager."""
+    """Threads that together run about `rate` transactions a second; a context manager."""
 
     def __init__(
         self, connect: Callable[[], Connection], *, rate: float = 8.0, writers: int = 2, seed: int = 2
@@ -162,7 +162,7 @@ class ShopWriters:
         self.stop()
 
     def stop(self) -> None:
-        """Let each writer finish its transaction; raises what ended one early."""
+        """Let each writer finish its transaction; raise the error of one that failed."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -182,19 +182,19 @@ class ShopWriters:
         try:
             shop.do_something()
         except (psycopg.errors.DeadlockDetected, psycopg.errors.IntegrityError) as error:
-            # Two writers met, or a row has just gone. Rolled back, as in any shop.
+            # Two writers collided, or a row was just deleted; the transaction is rolled back.
             logger.debug("a transaction was rolled back sqlstate=%s", error.sqlstate)
 
 
 class _Shop:
-    """What one writer does, each time in a transaction of its own; the connection commits by itself."""
+    """The transactions of one writer, on a connection in autocommit mode."""
 
     def __init__(self, connection: Connection, choice: random.Random) -> None:
         self._connection = connection
         self._choice = choice
 
     def do_something(self) -> None:
-        """One transaction of a random kind."""
+        """Run one transaction of a random kind."""
         actions: dict[Callable[[], None], int] = {
             self.place_order: 260,
             self.move_order: 200,
@@ -232,7 +232,7 @@ class _Shop:
         self._insert_items(order, self._choice.randint(1, 4))
 
     def place_order_in_two_attempts(self) -> None:
-        """The first attempt is rolled back to a savepoint: nobody must ever see it."""
+        """Roll the first attempt back to a savepoint: no reader may ever see it."""
         order = self._insert_order()
         self._execute("savepoint attempt")
         self._insert_items(order, 3)
@@ -260,7 +260,7 @@ class _Shop:
         )
 
     def restock(self) -> None:
-        """A price and a number; the details stay as they are, and the server does not send them again."""
+        """Change price and stock; the details stay, and the server omits them."""
         self._execute(
             """
             update shop.products set stock = stock + %s, price = round(price * %s, 2)
@@ -280,7 +280,7 @@ class _Shop:
         )
 
     def rename_product(self) -> None:
-        """A key that changes, and the items that refer to it with it."""
+        """Change a key, and with it the items that refer to it."""
         self._execute(
             """
             update shop.products set sku = left(sku, 3) || %s
@@ -338,7 +338,7 @@ class _Shop:
         )
 
     def _details(self) -> str:
-        """Too large and too random to stay in the row."""
+        """Return JSON that is too large to stay in the row."""
         return json.dumps(
             {
                 "checked": datetime.now(UTC).isoformat(timespec="seconds"),

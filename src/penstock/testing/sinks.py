@@ -1,4 +1,4 @@
-"""What every sink with generations does, whatever is behind it: a class of tests to derive from.
+"""The contract of sinks with generations, as a class of tests to derive from.
 
 class TestMySink(SinkContract):
     def open(self) -> Sink:
@@ -19,31 +19,31 @@ _PROPERTIES = {"n": {"type": "integer"}, "shape": {"type": "keyword"}}
 
 
 class SinkContract:
-    """Every test has an index of its own, and several sink objects, as a pipeline has several processes."""
+    """Every test uses its own index, and several sink objects, as a pipeline uses several processes."""
 
     shared = True
-    """Whether copies in other processes, and sinks that are opened later, have the same documents."""
+    """True if copies in other processes, and sinks opened later, see the same documents."""
 
     def open(self) -> Sink:
-        """A new sink object over what the sinks of this test have written."""
+        """Return a new sink object over what the sinks of this test have written."""
         raise NotImplementedError
 
     def setup_method(self) -> None:
         self.index = f"test-{secrets.token_hex(6)}"
 
     def mapping(self, fingerprint: str = "aa11") -> IndexMapping:
-        """A shape of the test's index."""
+        """Return a mapping of the test's index."""
         return IndexMapping(self.index, fingerprint, {"dynamic": "strict", "properties": _PROPERTIES}, {})
 
     def serving(self) -> Sink:
-        """A sink whose index serves, and has nothing in it."""
+        """Return a sink whose index serves and is empty."""
         sink = self.open()
         sink.ensure_index(self.mapping())
         sink.mark_seeded(self.index)
         return sink
 
     def put(self, sink: Sink, version: int, documents: Mapping[str, int | None]) -> None:
-        """Write and flush documents with this number in them; None removes."""
+        """Write and flush documents that contain these numbers; None removes a document."""
         for id_, number in documents.items():
             if number is None:
                 sink.delete(self.index, id_, version)
@@ -52,7 +52,7 @@ class SinkContract:
         assert sink.flush(False).rejections == ()
 
     def seen(self, sink: Sink) -> dict[str, int]:
-        """What searches see, as numbers by id."""
+        """Return what searches see: the numbers, by document id."""
         assert sink.flush(True).rejections == ()
         reader = self.reader(sink)
         found: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class SinkContract:
         return {id_: document["n"] for id_, document in found.items()}
 
     def reader(self, sink: Sink) -> ReadableSink:
-        """The sink, as one that can be read."""
+        """Return the sink as a readable one."""
         return readable(sink, type(sink).__name__)
 
     def test_what_is_older_never_replaces_what_is_newer(self) -> None:

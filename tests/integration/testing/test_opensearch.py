@@ -34,7 +34,7 @@ def test_what_is_missing_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(opensearch.HOME_VARIABLE, str(tmp_path))
     assert find_opensearch() is None
     assert "make opensearch" in (why_not() or "")
-    with pytest.raises(ConfigError, match="not here"):
+    with pytest.raises(ConfigError, match="not installed"):
         OpenSearchServer()
 
 

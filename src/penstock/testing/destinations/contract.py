@@ -1,7 +1,7 @@
-"""What every destination must do, as tests: subclass `DestinationContract` and give it a fixture called `harness`.
+"""The contract of destinations, as tests: subclass `DestinationContract` and add a fixture called `harness`.
 
-A test about something that the destination says it cannot do (`Capabilities`) is passed without looking. Each test
-begins with nothing, and calls what a pipeline would call, in the order in which it would.
+A test of something that the destination's `Capabilities` exclude passes without checking anything. Each test starts
+empty and makes the calls that a pipeline makes, in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LINES = TableSchema(
     (Column("level", 1, INT8, identity=True), Column("line", 2, TEXT, identity=True)),
     ReplicaIdentity.FULL,
 )
-"""Without a key."""
+"""A table without a key."""
 
 _SECONDS = 30.0
 
@@ -52,19 +52,20 @@ class DestinationHarness(Protocol):
     """What the suite needs besides the destination itself."""
 
     def open(self) -> Destination:
-        """A new destination over the same place each time, as a process that starts again would make it."""
+        """Return a new destination over the same storage, as a restarted process would open it."""
         ...
 
     def rows(self, schema: TableSchema) -> list[dict[str, Any]] | None:
-        """What a reader sees now, by column name, `Unrepresentable` for texts; None if there is no such table.
+        """Return the rows a reader sees now, by column name; None if the table does not exist.
 
-        For a destination that keeps changes: the rows that follow from them.
+        Cells that their type cannot hold are `Unrepresentable`. A destination that keeps changes returns the rows that
+        result from them.
         """
         ...
 
 
 class DestinationContract:
-    """The suite."""
+    """The tests; see the module's docstring."""
 
     def test_a_copy_is_there_as_a_whole(self, harness: DestinationHarness, tmp_path: Path) -> None:
         source, destination = _begin(harness, tmp_path)
@@ -97,7 +98,7 @@ class DestinationContract:
         _expect(harness, ORDERS, [_order(1, "twice"), _order(2, "again")])
 
     def test_back_to_back_commits_are_all_there(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 2: a commit that starts exactly where a position is, is not in."""
+        """Trap 2: a commit that starts exactly at a position is not covered by it."""
         source, destination = _begin(harness, tmp_path)
         _copy(destination, source.copy(ORDERS, []))
         for number in range(4):
@@ -107,7 +108,7 @@ class DestinationContract:
         _expect(harness, ORDERS, [_order(number) for number in range(4)])
 
     def test_cells_that_were_not_sent_stay(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Traps 25 and 27: along a chain of changed keys, in one batch and over several."""
+        """Traps 25 and 27: along a chain of changed keys, in one batch and across several."""
         source, destination = _begin(harness, tmp_path)
         _copy(destination, source.copy(ORDERS, [_order(1, "large"), _order(7, "other"), _order(8, None)]))
         with source.transaction() as transaction:
@@ -136,7 +137,7 @@ class DestinationContract:
         _expect(harness, ITEMS, [])
 
     def test_without_a_key_one_row_goes(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Traps 20 and 29: equal rows are several rows, also in equal ranges of a copy."""
+        """Traps 20 and 29: equal rows count separately, also in equal ranges of a copy."""
         source, destination = _begin(harness, tmp_path)
         row = {"level": 1, "line": "same"}
         _copy(destination, source.copy(LINES, [row] * 6, ranges=3))
@@ -163,7 +164,7 @@ class DestinationContract:
         _expect(harness, ORDERS, [*expected, _order(4, due=Unrepresentable("0044-03-15 BC"))])
 
     def test_columns_are_added_renamed_and_dropped(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 15: a column is its number, not its name."""
+        """Trap 15: a column is identified by its number, not its name."""
         source, destination = _begin(harness, tmp_path)
         _copy(destination, source.copy(ORDERS, [_order(1, "kept"), _order(2)]))
         key, note, _ = ORDERS.columns
@@ -190,7 +191,7 @@ class DestinationContract:
             _expect(harness, changed, expected)
 
     def test_replayed_batch_changes_nothing(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 28, by the same process and by the next one."""
+        """Trap 28, in the same process and in the next one."""
         source, destination = _begin(harness, tmp_path)
         if not destination.capabilities.records_position:
             return
@@ -205,7 +206,7 @@ class DestinationContract:
         assert destination.position(ORDERS.table_id) == source.position
 
     def test_replays_with_other_boundaries_change_nothing(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 28: a batch may be cut elsewhere, also so that it is half in."""
+        """Trap 28: a repeated batch may have other boundaries, and be partly written already."""
         source, destination = _begin(harness, tmp_path)
         if not destination.capabilities.records_position:
             return
@@ -223,7 +224,7 @@ class DestinationContract:
             _expect(harness, schema, rows)
 
     def test_changes_that_the_copy_has_are_left_out(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """The position of a copy counts like that of a batch."""
+        """A copy sets the position like a batch does."""
         source, destination = _begin(harness, tmp_path)
         if not destination.capabilities.records_position:
             return
@@ -237,7 +238,7 @@ class DestinationContract:
         _expect(harness, LINES, [{"level": 1, "line": "in the copy"}, {"level": 2, "line": "after"}])
 
     def test_one_bad_table_does_not_stop_the_others(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 33: an unreadable file stands for everything that can go wrong with one table."""
+        """Trap 33: an unreadable file stands for any failure of one table."""
         source, destination = _begin(harness, tmp_path)
         for schema in (ORDERS, ITEMS):
             _copy(destination, source.copy(schema, [_order(1)]))
@@ -271,7 +272,7 @@ class DestinationContract:
         assert result.of(ORDERS.table_id) == TableResult()
 
     def test_a_new_copy_replaces_all_rows(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 19: rows that were deleted between two attempts do not survive."""
+        """Trap 19: rows deleted between two attempts do not survive."""
         source, destination = _begin(harness, tmp_path)
         _copy(destination, source.copy(ORDERS, [_order(1), _order(2)]))
         with source.transaction() as transaction:
@@ -291,7 +292,7 @@ class DestinationContract:
         _expect(harness, ORDERS, [_order(2, "newest")])
 
     def test_an_earlier_attempt_lands_nowhere(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 19: neither before the new copy is whole, nor after."""
+        """Trap 19: neither before the new copy is complete nor after."""
         source, destination = _begin(harness, tmp_path)
         late = source.copy(ORDERS, [_order(99)], attempt="attempt-1")
         destination.drop_table_for_copy(ORDERS, "attempt-1")
@@ -335,7 +336,7 @@ class DestinationContract:
             _expect(harness, schema, [_order(number)])
 
     def test_a_batch_is_one_job(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 51: whatever the number of tables."""
+        """Trap 51: for any number of tables."""
         source = ScriptedSource(tmp_path / "segments")
         destination, tasks = harness.open(), LocalTasks()
         destination.startup(make_context(tasks=tasks))
@@ -364,7 +365,7 @@ class DestinationContract:
         _expect(harness, ORDERS, [_order(1)])
 
     def test_positions_of_another_lineage_do_not_count(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 28: an old, higher position must not hide the rows of a new server; after a failover it counts."""
+        """Trap 28: an old, higher position must not hide the rows of a new server; after a failover it stays valid."""
         source, destination = _begin(harness, tmp_path)
         if not destination.capabilities.records_position:
             return
@@ -416,7 +417,7 @@ def _write(destination: Destination, batch: EventBatch) -> None:
 
 
 def _busy(source: ScriptedSource, destination: Destination) -> tuple[list[EventBatch], dict[TableSchema, list[Row]]]:
-    """Three batches that would show it if any change were lost or applied twice; and what is there in the end."""
+    """Return three batches that reveal any lost or repeated change, and the rows they result in."""
     line: Row = {"level": 1, "line": "same"}
     _copy(destination, source.copy(ORDERS, [_order(1)]))
     _copy(destination, source.copy(LINES, [line] * 3))
@@ -444,7 +445,7 @@ def _only(batch: EventBatch, schema: TableSchema) -> EventBatch:
 
 
 def _poisoned(batch: EventBatch, schema: TableSchema) -> EventBatch:
-    """The batch with a file of a table gone."""
+    """Return the batch with one table's file missing."""
     tables = tuple(
         replace(table, steps=tuple(_unreadable(step) if isinstance(step, Rows) else step for step in table.steps))
         if table.table_id == schema.table_id
@@ -459,7 +460,7 @@ def _unreadable(rows: Rows) -> Rows:
 
 
 def _refused(call: Callable[[], object], *, required: bool = False) -> None:
-    """The call raises one of our errors; where it is not required it may also do nothing."""
+    """Check that the call raises a `PenstockError`; unless required, it may also do nothing."""
     try:
         call()
     except PenstockError:
@@ -482,7 +483,7 @@ def _expect(harness: DestinationHarness, schema: TableSchema, expected: list[Any
 
 
 def _pinned_rows(destination: ReadableDestination, schema: TableSchema) -> list[dict[str, Any]]:
-    """What `penstock verify` would compare; read where it would be: in tasks."""
+    """Return the rows that `penstock verify` would compare, read in tasks as it does."""
     pinned = destination.pin(schema)
     assert pinned is not None
     try:

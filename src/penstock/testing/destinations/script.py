@@ -1,12 +1,12 @@
-"""A source without a database: write transactions down, and get the batches that Penstock would make of them.
+"""A source without a database: script transactions, and get the batches that Penstock would make of them.
 
     source = ScriptedSource(folder)
     with source.transaction() as transaction:
         transaction.insert(ORDERS, {"id": 1, "note": "first"})
     batch = source.batch()
 
-Segments are real files. Commits follow each other without a gap, each starting where the one before ended, which is
-what a busy server does and what careless comparisons of positions do not survive.
+Segments are real files. Each commit starts exactly where the previous one ended, as on a busy server; careless
+comparisons of positions fail on that.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(slots=True)
 class LocalTasks:
-    """Runs tasks in this process, after a trip through pickle, as they would travel to a worker."""
+    """Runs tasks in this process after pickling them, as if they were sent to a worker."""
 
     jobs: list[str] = field(default_factory=list[str])
-    """What ran: the description of each job."""
+    """The descriptions of the jobs that ran."""
 
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """See `Tasks`."""
@@ -67,20 +67,20 @@ class LocalTasks:
         return [pickle.loads(pickle.dumps(sent(pickle.loads(pickle.dumps(item))))) for item in items]
 
     def copying(self) -> AbstractContextManager[None]:
-        """See `Tasks`; there is one thread only."""
+        """See `Tasks`; there is only one thread."""
         return nullcontext()
 
 
 def make_context(
     pipeline_id: str = "contract", *, lineage: str = "server-1/slot", tasks: Tasks | None = None
 ) -> DestinationContext:
-    """What a destination is started with."""
+    """Return the context that a destination is started with."""
     return DestinationContext(pipeline_id, lineage, MemoryStore(pipeline_id), LocalTasks() if tasks is None else tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRange:
-    """A range whose rows lie in memory."""
+    """A range whose rows are in memory."""
 
     index: int
     batches: tuple[pa.RecordBatch, ...]
@@ -88,7 +88,7 @@ class ScriptedRange:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReader:
-    """Reads ranges; `broken` is one that cannot be read to its end."""
+    """Reads ranges; reading the one called `broken` fails at its end."""
 
     broken: int | None = None
 
@@ -101,7 +101,7 @@ class ScriptedReader:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedCopy:
-    """Rows of a copy that lie in memory. Satisfies `CopyRows`."""
+    """Rows of a copy, in memory. Satisfies `CopyRows`."""
 
     schema: TableSchema
     attempt: str
@@ -122,7 +122,7 @@ class _Change:
     schema: TableSchema
     version: str
     operation: Operation | None
-    """None is a truncate."""
+    """None for a truncate."""
     row: Row
     old: Row | None
 
@@ -139,27 +139,27 @@ class _Entry:
 
 @dataclass(slots=True)
 class ScriptedTransaction:
-    """Changes that are committed together."""
+    """Changes of one transaction."""
 
     commit_lsn: Lsn
     version_of: Callable[[TableSchema], str]
     changes: list[_Change] = field(default_factory=list[_Change])
 
     def insert(self, schema: TableSchema, row: Row) -> None:
-        """A new row; cells can be `Unchanged` or `Unrepresentable`."""
+        """Insert a row; cells can be `Unchanged` or `Unrepresentable`."""
         self._add(schema, Operation.INSERT, row)
 
     def update(self, schema: TableSchema, row: Row, *, old: Row | None = None) -> None:
-        """A row as it is now; `old` as the server would send it: the key when it changed, or with FULL everything."""
+        """Update a row; `old` is what the server would send: a changed key, or with FULL the whole row."""
         self._add(schema, Operation.UPDATE, row, old)
 
     def delete(self, schema: TableSchema, old: Row) -> None:
-        """A row that is gone, by its identity."""
+        """Delete a row, given its identity."""
         absent = {column.name: Unchanged for column in schema.columns if column.name not in old}
         self._add(schema, Operation.DELETE, {**old, **absent})
 
     def truncate(self, *schemas: TableSchema) -> None:
-        """Tables that one statement emptied."""
+        """Truncate tables with one statement."""
         key = OrderKey(self.commit_lsn, self._ordinal())
         self.changes += [_Change(key, schema, self.version_of(schema), None, {}, None) for schema in schemas]
 
@@ -172,10 +172,10 @@ class ScriptedTransaction:
 
 
 class ScriptedSource:
-    """Transactions in commit order, and batches of them between any two boundaries."""
+    """Transactions in commit order, and batches between any two boundaries."""
 
     def __init__(self, folder: Path, *, start: Lsn = Lsn(_START)) -> None:  # noqa: B008 (immutable)
-        """`start` is where the first transaction commits."""
+        """`start` is the position of the first commit."""
         self._folder = folder
         self._start = self._position = start
         self._pending: list[ScriptedTransaction] = []
@@ -186,12 +186,12 @@ class ScriptedSource:
 
     @property
     def position(self) -> Lsn:
-        """The boundary behind the last transaction."""
+        """The boundary after the last transaction."""
         return self._position
 
     @contextmanager
     def transaction(self) -> Iterator[ScriptedTransaction]:
-        """The next transaction; transactions between two batches share segments."""
+        """Add the next transaction; transactions between two batches share segments."""
         transaction = ScriptedTransaction(self._position, self._version)
         yield transaction
         self._position = Lsn(self._position + _COMMIT_BYTES)
@@ -200,7 +200,7 @@ class ScriptedSource:
     def copy(
         self, schema: TableSchema, rows: Sequence[Row], *, attempt: str = "attempt-1", ranges: int = 1
     ) -> ScriptedCopy:
-        """A copy of a table at the current position, with its rows dealt out to ranges."""
+        """Return a copy of a table at the current position, with its rows dealt out to ranges."""
         self._version(schema)
         dealt = [list(rows[number::ranges]) for number in range(ranges)]
         parts = [ScriptedRange(index, (_copied(schema, part),) if part else ()) for index, part in enumerate(dealt)]
@@ -209,7 +209,7 @@ class ScriptedSource:
     def batch(
         self, begin: Lsn | None = None, end: Lsn | None = None, *, positions: Mapping[int, Lsn] | None = None
     ) -> EventBatch:
-        """Changes between two boundaries; by default those since the last batch."""
+        """Return the changes between two boundaries; by default those since the last batch."""
         self._write_entry()
         last = self._entries[-1]
         begin = last.begin if begin is None else begin

@@ -1,12 +1,12 @@
-"""The contract of stores, as tests that any implementation can be put through.
+"""The contract of stores, as tests for any implementation.
 
     class TestMyStore(StoreContract):
         def open(self, pipeline_id="contract"):
             return MyStore(self.place, pipeline_id)       # the same state each time within a test
 
-`DurableStoreContract` adds what only a store outside the process can show: other processes, and their death. It needs
-a `url` that `penstock.state.open_store` understands. Run with pytest, which finds the methods by their names; for
-readable failures, `pytest.register_assert_rewrite("penstock.testing.stores")` in a conftest.
+`DurableStoreContract` adds tests with several processes, some of which are killed. It needs a `url` that
+`penstock.state.open_store` understands. Run the tests with pytest; for readable failures, call
+`pytest.register_assert_rewrite("penstock.testing.stores")` in a conftest.
 """
 
 from penstock.testing.stores.contract import StoreContract

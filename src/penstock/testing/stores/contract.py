@@ -1,4 +1,4 @@
-"""What every store does, whatever is behind it."""
+"""The contract of stores."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from penstock.testing.stores.samples import LINEAGE, PATIENCE, failed, refused, 
 
 
 class StoreContract:
-    """What every store does. A test has several store objects, as a pipeline has several processes."""
+    """What every store does. A test opens several store objects, as a pipeline has several processes."""
 
     def open(self, pipeline_id: str = "contract") -> Store:
-        """A new store object over the state of this test."""
+        """Return a new store object over the state of this test."""
         raise NotImplementedError
 
     def setup_method(self) -> None:
@@ -48,25 +48,25 @@ class StoreContract:
             store.close()
 
     def reader(self, pipeline_id: str = "contract") -> Store:
-        """A store that holds no lease; closed after the test."""
+        """Return a store without the lease; closed after the test."""
         store = self.open(pipeline_id)
         self._opened.append(store)
         return store
 
     def driver(self, pipeline_id: str = "contract") -> Store:
-        """A store that holds the lease."""
+        """Return a store that holds the lease."""
         store = self.reader(pipeline_id)
         store.acquire_lease()
         store.use_lineage(LINEAGE)
         return store
 
     def restarted(self, store: Store) -> Store:
-        """What the next process sees."""
+        """Close a store and return what the next process sees."""
         store.close()
         return self.driver(store.pipeline_id)
 
     def now_and_restarted(self, store: Store) -> Iterator[Store]:
-        """A store, and then what the next process sees."""
+        """Yield a store, and then what the next process sees."""
         yield store
         yield self.restarted(store)
 
@@ -264,7 +264,7 @@ class StoreContract:
         for version in (table_version(1, 10), table_version(1, 20, columns=3)):
             first.store_table_schema(version)
         again = self.restarted(first)
-        # Nothing was loaded: the version that is stored now must not be taken for all there are.
+        # Nothing was loaded, so the version stored now must not be taken for the only one.
         again.store_table_schema(table_version(1, 30, columns=4))
         assert again.get_table_schema(1, OrderKey(Lsn(25), 0)) == table_version(1, 20, columns=3)
         assert again.get_table_schema(1, OrderKey(Lsn(10), 0)) == table_version(1, 10)
@@ -562,5 +562,5 @@ class StoreContract:
     def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
+            assert time.monotonic() < deadline, "timed out waiting for the condition"
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What a store outside the process does for several processes, and when they are killed or stopped."""
+"""The contract of stores that several processes share, and that survive their death."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAY = "import sys; from penstock.testing.stores.durable import play; play(*sys
 
 
 class DurableStoreContract(StoreContract):
-    """What a store does for several processes, and when they are killed."""
+    """`StoreContract`, and what happens when processes race, stop or are killed."""
 
     url: str
 
@@ -32,7 +32,7 @@ class DurableStoreContract(StoreContract):
             rounds = [int(next(lines)) for _ in range(25)]
             process.kill()
             rounds += [int(line) for line in lines if line.endswith("\n")]
-        store = self.driver()  # at once, and not after the lease has run out
+        store = self.driver()  # immediately, not after the lease has expired
         positions = store.get_table_positions()
         assert set(positions) == set(TABLES)
         assert len(set(positions.values())) == 1
@@ -88,7 +88,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def play(role: str, url: str) -> None:
-    """What a process of this contract does; its parent tells it through standard input when to go on."""
+    """Play a role in a process of its own; a line on standard input tells it to continue."""
     output = sys.stdout
     with open_store(url, "contract") as store:
         store.use_lineage(LINEAGE)

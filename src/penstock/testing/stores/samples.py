@@ -1,4 +1,4 @@
-"""Made-up tables, errors and a lineage to fill stores with."""
+"""Sample tables, errors and a lineage for the tests of stores."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.state.transitions import fail
 LINEAGE = Lineage("7000000000000000001", 1, "app", "penstock_slot")
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
 TABLES = range(1, 9)
-"""What the processes of the durable contract write to, all at once."""
+"""The tables that the processes of the durable contract write to, all at once."""
 PATIENCE = 60.0
-"""Seconds that a test waits for an event on a machine that has other things to do."""
+"""How long a test waits for an event, in seconds; generous, for busy machines."""
 
 
 def table_version(table_id: int, commit_lsn: int, ordinal: int = 0, *, columns: int = 2) -> TableSchemaVersion:
-    """A version of a made-up table; two with the same number of columns have the same schema."""
+    """Return a version of a sample table; two with the same number of columns have the same schema."""
     int4 = PostgresType(23, "int4")
     key = Column("id", 1, int4, identity=True, primary_key_position=1)
     others = tuple(Column(f"column {number} ✓", number, int4) for number in range(2, columns + 1))
@@ -31,7 +31,7 @@ def table_version(table_id: int, commit_lsn: int, ordinal: int = 0, *, columns: 
 
 
 def failed(current: TableReplicationPhase, position: int | None = None) -> Errored:
-    """What a table becomes when it fails."""
+    """Return the phase of a table that failed."""
     return fail(
         current,
         reason="a bad row: 'x' ✗",
@@ -44,7 +44,7 @@ def failed(current: TableReplicationPhase, position: int | None = None) -> Error
 
 @contextlib.contextmanager
 def refused(kind: type[PenstockError]) -> Iterator[list[PenstockError]]:
-    """Expect an error of this kind; it is in the list afterwards."""
+    """Expect an error of this kind; the list contains it afterwards."""
     caught: list[PenstockError] = []
     try:
         yield caught
