@@ -47,7 +47,7 @@ from penstock.documents.base import BatchStatistics, FlushReport, NoopObserver, 
 from penstock.documents.build import compile_build
 from penstock.documents.catalog import load_catalog
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
-from penstock.documents.relation_map import SqliteRelationMap
+from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import CountingSink
 from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn, reaches
@@ -175,7 +175,7 @@ class Bench:
             [self.specification],
             sink,
             tasks,
-            relations=lambda: SqliteRelationMap(folder / "relations.db", "bench"),
+            relations=lambda: open_relation_map(f"sqlite:///{folder}/state.db", "bench"),
             documents=DocumentsSettings(),
             observer=self.observer,
         )

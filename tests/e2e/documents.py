@@ -13,7 +13,7 @@ from penstock.coordinator import Coordinator
 from penstock.documents.base import Sink
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
-from penstock.documents.relation_map import RelationMap, SqliteRelationMap
+from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.documents.specification import IndexSpecification, parse_specification
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect
@@ -53,7 +53,7 @@ def documents_of(dsn: str, specifications: list[IndexSpecification]) -> dict[str
     with (
         connect(settings, Role.CATALOG) as resolving,
         connect(settings, Role.CATALOG) as building,
-        closing(SqliteRelationMap(Path(":memory:"), "oracle")) as relations,
+        closing(open_relation_map("memory:", "oracle")) as relations,
     ):
         documents = PostgresDocuments(resolving, building, specifications, relations)
         found: dict[str, dict[str, Any]] = {each.name: {} for each in specifications}
@@ -80,7 +80,7 @@ class Site:
     stream: dict[str, Any] = field(default_factory=dict)
 
     def relations(self) -> RelationMap:
-        return SqliteRelationMap(self.folder / "relations.db", "e2e:documents")
+        return open_relation_map(f"sqlite:///{self.folder}/state.db", "e2e:documents")
 
     def stream_settings(self) -> StreamSettings:
         values = {

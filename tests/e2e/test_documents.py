@@ -20,7 +20,7 @@ from penstock.coordinator import Coordinator
 from penstock.destinations.parquet import ParquetDestination
 from penstock.documents.base import BatchStatistics, FailurePolicies, FailurePolicy, FlushReport, Observer, Rejection
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
-from penstock.documents.quarantine import SqliteQuarantine
+from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
 from penstock.errors import (
@@ -318,7 +318,7 @@ def test_a_refused_document_stops_it_and_nothing_is_acknowledged(refusing: Site)
 
 def test_a_refused_document_is_set_aside_and_taken_back(refusing: Site) -> None:
     refusing.settings = DocumentsSettings(failure_policies=FailurePolicies(FailurePolicy.SKIP))
-    quarantine = SqliteQuarantine(Path(":memory:"), "e2e")
+    quarantine = open_quarantine("memory:", "e2e")
     with closing(quarantine), run(output := refusing.output(quarantine=quarantine)):
         refusing.wait_settled(output)
         refusing.database.execute("update w.people set name = 'refused' where id in (1, 2)")
@@ -595,7 +595,7 @@ def test_a_standby_is_refused(make_server: Callable[..., PostgresServer], tmp_pa
     database = SimpleNamespace(dsn=server.dsn(), name="in_recovery")
     output = Site(database, tmp_path, specifications(people=PEOPLE), sink, sink.documents).output()
     stream: Any = SimpleNamespace(start_of=lambda _: SimpleNamespace(position=Lsn(0)))
-    with pytest.raises(UnsupportedServer, match="documents cannot be made from a standby"):
+    with pytest.raises(UnsupportedServer, match="documents cannot be built from a standby"):
         output.follow(stream)
     output.settle()
 

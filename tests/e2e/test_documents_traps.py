@@ -24,7 +24,7 @@ from penstock.documents.output import DocumentsSettings, live
 from penstock.documents.output.indexes import Builds
 from penstock.documents.output.writer import BuildJob, DocumentWriter, SharedSink
 from penstock.documents.paths import Entry
-from penstock.documents.relation_map import SqliteRelationMap
+from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import ResolvedKeys
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolReader
@@ -120,7 +120,7 @@ def test_a_deleted_child_leaves_its_parents_document(
     with run(output):
         site.wait_settled(output)
         if not on:
-            monkeypatch.setattr(SqliteRelationMap, "lookup", lambda self, relation, keys: [])
+            monkeypatch.setattr(RelationMap, "lookup", lambda self, relation, keys: [])
         database.execute("delete from w.orders where id = 1")
         database.execute("update w.orders set person_id = 2 where id = 2")
         site.wait_settled(output)

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.documents.base import FailurePolicies, FailurePolicy
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.quarantine import SqliteQuarantine
+from penstock.documents.quarantine import open_quarantine
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.errors import DocumentsRejected, IndexUnusable
 from penstock.source.connections import Role, SourceSettings, connect
@@ -196,7 +196,7 @@ def test_a_document_that_cannot_be_mapped_stops_the_output_until_it_can(site: Si
 @pytest.mark.trap(46)
 def test_a_document_that_cannot_be_mapped_is_set_aside_and_the_others_follow(site: Site, tmp_path: Path) -> None:
     site.settings = DocumentsSettings(failure_policies=FailurePolicies(default=FailurePolicy.SKIP))
-    with closing(SqliteQuarantine(tmp_path / "quarantine.db", "e2e")) as quarantine:
+    with closing(open_quarantine(f"sqlite:///{tmp_path}/state.db", "e2e")) as quarantine:
         output = site.output(quarantine=quarantine)
         with run(output):
             site.wait_settled(output)

@@ -347,7 +347,7 @@ class _Lines(DiffObserver):
         self._write = write
         self._told: set[str] = set()
 
-    def on_settling(self, index: str, suspects: int) -> None:
+    def on_rechecking(self, index: str, suspects: int) -> None:
         if index not in self._told:
             self._told.add(index)
             self._write(f"{index}: {count_of(suspects, 'document')} not equal yet, looking again")
@@ -366,6 +366,6 @@ class _Bars(DiffObserver):
             self._bars[index] = self._progress.add_task(index, total=self._totals.get(index))
         self._progress.update(self._bars[index], completed=compared)
 
-    def on_settling(self, index: str, suspects: int) -> None:
+    def on_rechecking(self, index: str, suspects: int) -> None:
         if index in self._bars:
             self._progress.update(self._bars[index], description=f"{index} ({suspects:,} not equal yet)")

@@ -15,7 +15,7 @@ from penstock.cli.index import IndexName, complete_index
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, configured
 from penstock.config import Config
 from penstock.config.units import count_of
-from penstock.documents.quarantine import Quarantined, QuarantineStore, open_quarantine
+from penstock.documents.quarantine import Quarantine, Quarantined, open_quarantine
 from penstock.errors import PenstockError
 from penstock.operations.stores import existing_store, require_shared_state, running
 
@@ -126,7 +126,7 @@ def drop(
 
 
 @contextmanager
-def _opened(config: Config, name: str | None) -> Iterator[QuarantineStore | None]:
+def _opened(config: Config, name: str | None) -> Iterator[Quarantine | None]:
     """What was set aside; None if the pipeline has never run: looking must not create it."""
     require_shared_state(config)
     if name is not None:

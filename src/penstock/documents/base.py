@@ -28,7 +28,7 @@ from penstock.documents.resolve import Resolution, ResolvedKeys
 from penstock.errors import ConfigError, DocumentsRejected
 from penstock.source.patterns import TableName
 
-WRITTEN = pa.schema(
+DOCUMENT_SCHEMA = pa.schema(
     [
         pa.field("index", pa.string(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
@@ -36,195 +36,197 @@ WRITTEN = pa.schema(
         pa.field("body", pa.large_string()),
     ]
 )
-"""What a sink is handed: JSON as text, or null to remove the document."""
+"""The columns that a sink receives; the body is JSON as text, or null to remove the document."""
 SCAN_CHUNK = 5_000
 
 
 class Ack(Protocol):
-    """Confirms a piece of changes. To drop it means not to confirm: the changes come again after a restart."""
+    """Confirms a piece of changes. Unconfirmed changes are delivered again after a restart."""
 
     def confirm(self) -> None:
-        """All documents of these changes are durable; called at most once, from any thread, in any order.
+        """Report that all documents of these changes are durable; called at most once, by any thread, in any order.
 
-        The source's own position moves past a piece when it and all before it are confirmed.
+        The source moves its position past a piece when that piece and all before it are confirmed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Changes of one or more whole transactions, with what confirms them."""
+    """Changes of one or more whole transactions, with their acknowledgement."""
 
     changes: Changes
     ack: Ack
 
     @property
     def count(self) -> int:
-        """Rows; an emptied table counts as one."""
+        """The number of rows; a truncated table counts as one."""
         return sum(len(rows) for rows in self.changes.rows) + len(self.changes.truncated)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTable:
-    """A table whose current rows are asked for."""
+    """A table whose current rows are wanted."""
 
     table: TableName
     columns: tuple[str, ...]
-    """What names the documents of every index that has this table as its root."""
+    """The key columns of the documents of every index that has this table as its root."""
 
 
 class ChangeCapture(Protocol):
-    """A way to learn of changes: logical replication, polling."""
+    """A mechanism that delivers changes: logical replication, polling."""
 
     def prepare(self) -> None:
-        """Make what has to exist before any snapshot is read: the publication, then the slot. Safe on every start."""
+        """Create what has to exist before any snapshot is read: the publication, then the slot. Safe on every start."""
 
     def live(self) -> Iterator[Change]:
-        """Changes as they happen, from where the mechanism itself left off.
+        """Yield changes as they happen, from where the mechanism left off.
 
-        No position is handed in: where to resume is the mechanism's to remember. It must not move its durable position
-        past a change that was not confirmed. May give changes of tables that nobody asked for; does not interpret
-        them. Ends only when the mechanism does.
+        The mechanism stores its own position, and must not move it past an unconfirmed change. It may deliver changes
+        of other tables, too, and does not interpret them. Ends only when the mechanism does.
         """
         ...
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
-        """The current rows of tables, as changes that insert them (`Changes.is_snapshot`); ends when all are through.
+        """Yield the current rows of tables as inserts (`Changes.is_snapshot`); ends after the last row.
 
-        The engine decides whether and when. Safe to run again from the start, which happens after a crash; confirming
-        these changes need not move anything. The default is for mechanisms that cannot: nothing.
+        The engine decides whether and when. Must be safe to run again from the start, which happens after a crash;
+        confirming these changes need not move a position. Mechanisms without snapshots keep the default.
         """
         return iter(())
 
     def lag(self) -> int | None:
-        """How many bytes the durable position is behind the source; None where that means nothing.
+        """Return how many bytes the durable position is behind the source; None if that has no meaning.
 
-        Asked by a supervisor on a timer, from another thread than `live`, and on a connection of its own.
+        A supervisor calls it on a timer, in another thread than `live`; use a separate connection.
         """
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class BackfillScope:
-    """An index and what it is seeded from."""
+    """An index and the table that it is filled from."""
 
     index: str
     table: SnapshotTable
 
 
 class DocumentBuilder(Protocol):
-    """Knows how rows become documents."""
+    """Finds the documents that changes affect, and builds them."""
 
     def resolve(self, changes: Changes, scope: frozenset[str] | None = None) -> Resolution:
-        """The documents that these changes concern, of all indexes or of those in `scope`.
+        """Return the documents that these changes affect, of all indexes or of those in `scope`.
 
-        Complete: for rows that came, went, changed, or hang on something else now. Waits until the changes can be
-        seen. A document is named at most once.
+        Complete for rows that were inserted, deleted, changed, or moved to another parent. Waits until the changes are
+        visible. Names each document at most once.
         """
         ...
 
     def build(self, keys: ResolvedKeys) -> pa.Table:
-        """One row per key (`penstock.documents.build.BUILT`), from the rows as they are now.
+        """Build one row per key (`penstock.documents.build.BUILT`) from the current rows.
 
-        A null body says that the document must not exist, because the source said so.
+        A null body means that the source has no such document.
         """
         ...
 
     def remember(self, resolution: Resolution) -> None:
-        """The documents of a resolution are durable in every index. Called before the changes are confirmed."""
+        """Store the links of a resolution, after its documents are durable and before its changes are confirmed."""
 
     def every_key(self, index: str) -> Iterator[ResolvedKeys]:
-        """The keys of all documents that an index should have now."""
+        """Yield the keys of all documents that an index should have now."""
         ...
 
     def backfill_scopes(self) -> Sequence[BackfillScope]:
-        """Every index with the table that it is seeded from."""
+        """Return every index with the table that it is filled from."""
         return ()
 
     def index_mappings(self) -> Sequence[IndexMapping]:
-        """Every index as it should be created; needs no database."""
+        """Return every index as it should be created; needs no database."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A document that a sink refuses for good, such as one that does not fit the mapping."""
+    """A document that a sink will never take, such as one that does not fit the mapping."""
 
     index: str
     id: str
     reason: str
     body_hash: str = ""
-    """Tells bodies apart without showing them."""
+    """Distinguishes bodies without showing them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlushReport:
-    """What became of all that was written since the last flush: durable, but for these."""
+    """The result of a flush: everything written since the last one is durable, except for the rejections."""
 
     rejections: tuple[Rejection, ...] = ()
 
 
 class Sink(Protocol):
-    """Where documents go. Called from one thread at a time, except for `write` in tasks."""
+    """Stores documents. One thread at a time calls it, except for `write` in tasks."""
 
     def write(self, batch: pa.Table) -> None:
-        """Take documents (`WRITTEN`); they may be kept in memory until `flush`.
+        """Take documents (`DOCUMENT_SCHEMA`); they may be kept in memory until `flush`.
 
         In tasks the sink is a copy of the one on the driver. A later write of an id wins unless its version is lower;
-        removing what is not there is fine.
+        removing a document that does not exist is no error.
         """
         ...
 
     def flush(self, caught_up: bool) -> FlushReport:
-        """Make everything durable that was written before. If it raises, nothing is known to be.
+        """Make everything durable that was written before. If it raises, nothing is known to be durable.
 
-        What can be tried again (429, 503) is tried again in here; only what is refused for good is reported.
-        `caught_up` says that nothing waits behind it: a good moment to make documents visible to searches.
+        Retries transient failures (429, 503) itself, and reports only final rejections. `caught_up` means that no more
+        changes are waiting: a good moment to make documents visible to searches.
         """
         ...
 
     def upsert(self, index: str, id: str, version: int, body: str) -> None:  # noqa: A002 (the index's own word)
-        """One document; the same as a `write` with one row."""
-        self.write(pa.Table.from_pylist([{"index": index, "id": id, "version": version, "body": body}], WRITTEN))
+        """Write one document."""
+        self.write(
+            pa.Table.from_pylist([{"index": index, "id": id, "version": version, "body": body}], DOCUMENT_SCHEMA)
+        )
 
     def delete(self, index: str, id: str, version: int) -> None:  # noqa: A002 (the index's own word)
-        """Remove one document; the same as a `write` with one row."""
-        self.write(pa.Table.from_pylist([{"index": index, "id": id, "version": version, "body": None}], WRITTEN))
+        """Remove one document."""
+        self.write(
+            pa.Table.from_pylist([{"index": index, "id": id, "version": version, "body": None}], DOCUMENT_SCHEMA)
+        )
 
     def ensure_index(self, mapping: IndexMapping) -> None:
-        """Create the index if it is not there. Called on every start; must not disturb what serves."""
+        """Create the index if it does not exist. Called on every start; must not disturb searches."""
 
     def is_seeded(self, index: str) -> bool:
-        """Whether the index has been filled completely once, in the shape that `ensure_index` was told."""
+        """Return whether the index was filled completely, in the shape that `ensure_index` was given."""
         return False
 
     def mark_seeded(self, index: str) -> None:
-        """All documents are durable: let searches see the new index instead of the old one, at once."""
+        """Switch searches to the new index, in one step: all its documents are durable."""
 
     def reindex(self, mapping: IndexMapping) -> None:
-        """Prepare an empty index beside the one that serves, and count as not seeded until `mark_seeded`."""
+        """Create an empty index beside the one that serves; not seeded until `mark_seeded`."""
 
     def filling(self, index: str) -> Sink:
-        """A sink for the generation that is being filled, and no other: what a backfill writes to.
+        """Return a sink that writes only to the generation being filled; the backfill uses it.
 
-        Plain `write` goes to the generation that serves and, while one is being filled, to that too: what a change
-        writes. Where nothing is being filled, the generation that serves is meant. The default is for sinks without
-        generations: the sink itself.
+        Plain `write`, which changes use, goes to the generation that serves and to the one being filled. If none is
+        being filled, the result writes to the generation that serves. Sinks without generations keep the default.
         """
         return self
 
     def count(self, index: str) -> int | None:
-        """How many documents the index has now; of a `filling` sink, the generation that it fills. None: not known.
+        """Return how many documents the index has now (of a `filling` sink, its generation); None if unknown.
 
-        Compared with what was written before a generation serves; what was written before counts, whether searches
-        see it yet or not.
+        Compared with the number of written documents before a generation serves. Counts everything written before,
+        whether searches see it yet or not.
         """
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """What one batch was."""
+    """Figures of one batch."""
 
     changes: int
     documents: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -233,49 +235,49 @@ class BatchStatistics:
 
 
 class Observer(Protocol):
-    """Hears what an engine does. Called where the work is done, from two threads: cheap and quick, and never raises."""
+    """Receives events of an engine, in its working threads: methods must be quick and never raise."""
 
     def on_indexes_ensured(self, count: int) -> None:
         """Every index exists."""
 
     def on_backfill_started(self, indexes: Sequence[str]) -> None:
-        """These are not seeded, and will be."""
+        """The backfill of these indexes starts."""
 
     def on_index_seeded(self, index: str) -> None:
-        """It is complete, and searches see it."""
+        """The index is complete, and searches see it."""
 
     def on_backfill_completed(self) -> None:
-        """All are seeded, or it was skipped."""
+        """All indexes are filled, or the backfill was skipped."""
 
     def on_live_started(self) -> None:
-        """From here on changes are followed."""
+        """The engine follows changes from here on."""
 
     def on_changes_captured(self, count: int) -> None:
-        """They wait in the queue."""
+        """So many changes were put into the queue."""
 
     def on_batch_committed(self, statistics: BatchStatistics) -> None:
         """A batch is durable and confirmed."""
 
     def on_slot_lag(self, lag: int) -> None:
-        """From the supervisor's timer, in bytes."""
+        """The replication lag in bytes, on a timer."""
 
     def on_document_quarantined(self, rejection: Rejection) -> None:
-        """It was refused and set aside; its batch is about to be confirmed."""
+        """A document was rejected and quarantined; its batch is about to be confirmed."""
 
     def on_error(self, message: str) -> None:
-        """The run ends with this; once."""
+        """The run ends with this error; called once."""
 
 
 class NoopObserver(Observer):
-    """Hears nothing."""
+    """Ignores all events."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """A batch ends at so many changes, or so long after its first: whichever comes first."""
+    """A batch ends after `max_changes` changes, or `max_delay` after its first change."""
 
     max_changes: int = 256
-    """At least 1. A transaction is never divided, so a batch can have more."""
+    """At least 1. A transaction is never split, so a batch can have more."""
     max_delay: float = 0.05
     """Seconds."""
 
@@ -285,12 +287,12 @@ class BatchPolicy:
 
 
 class FailurePolicy(StrEnum):
-    """What happens when an index refuses a document."""
+    """What happens when a sink rejects a document."""
 
     STOP = "stop"
-    """The run ends, nothing of the batch is confirmed, and it comes again: nothing is left out."""
+    """The run ends. Nothing of the batch is confirmed, so it is delivered again and nothing is lost."""
     SKIP = "skip"
-    """The document is set aside and the rest goes on; it returns when one of its rows changes, or by hand."""
+    """The document is quarantined and the rest continues; a change of its rows or a user retries it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +303,16 @@ class FailurePolicies:
     indexes: Mapping[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy])
 
     def of(self, index: str) -> FailurePolicy:
-        """What was said for this index, or else for all."""
+        """Return the policy of this index, or else the default."""
         return self.indexes.get(index, self.default)
 
-    def stop_for(self, rejections: Sequence[Rejection]) -> None:
-        """Raises `DocumentsRejected` if one of them is of an index that stops."""
+    def raise_fatal(self, rejections: Sequence[Rejection]) -> None:
+        """Raise `DocumentsRejected` if an index with the policy `STOP` rejected one of them."""
         fatal = [each for each in rejections if self.of(each.index) is FailurePolicy.STOP]
         if fatal:
             first, count = fatal[0], len(fatal)
             raise DocumentsRejected(
-                f"{count} document{'s were' if count > 1 else ' was'} refused; the first, of index {first.index!r}: "
+                f"{count} document{'s were' if count > 1 else ' was'} rejected; the first, of index {first.index!r}: "
                 f"{first.reason}",
                 index=first.index,
                 id=first.id,
@@ -320,42 +322,42 @@ class FailurePolicies:
 
 @dataclass(frozen=True, slots=True)
 class IndexFacts:
-    """How an index is in the sink."""
+    """The state of an index in the sink."""
 
     generation: str | None = None
-    """What serves searches; None if nothing does."""
+    """The generation that serves searches; None if none does."""
     filling: str | None = None
-    """What is being filled beside it, or for the first time."""
+    """The generation that is being filled."""
     documents: int = 0
-    """In what serves."""
+    """The number of documents in the generation that serves."""
 
 
 @runtime_checkable
 class ReadableSink(Protocol):
-    """Reads what serves searches. An index that does not exist has no documents."""
+    """Reads the generation that serves searches. An index that does not exist has no documents."""
 
     def facts(self, index: str) -> IndexFacts:
-        """How the index is now."""
+        """Return the current state of the index."""
         ...
 
     def fetch(self, index: str, ids: Sequence[str]) -> Mapping[str, Any]:
-        """The documents with these ids, as parsed JSON, also if searches do not see them yet; absent if not there."""
+        """Return the documents with these ids that exist, as parsed JSON, even if searches do not see them yet."""
         ...
 
     def scan(self, index: str, chunk: int = SCAN_CHUNK) -> Iterator[list[str]]:
-        """The ids of all documents, in any order; those that come or go meanwhile may be among them or not."""
+        """Yield the ids of all documents, in any order; those that change meanwhile may be missing."""
         ...
 
     def sample(self, index: str, count: int) -> list[str]:
-        """Ids of some documents, by chance."""
+        """Return the ids of a random sample of documents."""
         ...
 
 
 def readable(sink: Sink, name: str) -> ReadableSink:
-    """The sink as one that can be read; an error that names it if it cannot."""
+    """Return the sink as one that can be read; raise `ConfigError` if it cannot."""
     if isinstance(sink, ReadableSink):
         return sink
     raise ConfigError(
-        f"sink {name!r} cannot be read: what it was given is not there any more, or not for others",
-        hint="Documents can be looked at in opensearch, and in sinks of your own that have what ReadableSink has.",
+        f"sink {name!r} cannot be read: it does not keep documents, or not for others",
+        hint="Use opensearch, or a sink of your own with the methods of penstock.documents.base.ReadableSink.",
     )

@@ -69,9 +69,9 @@ BUILT = pa.schema(
         pa.field("body", pa.large_string()),
     ]
 )
-"""What building gives: the document's id, its version, and its JSON; a null body says that there is no document."""
+"""The columns of built documents: id, version, and JSON; a null body means that there is no document."""
 
-# The snapshot is the statement's own. xip has the transactions below xmax that had not ended.
+# The statement's own snapshot. xip has the transactions below xmax that had not ended.
 _VERSION = """
     (select pg_catalog.pg_snapshot_xmax(s)::text::int8
             - (select pg_catalog.count(*) from pg_catalog.pg_snapshot_xip(s))
@@ -80,16 +80,16 @@ _VERSION = """
 
 
 def is_standby(connection: psycopg.Connection[Any]) -> bool:
-    """Whether snapshots do not say which transactions still run, so that different documents have the same version."""
-    return run_statement(connection, "select pg_catalog.pg_is_in_recovery()", [], "look at the server's role")[0][0]
+    """Return whether the server is a standby, whose snapshots would give different documents the same version."""
+    return run_statement(connection, "select pg_catalog.pg_is_in_recovery()", [], "check the server's role")[0][0]
 
 
 def require_primary(connection: psycopg.Connection[Any]) -> None:
-    """`UnsupportedServer` where documents would have no versions."""
+    """Raise `UnsupportedServer` for a standby, where documents would have no versions."""
     if is_standby(connection):
         where = Place.of(connection).where
         raise UnsupportedServer(
-            f"documents cannot be made from a standby, which does not know their versions ({where})",
+            f"documents cannot be built from a standby, which has no versions for them ({where})",
             hint="Use the primary as source.",
             where=where,
         )
@@ -97,7 +97,7 @@ def require_primary(connection: psycopg.Connection[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BuildQuery:
-    """How to build the documents of one index; pickles, and serves any number of batches."""
+    """The statements that build the documents of one index; can be pickled and reused for any number of batches."""
 
     index: str
     key_columns: tuple[str, ...]
@@ -105,14 +105,14 @@ class BuildQuery:
     """One parameter per key column: an array of texts."""
     transform: str = ""
     range_head: str = ""
-    """With a heap and `range_tail` behind it: the documents of all rows of that heap."""
+    """Followed by a heap and `range_tail`, it builds the documents of all rows of that heap."""
     range_tail: str = ""
     range_condition: str = ""
-    """What else is asked of rows, where only their own columns are in scope; empty for nothing."""
+    """More conditions, where only the row's own columns are in scope; may be empty."""
 
 
 def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> BuildQuery:
-    """The statement for an index; raises `ConfigError` for tables and columns that are not there."""
+    """Compile the statements of an index; raises `ConfigError` for missing tables and columns."""
     specification = complete(specification, catalog)
     root = catalog.table(specification.table)
     key = root.select(specification.doc_id)
@@ -153,9 +153,9 @@ def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> 
 def build_range(
     connection: psycopg.Connection[Any], query: BuildQuery, heap: str, condition: str, *, chunk: int
 ) -> Iterator[pa.Table]:
-    """The documents of the rows of a heap that a condition names, as `BUILT`, in pieces; those that there are.
+    """Yield the documents of the rows of a heap that match a condition, as `BUILT`, in pieces.
 
-    One statement, one snapshot, one version. `heap` is quoted. Documents without a row are not in it.
+    One statement, one snapshot, one version. `heap` is quoted. Rows without a document are left out.
     """
     where = " and ".join(filter(None, [condition, query.range_condition])) or "true"
     text = f"{query.range_head}(select * from only {heap} where {where}){query.range_tail}"  # noqa: S608 (quoted)
@@ -171,7 +171,7 @@ def build_range(
 
 
 def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys: Sequence[Sequence[str]]) -> pa.Table:
-    """Build the documents with these keys, one array per key column; a table as `BUILT`, in the keys' order.
+    """Build the documents with these keys, one list per key column; returns `BUILT`, in the order of the keys.
 
     One statement, in the connection's snapshot if it has one. Different texts of equal keys give the same id.
     """
@@ -181,8 +181,8 @@ def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys
     rows = run_statement(connection, query.text, [list(each) for each in keys], f"build documents of {query.index!r}")
     if len(rows) != wanted:
         raise QueryFailed(
-            f"{wanted} documents of {query.index!r} were asked for, and {len(rows)} came: its key is not unique",
-            hint=f"Put a unique index on ({', '.join(query.key_columns)}), or name other columns in doc_id.",
+            f"{wanted} documents of {query.index!r} were requested, and {len(rows)} returned: the key is not unique",
+            hint=f"Create a unique index on ({', '.join(query.key_columns)}), or name other columns in doc_id.",
         )
     return _as_built(query, rows)
 
@@ -194,15 +194,15 @@ def _as_built(query: BuildQuery, rows: Sequence[tuple[Any, ...]]) -> pa.Table:
 
 
 def transform_documents(reference: str, built: pa.Table) -> pa.Table:
-    """Hand the documents to a function of the user's, which gives them back with other bodies.
+    """Pass the documents to a user's function, which returns them with other bodies.
 
-    It gets and returns an Arrow table with `id`, `version` and `body` (JSON as text; null where there is none). Rows
-    keep their number, their order, their ids and versions; a body that it makes null removes the document.
+    It takes and returns an Arrow table with `id`, `version` and `body` (JSON as text, or null). It must keep the number
+    and order of rows, ids and versions; a null body removes the document.
     """
     changed = load_function(reference)(built)
     if not isinstance(changed, pa.Table) or changed.num_rows != built.num_rows:
         raise ConfigError(
-            f"{reference} should return a table with as many rows as it was given",
+            f"{reference} must return a table with as many rows as it received",
             hint="To remove a document, return null as its body.",
         )
     body = changed.column("body").cast(pa.large_string())
@@ -210,20 +210,20 @@ def transform_documents(reference: str, built: pa.Table) -> pa.Table:
 
 
 def load_function(reference: str) -> Callable[[pa.Table], Any]:
-    """The function that `module:function` names."""
+    """Import the function that `module:function` names."""
     module, _, name = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the transform {reference!r} cannot be imported: {error}",
-            hint="It must be installed wherever documents are built.",
+            hint="Install it wherever documents are built, also on Spark's workers.",
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row in scope: its alias and table, and those of the junction through which it was reached."""
+    """A row in scope: its alias and table, and those of the junction that leads to it."""
 
     alias: str
     table: SourceTable
@@ -231,14 +231,14 @@ class Row:
 
 
 class DocumentSql:
-    """Writes the SQL of a completed specification's documents; aliases are unique within one instance."""
+    """Composes the SQL of a completed specification's documents; aliases are unique within one instance."""
 
     def __init__(self, catalog: SourceCatalog) -> None:
         self._catalog = catalog
         self._numbers = count(1)
 
     def object_of(self, fields: Sequence[Field], row: Row) -> Sql:
-        """An object of these fields, as an expression over a row that is in scope."""
+        """Return an object of these fields, as an expression over a row in scope."""
         members = [sql.SQL("{} as {}").format(self._value(each, row), sql.Identifier(each.name)) for each in fields]
         return sql.SQL("(select pg_catalog.row_to_json(o) from (select {}) o)").format(sql.SQL(", ").join(members))
 
@@ -321,7 +321,7 @@ class DocumentSql:
         return reduced
 
     def _related(self, relation: Relation, parent: Row) -> tuple[Sql, Sql, Row]:
-        """What follows `from` and `where` to have the related rows of a parent, and what they are called there."""
+        """Return what follows `from` and `where` to select the related rows of a parent, and their aliases."""
         table = self._catalog.table(relation.table)
         alias = self._alias("t")
         own = [each for each in relation.filters if not each.junction]
@@ -340,7 +340,7 @@ class DocumentSql:
         return source, conjunction([left, *where]), Row(alias, table, (between, junction))
 
     def _order(self, relation: Relation, row: Row, *, plain: bool = False) -> list[tuple[Sql, bool]]:
-        """The expressions of a total order, and whether each goes down; `plain` without the direction."""
+        """Return the expressions of a total order, and whether each is descending; `plain` omits the direction."""
         wanted = [(each.column, each.descending, each.junction) for each in relation.order_by]
         wanted += [(each, False, False) for each in relation.primary_key]
         if row.junction is not None:

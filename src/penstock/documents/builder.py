@@ -26,7 +26,7 @@ from penstock.source.faults import translated
 from penstock.source.patterns import TableName
 
 _SAMPLED_WHOLE = 100_000
-"""Tables up to here are read as a whole for a sample; of larger ones only so many rows, about."""
+"""A sample reads smaller tables entirely, and about this many rows of larger ones."""
 
 _ESTIMATE = """
     select coalesce(sum(greatest(c.reltuples, 0)), 0)::float8
@@ -36,7 +36,7 @@ _ESTIMATE = """
 
 
 class PostgresDocuments(DocumentBuilder):
-    """Resolves and builds on two connections of its own: what is resolved is streamed while documents are built."""
+    """Resolves and builds on separate connections: keys are streamed from one while the other builds documents."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PostgresDocuments(DocumentBuilder):
         self.resolver.remember(resolution)
 
     def every_key(self, index: str) -> Iterator[ResolvedKeys]:
-        """See `DocumentBuilder`. In pieces, from one snapshot."""
+        """See `DocumentBuilder`. All from one snapshot."""
         specification = self._specifications[index]
         root = self._catalog.table(specification.table)
         keys = [canonical(column("r", each.name), each) for each in root.select(specification.doc_id)]
@@ -107,10 +107,10 @@ class PostgresDocuments(DocumentBuilder):
 
 @dataclass(frozen=True, slots=True)
 class DocumentKeys:
-    """How the documents of an index are named."""
+    """The keys and ids of an index's documents."""
 
     specification: IndexSpecification
-    """Complete."""
+    """With all keys filled in (`complete`)."""
     catalog: SourceCatalog
 
     @classmethod
@@ -122,32 +122,32 @@ class DocumentKeys:
         return self.specification.doc_id
 
     def parse(self, id_: str) -> tuple[str, ...]:
-        """The key's texts of a document's id; another number of them than `columns` if it cannot be one."""
+        """Split a document's id into its key; an invalid id gives another number of values than `columns`."""
         if len(self.columns) == 1:
             return (id_,)
         return tuple(each.replace("%3A", ":").replace("%25", "%") for each in id_.split(":"))
 
     def named(self, parts: Sequence[str]) -> ResolvedKeys:
-        """One document, by what a person wrote: a text for each key column, or its id."""
+        """Return the key of one document, given as a value for each key column or as its id."""
         key = self.parse(parts[0]) if len(parts) == 1 else tuple(parts)
         if len(key) != len(self.columns):
             wanted = f"{len(self.columns)} value{'s' * (len(self.columns) > 1)}: {', '.join(self.columns)}"
             raise ConfigError(
-                f"documents of {self.specification.name!r} are named by {wanted}; {len(key)} were given",
-                hint="Give one for each column, or all in one, joined by ':'.",
+                f"documents of {self.specification.name!r} are identified by {wanted}; got {len(key)}",
+                hint="Give one value for each column, or all of them joined by ':'.",
             )
         return self.resolved([key])
 
     def resolved(self, keys: Sequence[Sequence[str]]) -> ResolvedKeys:
-        """Keys as the builder takes them."""
+        """Return keys in the form that the builder takes."""
         columns = [[key[place] for key in keys] for place in range(len(self.columns))]
         return ResolvedKeys(self.specification.name, tuple(columns))
 
     def some(self, connection: psycopg.Connection[Any], count: int) -> ResolvedKeys:
-        """The keys of about so many rows of the root table, by chance."""
+        """Return the keys of a random sample of about `count` rows of the root table."""
         root = self.catalog.table(self.specification.table)
         name = table_name(root.name)
-        what = f"choose some documents of {self.specification.name!r}"
+        what = f"sample documents of {self.specification.name!r}"
         rows = run_statement(connection, _ESTIMATE, [name.as_string(None)], what)[0][0]
         percent = 100.0 if rows <= _SAMPLED_WHOLE else min(100.0, 100.0 * max(count * 3, _SAMPLED_WHOLE) / rows)
         text = sql.SQL(

@@ -1,7 +1,7 @@
-"""What the source knows about the tables of a specification: columns with their types, keys, indexes, identity.
+"""The source's catalog for the tables of a specification: columns with their types, keys, indexes, identity.
 
-Loaded once and handed around: building, resolving and checking need no catalog queries of their own. `complete` fills
-in what a specification leaves to the catalog, so that whatever comes after finds every key spelled out.
+It is loaded once and passed on, so building, resolving and checking need no catalog queries of their own. `complete`
+fills in the keys that a specification leaves to the catalog.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class SourceColumn:
 
     @property
     def base(self) -> PostgresType:
-        """Without the domains over it."""
+        """The type without domains."""
         return resolve_domain(self.type, -1)[0]
 
     @property
     def element(self) -> PostgresType:
-        """Of an array its elements, otherwise the type itself; without domains."""
+        """The element type of an array, otherwise the type itself; without domains."""
         base = self.base
         return resolve_domain(base.element, -1)[0] if base.kind is TypeKind.ARRAY and base.element else base
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTable:
-    """A table, a partitioned table, or something else that has rows."""
+    """A table, a partitioned table, or another relation with rows."""
 
     name: TableName
     kind: str
@@ -75,57 +75,57 @@ class SourceTable:
     primary_key: tuple[str, ...]
     identity: ReplicaIdentity
     identity_columns: frozenset[str]
-    """What the server sends of a row before it is updated or deleted; of a partitioned table, what every leaf sends."""
+    """The columns of an old row that the server sends; of a partitioned table, those that all leaves send."""
     indexes: tuple[tuple[str, ...], ...] = ()
-    """The columns of each; an expression is an empty name."""
+    """The columns of each index; an expression is an empty name."""
     unique: tuple[frozenset[str], ...] = ()
     leaves: tuple[TableName, ...] = ()
     heaps: frozenset[Heap] = frozenset()
 
     def column(self, name: str) -> SourceColumn:
-        """The column; an error if there is none (any more)."""
+        """Return a column; raise `ConfigError` if it does not exist."""
         found = self.columns.get(name)
         if found is None:
             raise ConfigError(
-                f"{self.name} has no column {name!r}", hint="Bring the index specification up to date with the table."
+                f"{self.name} has no column {name!r}", hint="Update the index specification to match the table."
             )
         return found
 
     def select(self, names: Iterable[str]) -> list[SourceColumn]:
-        """Several columns."""
+        """Return several columns."""
         return [self.column(name) for name in names]
 
     def has_index_on(self, columns: Iterable[str]) -> bool:
-        """Whether some index begins with these columns, in any order."""
+        """Return whether an index begins with these columns, in any order."""
         wanted = set(columns)
         return any(set(index[: len(wanted)]) == wanted for index in self.indexes)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCatalog:
-    """The tables that one or more specifications name."""
+    """The tables that one or more specifications use."""
 
     tables: Mapping[TableName, SourceTable] = field(default_factory=dict[TableName, SourceTable])
 
     def table(self, name: TableName) -> SourceTable:
-        """The table; an error if there is none."""
+        """Return a table; raise `ConfigError` if it does not exist."""
         found = self.tables.get(name)
         if found is None:
             raise ConfigError(f"there is no table {name}", hint="Create it, or correct the index specification.")
         return found
 
     def top(self, name: TableName) -> TableName:
-        """The table that a leaf is a partition of, if it is one; otherwise the same."""
+        """Return the partitioned table of a leaf, or the same name if it is no partition."""
         return next((each.name for each in self.tables.values() if name in each.leaves), name)
 
     @property
     def heaps(self) -> dict[str, frozenset[Heap]]:
-        """Where the rows of each table are."""
+        """The heaps of each table."""
         return {str(each.name): each.heaps for each in self.tables.values()}
 
 
 def load_catalog(connection: psycopg.Connection[Any], names: Iterable[TableName]) -> SourceCatalog:
-    """The tables of these names, those that exist; a handful of statements, whatever their number."""
+    """Load the tables of these names that exist, with a handful of statements whatever their number."""
     wanted = sorted(set(names))
     with translated(connection, "find the tables of an index"), connection.cursor(row_factory=tuple_row) as cursor:
         found = cursor.execute(_TABLES, [[each[0] for each in wanted], [each[1] for each in wanted]]).fetchall()
@@ -143,7 +143,7 @@ def load_catalog(connection: psycopg.Connection[Any], names: Iterable[TableName]
 
 
 def complete(specification: IndexSpecification, catalog: SourceCatalog) -> IndexSpecification:
-    """The same with every key spelled out; raises `ConfigError` for tables that are missing or have no key."""
+    """Fill in every key of a specification; raises `ConfigError` for tables that are missing or have no key."""
     root = catalog.table(specification.table)
     key = specification.primary_key or _primary_key(root)
     return replace(
@@ -180,15 +180,15 @@ def _complete_relation(relation: Relation, parent_key: tuple[str, ...], catalog:
     for one, other in pairs:
         if len(one) != len(other):
             raise ConfigError(
-                f"{relation.table}: ({', '.join(one)}) and ({', '.join(other)}) cannot be compared",
-                hint="Name as many columns as the key that they point at has.",
+                f"{relation.table}: ({', '.join(one)}) and ({', '.join(other)}) have different numbers of columns",
+                hint="Name as many columns as the referenced key has.",
             )
     return replace(relation, primary_key=primary_key, columns=columns, parent_columns=parent_columns)
 
 
 def _primary_key(table: SourceTable) -> tuple[str, ...]:
     if not table.primary_key:
-        raise ConfigError(f"{table.name} has no primary key", hint="Add one, or name primary_key in the specification.")
+        raise ConfigError(f"{table.name} has no primary key", hint="Add one, or set primary_key in the specification.")
     return table.primary_key
 
 

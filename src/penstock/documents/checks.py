@@ -46,7 +46,7 @@ _STRINGS = frozenset({"text", "varchar", "bpchar", "char", "name", "citext"})
 _WHOLE = ("int2", "int4", "int8")
 _TIMES = ("timestamp", "timestamptz")
 _JSON = frozenset({"json", "jsonb"})
-# What has no text that anybody would look for.
+# Types without a text to search for.
 _NOT_WORDS = frozenset({"json", "jsonb", "bytea", "xml", "tsvector", "tsquery"})
 
 _ACCEPTED: dict[ScalarType, frozenset[str]] = {
@@ -59,7 +59,7 @@ _ACCEPTED: dict[ScalarType, frozenset[str]] = {
     ScalarType.DOUBLE: frozenset({"float4", "float8"}),
     ScalarType.DECIMAL: frozenset({"numeric", "money", *_WHOLE}),
     ScalarType.DATE: frozenset({"date"}),
-    # A time of day is no date to an index, although the public format lets it pass.
+    # A time of day is no date to an index, although the public format accepts it.
     ScalarType.TIMESTAMP: frozenset({*_TIMES, "date"}),
     ScalarType.BINARY: frozenset({"bytea"}),
     ScalarType.JSON: _JSON,
@@ -89,11 +89,11 @@ _SQL_NAMES = {
 def check_index(
     connection: psycopg.Connection[Any], specification: IndexSpecification, catalog: SourceCatalog
 ) -> Report:
-    """All findings about one index; those of the second half only if the first half found nothing critical."""
+    """Return all findings about one index; the more detailed checks run only if the first find nothing critical."""
     name = specification.name
     checks = [*_check_tables(specification, catalog)]
     if is_standby(connection):
-        what = "the server is a standby, which does not know the versions of documents"
+        what = "the server is a standby, which has no versions for documents"
         checks.append(failed("server_role", Severity.CRITICAL, what, "Use the primary as source."))
     if not checks:
         checks += _check_root(specification, catalog.table(specification.table))
@@ -107,7 +107,7 @@ def check_index(
             checks += _check_identities(completed, catalog)
             checks += _check_indexes(completed, catalog)
             checks += _check_statements(connection, completed, catalog)
-    checks = checks or [passed("index", f"{name}: everything fits")]
+    checks = checks or [passed("index", f"{name}: matches the database")]
     return Report(Place.of(connection).where, tuple(checks))
 
 
@@ -121,7 +121,7 @@ def _check_tables(specification: IndexSpecification, catalog: SourceCatalog) -> 
             yield failed(
                 "table",
                 Severity.CRITICAL,
-                f"{name} is no table, and its changes cannot be followed",
+                f"{name} is not a table, so its changes cannot be followed",
                 "Join the tables that it is made of.",
                 [str(name)],
             )
@@ -147,7 +147,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
         yield failed(
             "key",
             Severity.CRITICAL,
-            f"{what}: ({', '.join(key)}) is not unique in {table.name}, so it cannot name a document",
+            f"{what}: ({', '.join(key)}) is not unique in {table.name}, so it cannot identify a document",
             f"Run: create unique index on {table.name} ({', '.join(key)});",
             [str(table.name)],
         )
@@ -156,7 +156,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
             yield failed(
                 "key",
                 Severity.CRITICAL,
-                f"{what}: equal values of {each.type} can have different texts, so {each.name} cannot name a document",
+                f"{what}: equal values of {each.type} can have different texts, so {each.name} cannot be an id",
                 "Use a column of another type as doc_id.",
                 [f"{table.name}.{each.name}"],
             )
@@ -172,7 +172,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Looks at every field, filter and key of a specification."""
+    """Checks every field, filter and key of a specification."""
 
     catalog: SourceCatalog
 
@@ -234,7 +234,7 @@ class _Walk:
             yield failed(
                 "key",
                 Severity.WARNING,
-                f"{where}: ({', '.join(relation.columns)}) is not unique in {table.name}; one of the rows is taken",
+                f"{where}: ({', '.join(relation.columns)}) is not unique in {table.name}; one of several rows is used",
                 f"Run: create unique index on {table.name} ({', '.join(relation.columns)});",
                 [str(table.name)],
             )
@@ -276,7 +276,7 @@ def _check_scalar(field: Scalar, table: SourceTable, where: str) -> Iterator[Che
         yield failed(
             "nullable",
             Severity.WARNING,
-            f"{where} is required, and {table.name}.{field.column} may be null",
+            f"{where} is required, but {table.name}.{field.column} may be null",
             f"Run: alter table {table.name} alter {field.column} set not null; or give the field a default.",
             [f"{table.name}.{field.column}"],
         )
@@ -302,7 +302,7 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
             yield failed(
                 "identity",
                 Severity.CRITICAL,
-                f"{name} has no replica identity: the server refuses its updates and deletes once it is published",
+                f"{name} has no replica identity: the server rejects its updates and deletes once it is published",
                 f"Give it a primary key, or run: alter table {name} replica identity full;",
                 [str(name)],
             )
@@ -311,9 +311,9 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
             yield failed(
                 "identity",
                 Severity.INFO,
-                f"of a deleted or moved row of {name} the server does not send {', '.join(unsent)}: a map of relations"
-                " remembers it, with one small row for each of the table's",
-                f"To do without: alter table {name} replica identity full;",
+                f"for deleted and moved rows of {name} the server does not send {', '.join(unsent)}: a relation map"
+                " stores it, with one small row for each row of the table",
+                f"To avoid the map, run: alter table {name} replica identity full;",
                 [str(name)],
             )
 
@@ -331,7 +331,7 @@ def _check_generated(table: SourceTable, links: Sequence[str]) -> Iterator[Check
 
 
 def _check_indexes(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
-    """Building looks rows up by what points at the parent, resolving by what the parent points with."""
+    """Building looks rows up by the columns that point at the parent, resolving by those of the parent."""
     wanted: dict[tuple[TableName, tuple[str, ...]], None] = {}
     for entry in entries_of(specification):
         parent = specification.table
@@ -370,8 +370,8 @@ def _check_statements(
             yield failed(
                 "statement",
                 Severity.CRITICAL,
-                f"the server does not take the statement that would {what}: {error.message}",
-                "Compare the types of the columns that are joined, and look at conditions in SQL.",
+                f"the server rejects the statement that would {what}: {error.message}",
+                "Compare the types of the joined columns, and check filters in SQL.",
                 [specification.name],
             )
 
@@ -399,13 +399,13 @@ def _wrong_type(table: SourceTable, name: str, where: str, why: str) -> Check:
         "type",
         Severity.CRITICAL,
         f"{where}: {table.name}.{name} is {table.column(name).type}; {why}",
-        "Choose another type for the field, or custom.",
+        "Choose another type for the field, or use custom.",
         [f"{table.name}.{name}"],
     )
 
 
 def accepts(type_: ScalarType, column: PostgresType) -> bool:
-    """Whether a field takes a column; `column` is without domains, and of an array its element."""
+    """Return whether a field takes a column; `column` is without domains, and of an array its element."""
     if type_ in (ScalarType.TEXT, ScalarType.IDENTIFIER):
         return column.name in _STRINGS or column.kind is TypeKind.ENUM
     if type_ in (ScalarType.KEYWORD, ScalarType.ENUM):
@@ -414,18 +414,18 @@ def accepts(type_: ScalarType, column: PostgresType) -> bool:
 
 
 def accepts_custom(names: Sequence[str], column: PostgresType) -> bool:
-    """Whether one of the types that a custom field names is the column's; modifiers and `[]` are left aside."""
+    """Return whether a custom field names the column's type; modifiers and `[]` are ignored."""
     plain = {name.strip().lower().split("(")[0].removesuffix("[]").strip() for name in names}
     return bool({_SQL_NAMES.get(name, name) for name in plain} & {column.name, str(column)})
 
 
 def accepts_number(column: PostgresType) -> bool:
-    """Whether it can be added up."""
+    """Return whether its values are numbers."""
     return column.name in _NUMBERS
 
 
 def accepts_point(column: PostgresType) -> bool:
-    """Whether it can hold what an index reads as a point."""
+    """Return whether it can hold what an index reads as a point."""
     return column.name in _STRINGS | _JSON
 
 
@@ -435,14 +435,14 @@ def check_polling(
     catalog: SourceCatalog,
     cursors: Mapping[TableName, str],
 ) -> list[Check]:
-    """Findings about the tables of an index; `cursors` has one for each. Tables that are missing are left out."""
+    """Return findings about polling the tables of an index; `cursors` has one for each. Skips missing tables."""
     there = [catalog.tables[name] for name in sorted(tables) if name in catalog.tables]
     found = [
         failed(
             "polling",
             Severity.WARNING,
-            "polling does not see rows that are deleted, nor changed primary keys, nor emptied tables",
-            "Mark rows as deleted (soft_delete), or compare by `penstock index diff --full` and rebuild.",
+            "polling does not see deleted rows, changed primary keys or truncated tables",
+            "Mark rows as deleted (soft_delete), or compare with `penstock index diff --full` and rebuild.",
             [str(table.name) for table in there],
         )
     ]
@@ -456,7 +456,7 @@ def check_polling(
             failed(
                 "polling",
                 Severity.WARNING,
-                "the server does not tell this role when transactions of others began: those that take longer than"
+                "this role cannot see when transactions of other sessions began: those that take longer than"
                 " polling.overlap can be missed",
                 "Run: grant pg_read_all_stats to the role, or raise polling.overlap.",
                 by_column,
@@ -467,7 +467,7 @@ def check_polling(
 
 def _check_key(table: SourceTable) -> Iterator[Check]:
     if not table.primary_key:
-        what = f"{table.name} has no primary key, and cannot be polled"
+        what = f"{table.name} has no primary key, so it cannot be polled"
         yield failed("polling", Severity.CRITICAL, what, "Add one.", [str(table.name)])
 
 
@@ -475,8 +475,8 @@ def _check_xmin(table: SourceTable) -> Iterator[Check]:
     yield failed(
         "polling",
         Severity.INFO,
-        f"{table.name} is polled by {XMIN}: all of it is read each time",
-        "Name a column with the time of the last change in polling.cursor or polling.tables.",
+        f"{table.name} is polled by {XMIN}: each poll reads the whole table",
+        "Set polling.cursor or polling.tables to a column with the time of the last change.",
         [str(table.name)],
     )
 
@@ -490,15 +490,15 @@ def _check_column(table: SourceTable, cursor: str) -> Iterator[Check]:
             "polling",
             Severity.CRITICAL,
             f"{table.name} {what} {cursor!r}; polling needs a timestamp",
-            f'Name another column in polling.tables, or "{XMIN}".',
+            f'Set another column in polling.tables, or "{XMIN}".',
             subject,
         )
         return
     yield failed(
         "polling",
         Severity.INFO,
-        f"{table.name}: a change that does not set {cursor} is not seen",
-        "Set it by a trigger, so that nobody forgets it.",
+        f"{table.name}: changes that do not set {cursor} are not seen",
+        "Set it with a trigger.",
         subject,
     )
     if not column.not_null:

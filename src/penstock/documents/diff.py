@@ -1,10 +1,10 @@
-"""Whether the documents of an index equal what the database would make of its rows now: missing, extra, different.
+"""Compares the documents of an index with the current rows of the database: missing, extra, different.
 
-By sets: the keys of the root table in pieces, built by one statement each, fetched from the sink by one request, and
-compared as values. What the sink has beyond those keys is built as well, and should be nothing.
+The keys of the root table come in pieces. Each piece is built by one statement, fetched from the sink by one request,
+and compared as values. Documents that only the sink has are built as well, and should not exist.
 
-Both sides may live. A sink is a little behind, so what does not match is looked at again, until it does or there was
-time enough. A document whose rows have changed in every look is not judged: it never stood still.
+Both sides may change meanwhile. A sink is a little behind, so documents that do not match are compared again until they
+do or the time is up. A document whose rows changed between any two comparisons is reported as unsettled.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from penstock.documents.resolve import ResolvedKeys
 from penstock.errors import QueryFailed
 
 MOST_SUSPECTS = 100_000
-"""Beyond it the index is plainly another one, and the rest is not looked at."""
+"""With more differences the index is plainly wrong, and the comparison stops."""
 _NO_SUCH_VALUE = "22"
 _SHOWN_FIELDS = 8
 _PAUSE_SECONDS = 0.5
 
 
 class Kind(StrEnum):
-    """How a document is wrong."""
+    """How a document differs."""
 
     MISSING = "missing"
-    """The database has it, and the sink does not."""
+    """Only the database has it."""
     EXTRA = "extra"
-    """The sink has it, and the database does not."""
+    """Only the sink has it."""
     DIFFERENT = "different"
     UNSETTLED = "unsettled"
-    """It was another one at each look."""
+    """Its rows changed between any two comparisons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A document that is wrong."""
+    """A document that differs."""
 
     id: str
     kind: Kind
     fields: tuple[str, ...] = ()
-    """Where two bodies differ: paths, without values."""
+    """The paths at which two bodies differ, without values."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What was found in one index."""
+    """The result for one index."""
 
     index: str
     compared: int
-    """Documents that the database or the sink has."""
+    """The number of documents that the database or the sink has."""
     differences: tuple[Difference, ...] = ()
     complete: bool = True
-    """False if it was a sample, or was given up because nearly everything differs."""
+    """False for a sample, and if the comparison stopped because nearly everything differs."""
 
     def count(self, kind: Kind) -> int:
-        """How many of a kind."""
+        """Return the number of differences of a kind."""
         return sum(each.kind is kind for each in self.differences)
 
     @property
     def equal(self) -> bool:
-        """Whether nothing is known to be wrong, and all was judged."""
+        """True if nothing differs and nothing is unsettled."""
         return not self.differences
 
     @property
@@ -79,13 +79,13 @@ class DiffReport:
 
 
 class DiffObserver(Protocol):
-    """Hears how far it is."""
+    """Receives the progress of a comparison."""
 
     def on_compared(self, index: str, compared: int) -> None:
-        """So many documents so far."""
+        """So many documents were compared so far."""
 
-    def on_settling(self, index: str, suspects: int) -> None:
-        """So many do not match, and are looked at again."""
+    def on_rechecking(self, index: str, suspects: int) -> None:
+        """So many documents do not match yet and are compared again."""
 
 
 class _Silent(DiffObserver):
@@ -94,7 +94,7 @@ class _Silent(DiffObserver):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a sink may take to follow."""
+    """How long a sink may take to catch up."""
 
     seconds: float = 15.0
     pause: Callable[[float], None] = time.sleep
@@ -109,10 +109,10 @@ class _Suspect:
     fields: tuple[str, ...] = ()
     looks: int = 1
     stood_still: bool = False
-    """Whether two looks in a row have found the same rows."""
+    """True if two comparisons in a row found the same rows."""
 
     @property
-    def judged(self) -> Kind:
+    def verdict(self) -> Kind:
         return self.kind if self.stood_still or self.looks == 1 else Kind.UNSETTLED
 
 
@@ -122,7 +122,7 @@ Built = Mapping[str, tuple[tuple[str, ...], str | None]]
 
 @dataclass(slots=True)
 class _Seen:
-    """Ids by their hashes: eight bytes each, whatever their length."""
+    """A set of ids, kept as hashes of eight bytes each."""
 
     hashes: list[np.ndarray[Any, np.dtype[np.int64]]] = field(default_factory=list[Any])
 
@@ -130,7 +130,7 @@ class _Seen:
         self.hashes.append(_hashes(ids))
 
     def others(self, ids: Sequence[str]) -> list[str]:
-        """Those that were not added."""
+        """Return the ids that were not added."""
         if len(self.hashes) > 1:
             self.hashes = [np.sort(np.concatenate(self.hashes))]
         known = self.hashes[0] if self.hashes else np.empty(0, np.int64)
@@ -161,27 +161,27 @@ class IndexDiff:
         self._strangers: dict[str, None] = {}
 
     def full(self) -> DiffReport:
-        """Every document of both sides."""
+        """Compare every document of both sides."""
         seen = _Seen()
         for keys in self._documents.every_key(self._index):
             seen.add(self._look_at(keys))
             if len(self._suspects) > MOST_SUSPECTS:
-                return self._settle(complete=False)
+                return self._report(complete=False)
         for ids in self._reader.scan(self._index):
             self._look_at_stored(seen.others(ids))
             if len(self._suspects) + len(self._strangers) > MOST_SUSPECTS:
-                return self._settle(complete=False)
-        return self._settle(complete=True)
+                return self._report(complete=False)
+        return self._report(complete=True)
 
     def sample(self, connection: psycopg.Connection[Any], count: int) -> DiffReport:
-        """So many documents of each side, by chance."""
+        """Compare a random sample of `count` documents from each side."""
         seen = _Seen()
         seen.add(self._look_at(self._keys.some(connection, count)))
         self._look_at_stored(seen.others(self._reader.sample(self._index, count)))
-        return self._settle(complete=False)
+        return self._report(complete=False)
 
     def _look_at(self, keys: ResolvedKeys) -> list[str]:
-        """Compare documents of the database with those of the sink; their ids."""
+        """Compare documents of the database with those of the sink, and return their ids."""
         ids: list[str] = []
         for built in self._build(keys):
             stored = self._reader.fetch(self._index, list(built))
@@ -192,22 +192,22 @@ class IndexDiff:
         return ids
 
     def _look_at_stored(self, ids: Sequence[str]) -> None:
-        """Compare documents of the sink that the database did not name."""
+        """Compare documents of the sink that were not among those of the database."""
         keys = {id_: self._keys.parse(id_) for id_ in ids}
         fitting = [key for key in keys.values() if len(key) == len(self._keys.columns)]
         known = set(self._look_at(self._keys.resolved(fitting)))
-        # An id that no key has: not even one of the right type, or in another spelling.
+        # Ids that no key can have: of the wrong type, or not canonical.
         strangers = self._reader.fetch(self._index, [id_ for id_ in ids if id_ not in known])
         self._strangers |= dict.fromkeys(strangers)
         self._compared += len(strangers)
 
-    def _settle(self, *, complete: bool) -> DiffReport:
+    def _report(self, *, complete: bool) -> DiffReport:
         deadline = self._patience.clock() + self._patience.seconds
         while self._suspects and self._patience.clock() < deadline:
-            self._observer.on_settling(self._index, len(self._suspects))
+            self._observer.on_rechecking(self._index, len(self._suspects))
             self._patience.pause(_PAUSE_SECONDS)
             self._look_again()
-        found = [Difference(id_, each.judged, each.fields) for id_, each in self._suspects.items()]
+        found = [Difference(id_, each.verdict, each.fields) for id_, each in self._suspects.items()]
         found += [Difference(id_, Kind.EXTRA) for id_ in self._strangers]
         return DiffReport(self._index, self._compared, tuple(found), complete)
 
@@ -222,7 +222,7 @@ class IndexDiff:
         self._suspects = found
 
     def _build(self, keys: ResolvedKeys) -> Iterator[Built]:
-        """Pieces are halved until those stand alone that are no values of their columns' types; these are left out."""
+        """Build a piece; keys that do not fit their columns' types are isolated by halving it, and left out."""
         if not len(keys):
             return
         try:
@@ -239,7 +239,7 @@ class IndexDiff:
 
 
 def _suspects(built: Built, stored: Mapping[str, Any]) -> Iterator[tuple[str, _Suspect]]:
-    # Cold: somebody asked for a comparison, and bodies that were parsed have no columns.
+    # Cold: a comparison on request, and parsed bodies have no columns.
     for id_, (key, body) in built.items():
         if body is None:
             if id_ in stored:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from penstock.documents.base import (
-    WRITTEN,
+    DOCUMENT_SCHEMA,
     BatchPolicy,
     BatchStatistics,
     Change,
@@ -55,7 +55,7 @@ class Engine:
     ) -> None:
         """`queue_capacity` is how many changes may wait between capture and the worker, at least 1.
 
-        With `skip_backfill` nothing is seeded, whatever the sink says: for sinks that cannot remember that they were.
+        `skip_backfill` fills no index, whatever the sink says: for sinks that cannot store that they were filled.
         """
         self.queue_capacity = max(1, queue_capacity)
         self.batch = batch or BatchPolicy()
@@ -67,7 +67,7 @@ class Engine:
         self._observer = observer or NoopObserver()
 
     def run(self) -> None:
-        """Ensure all indexes, seed those that are not, then follow changes until the source ends or something fails."""
+        """Ensure all indexes, fill those that are not seeded, then follow changes until the source ends."""
         try:
             self._run()
         except Exception as error:
@@ -91,7 +91,7 @@ class Engine:
         if not scopes:
             return
         indexes = [each.index for each in scopes]
-        # What an interrupted run has filled may have lost its row since.
+        # Rows of documents that an interrupted run wrote may have been deleted since.
         for mapping in self._documents.index_mappings():
             if mapping.index in indexes:
                 self._sink.reindex(mapping)
@@ -150,13 +150,13 @@ class Engine:
         started = time.monotonic()
         report = self._sink.flush(queue.is_empty)
         seconds = time.monotonic() - started
-        self._judge(report)
+        self._handle_rejections(report)
         self._finish(batch, changes, resolution, BatchStatistics(sum(each.count for each in batch), documents, seconds))
 
     def _finish(
         self, batch: Sequence[Change], changes: Changes, resolution: Resolution, statistics: BatchStatistics
     ) -> None:
-        # In this order: a crash in between makes changes come again, never go.
+        # In this order: after a crash in between, changes are delivered again and never lost.
         self._documents.remember(resolution)
         for each in batch:
             each.ack.confirm()
@@ -164,14 +164,14 @@ class Engine:
         logger.debug("batch committed changes=%d tables=%d", statistics.changes, len(changes.rows))
 
     def _rebuild(self, index: str) -> int:
-        """A table was emptied, and nobody knows which documents showed its rows: build all, beside the old ones."""
+        """Build all documents beside the old ones: a table was truncated, and any of them may have shown its rows."""
         mapping = next(each for each in self._documents.index_mappings() if each.index == index)
         self._sink.reindex(mapping)
         count = 0
         for keys in self._documents.every_key(index):
             self._write(keys)
             count += len(keys)
-        self._judge(self._sink.flush(False))
+        self._handle_rejections(self._sink.flush(False))
         self._seeded(index)
         return count
 
@@ -182,18 +182,18 @@ class Engine:
     def _write(self, keys: ResolvedKeys) -> None:
         built = self._documents.build(keys)
         index = pa.repeat(pa.scalar(keys.index, pa.string()), built.num_rows)
-        self._sink.write(pa.Table.from_arrays([index, *built.columns], schema=WRITTEN))
+        self._sink.write(pa.Table.from_arrays([index, *built.columns], schema=DOCUMENT_SCHEMA))
 
-    def _judge(self, report: FlushReport) -> None:
-        """Decide about all before anything is said about one: a batch that comes again must not be counted twice."""
-        self.failure_policies.stop_for(report.rejections)
+    def _handle_rejections(self, report: FlushReport) -> None:
+        """Decide about all before reporting one: a batch that is delivered again must not be counted twice."""
+        self.failure_policies.raise_fatal(report.rejections)
         for each in report.rejections:
-            logger.warning("document set aside index=%s reason=%s", each.index, each.reason)
+            logger.warning("document quarantined index=%s reason=%s", each.index, each.reason)
             self._observer.on_document_quarantined(each)
 
 
 class ChangeQueue:
-    """One producer, one consumer. The bound counts changes; a piece that is larger alone waits for an empty queue."""
+    """One producer, one consumer. The bound counts changes; a larger piece waits until the queue is empty."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity)
@@ -205,12 +205,12 @@ class ChangeQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits at this moment."""
+        """True if nothing is waiting now."""
         with self._changed:
             return not self._items
 
     def publish(self, change: Change) -> bool:
-        """Wait for room, then put it in; False if nobody takes anything any more."""
+        """Wait for room and add a piece; False if the queue is closed."""
         with self._changed:
             while self._items and self._count + change.count > self._capacity and not self._closed:
                 self._changed.wait()
@@ -222,7 +222,7 @@ class ChangeQueue:
             return True
 
     def receive(self, timeout: float | None = None) -> Change | None:
-        """The next piece; None when there is none in time, or none will ever come. Raises what ended the producer."""
+        """Return the next piece; None after the timeout or at the end. Raises the error that ended the producer."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._items:
@@ -239,12 +239,12 @@ class ChangeQueue:
 
     @property
     def is_finished(self) -> bool:
-        """Closed, and everything was taken."""
+        """True if the queue is closed and empty."""
         with self._changed:
             return self._closed and not self._items and self._failure is None
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Nothing more will come, because of `failure` if there is one; whoever waits wakes up."""
+        """Accept no more pieces, because of `failure` if there is one, and wake up waiting threads."""
         with self._changed:
             self._closed = True
             self._failure = self._failure or failure

@@ -1,7 +1,7 @@
-"""Pieces of SQL: names, comparisons, conditions, keys as text, and values as an index takes them.
+"""Pieces of SQL: names, comparisons, conditions, keys as text, and values in the form that an index takes.
 
-Nothing relies on `search_path`: tables, types and operators are written with their schema. Two columns are compared by
-the equality of their own type, which for types like `citext` is not the one of `pg_catalog`.
+Nothing relies on `search_path`: tables, types and operators have their schema. Two columns are compared by the equality
+of their own type, which for types like `citext` is not the one of `pg_catalog`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEY_TYPES = frozenset(
         *("text", "varchar", "bpchar", "citext", "name", "date", "timestamp", "timestamptz"),
     }
 )
-"""Types whose equal values can be brought to one text; enums too. Only these can name a document."""
+"""Types whose equal values have one canonical text, as enums do. Only these can identify a document."""
 
 _COLLATED = ("text", "varchar", "bpchar")
 _AS_TEXT = sql.SQL("{}::pg_catalog.text")
@@ -55,12 +55,12 @@ def column(alias: str, name: str) -> Sql:
 
 
 def conjunction(conditions: Sequence[Sql]) -> Sql:
-    """All of them; true if there are none."""
+    """Join conditions with `and`; true if there are none."""
     return sql.SQL(" and ").join(conditions) if conditions else TRUE
 
 
 def compare(operator: str, left: Sql, right: Sql, left_type: PostgresType, right_type: PostgresType) -> Sql:
-    """`left operator right`, with the operator of the types' own schema if they are of the same foreign type."""
+    """Return `left operator right`, with the operator of the type's own schema if both have the same type."""
     own = left_type.oid == right_type.oid and left_type.kind is TypeKind.BASE
     namespace = left_type.namespace if own else "pg_catalog"
     return sql.SQL("({} operator({}.{}) {})").format(
@@ -71,7 +71,7 @@ def compare(operator: str, left: Sql, right: Sql, left_type: PostgresType, right
 def equal_columns(
     left: str, left_columns: Sequence[SourceColumn], right: str, right_columns: Sequence[SourceColumn]
 ) -> Sql:
-    """Columns of one alias equal those of another, pair by pair."""
+    """Compare columns of one alias with those of another, pair by pair."""
     return conjunction(
         [
             compare("=", column(left, one.name), column(right, other.name), one.base, other.base)
@@ -81,19 +81,19 @@ def equal_columns(
 
 
 def canonical(value: Sql, source: SourceColumn) -> Sql:
-    """The one text of a key's value, whichever of several equal values it is; read as its type, it is that value again.
+    """Return the canonical text of a key's value: equal values have one text, and casting it returns the value.
 
-    For sessions whose settings are pinned (`penstock.source.connections`). The only place that decides this: what
-    resolving gives, what a map of relations holds and what names a document in an index all went through here.
+    For sessions with pinned settings (`penstock.source.connections`). This is the only place that decides it: resolved
+    keys, relation maps and the ids of documents all use it.
     """
     return _CANONICAL.get(source.base.name, _AS_TEXT).format(value)
 
 
 def same_key(left: Sql, right: Sql, source: SourceColumn) -> Sql:
-    """Whether two values of a column name the same document: they are equal, and have the same canonical text.
+    """Compare two values of a key column: they must be equal and have the same canonical text.
 
-    Under a collation that is not deterministic texts can be equal without being the same. Their equality stays in the
-    condition, since an index is found by it.
+    Under a nondeterministic collation, different texts can be equal. The equality stays in the condition so that an
+    index can be used.
     """
     equal = compare("=", left, right, source.base, source.base)
     if source.base.name not in _COLLATED:
@@ -104,7 +104,7 @@ def same_key(left: Sql, right: Sql, source: SourceColumn) -> Sql:
 
 
 def document_id(parts: Sequence[Sql]) -> Sql:
-    """One text of a key's canonical texts. Colons inside parts are escaped, so different keys have different texts."""
+    """Join a key's canonical texts to an id. Colons inside parts are escaped, so different keys have different ids."""
     if len(parts) == 1:
         return parts[0]
     escape = sql.SQL("pg_catalog.replace(pg_catalog.replace({}, '%', '%25'), ':', '%3A')")
@@ -112,7 +112,7 @@ def document_id(parts: Sequence[Sql]) -> Sql:
 
 
 def values_source(alias: str, columns: Sequence[SourceColumn], parameter: int, *, ordered: bool = False) -> Sql:
-    """Arrays of texts as rows with typed columns `v0`, `v1`, …; `ordered` adds `place`, which counts them."""
+    """Return arrays of texts as rows with typed columns `v0`, `v1`, …; `ordered` adds a counter `place`."""
     names = [sql.Identifier(f"v{number}") for number in range(len(columns))]
     casts = [
         sql.SQL("{}::{} as {}").format(column("u", f"v{number}"), type_name(each.base), name)
@@ -130,7 +130,7 @@ def values_source(alias: str, columns: Sequence[SourceColumn], parameter: int, *
 
 
 def from_table(table: SourceTable, alias: str, filters: Sequence[Filter] = ()) -> Sql:
-    """The table under an alias, with SQL conditions applied where only its own columns are in scope."""
+    """Return the table under an alias; raw filters are applied where only its own columns are in scope."""
     raw = raw_conditions(filters)
     if not raw:
         return sql.SQL("{} {}").format(table_name(table.name), sql.Identifier(alias))
@@ -140,17 +140,17 @@ def from_table(table: SourceTable, alias: str, filters: Sequence[Filter] = ()) -
 
 
 def conditions(filters: Sequence[Filter], alias: str, table: SourceTable) -> list[Sql]:
-    """Every filter that is not SQL, on the columns of one alias."""
+    """Return every filter that is not raw SQL, on the columns of one alias."""
     return [_condition(each, column(alias, each.column), table.column(each.column)) for each in filters if not each.raw]
 
 
 def raw_conditions(filters: Sequence[Filter]) -> list[Sql]:
-    """Every filter that is SQL. The line break ends a comment in it."""
+    """Return every raw filter. The line break ends a comment in it."""
     return [sql.SQL("({}\n)").format(sql.SQL(as_literal(each.raw))) for each in filters if each.raw]
 
 
 def is_deleted(marker: SoftDelete, alias: str, table: SourceTable) -> Sql:
-    """Whether the row counts as deleted; never null."""
+    """Return the condition for rows that count as deleted; never null."""
     value = column(alias, marker.column)
     if table.column(marker.column).base.name != "bool":
         value = sql.SQL("({} is not null)").format(value)
@@ -160,7 +160,7 @@ def is_deleted(marker: SoftDelete, alias: str, table: SourceTable) -> Sql:
 
 
 def scalar_value(field: Scalar, alias: str, table: SourceTable) -> Sql:
-    """A column as its place in the document takes it."""
+    """Return a column in the form that the document takes."""
     source = table.column(field.column)
     value = convert(column(alias, field.column), field.type, source)
     for transform in field.transforms:
@@ -175,7 +175,7 @@ def scalar_value(field: Scalar, alias: str, table: SourceTable) -> Sql:
 
 
 def convert(value: Sql, type_: ScalarType, source: SourceColumn) -> Sql:
-    """What JSON would render in a way that no index reads, rendered otherwise; arrays are left to JSON."""
+    """Convert values whose JSON form no index reads; arrays are left to JSON."""
     if source.base.kind is TypeKind.ARRAY:
         return value
     if type_ in _TEXTS:
@@ -188,7 +188,7 @@ def convert(value: Sql, type_: ScalarType, source: SourceColumn) -> Sql:
 
 
 def geo_value(field: Geo, alias: str) -> Sql:
-    """A point; null if a coordinate is."""
+    """Return a point; null if a coordinate is."""
     if field.column:
         return column(alias, field.column)
     latitude, longitude = column(alias, field.latitude), column(alias, field.longitude)
@@ -198,7 +198,7 @@ def geo_value(field: Geo, alias: str) -> Sql:
 
 
 def json_literal(value: Any) -> Sql:
-    """A constant."""
+    """Return a constant as JSON."""
     return sql.SQL("{}::pg_catalog.json").format(sql.Literal(json.dumps(value, ensure_ascii=False)))
 
 

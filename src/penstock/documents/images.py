@@ -1,13 +1,13 @@
-"""Changes as resolving needs them: for a few columns of a table, the texts before and after, column by column.
+"""Changes in the form that resolving needs: the old and new texts of a few columns, column by column.
 
-Texts are what Postgres reads as the column's type. A cell may be NULL, or not sent at all, which is not the same:
-`Cells.sent` tells. What the server leaves out because it did not change is put in where that is certain: an update that
-says nothing about the row before has not changed the row's identity.
+Postgres can cast the texts to the column's type. A cell may be NULL or omitted by the server, which is not the same:
+`Cells.sent` distinguishes them. Omitted old values are filled in where that is certain: an update without an old row
+has not changed the row's identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,21 +39,21 @@ class Cells:
     """One column of many changes."""
 
     texts: pa.StringArray
-    """Null where the cell is NULL, and where it was not sent."""
+    """Null where the cell is NULL, and where the server omitted it."""
     sent: Flags
 
     @classmethod
     def absent(cls, count: int) -> Cells:
-        """Nothing was sent."""
+        """Return cells that were all omitted."""
         return cls(pa.nulls(count, pa.string()), np.zeros(count, np.bool_))
 
     @classmethod
     def joined(cls, parts: Sequence[Cells]) -> Cells:
-        """Several pieces as one."""
+        """Join several pieces."""
         return cls(pa.concat_arrays([each.texts for each in parts]), np.concatenate([each.sent for each in parts]))
 
     def or_else(self, other: Cells, where: Flags) -> Cells:
-        """These, and where they were not sent those of another column, if `where` allows it."""
+        """Replace omitted cells by those of another column, where `where` is true."""
         take = where & ~self.sent & other.sent
         return Cells(pc.if_else(pa.array(take), other.texts, self.texts), self.sent | take)
 
@@ -75,7 +75,7 @@ class RowChanges:
 
     @classmethod
     def joined(cls, table: TableName, parts: Sequence[RowChanges]) -> RowChanges:
-        """Several pieces with the same columns as one, in their order."""
+        """Join several pieces with the same columns, in order."""
         return cls(
             table,
             np.concatenate([each.operations for each in parts]),
@@ -93,9 +93,9 @@ class Changes:
     rows: tuple[RowChanges, ...] = ()
     truncated: frozenset[TableName] = frozenset()
     xids: frozenset[int] = frozenset()
-    """The transactions, as the stream names them; documents are built when all of them can be seen."""
+    """The transaction ids of the stream; documents are built once all of them are visible."""
     is_snapshot: bool = False
-    """Rows that are there now, with nothing but what names their documents."""
+    """True for current rows that have only the key columns of their documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +106,30 @@ class WantedColumns:
     identity: frozenset[str] = field(default_factory=frozenset[str])
 
 
-def collect_changes(batch: EventBatch, wanted: Mapping[TableName, WantedColumns]) -> Changes:
-    """The changes of a batch that concern these tables; only the columns that are needed are read."""
+def changes_in_pieces(batch: EventBatch, wanted: Mapping[TableName, WantedColumns], size: int) -> Iterator[Changes]:
+    """The changes of a batch to these tables, about `size` rows at a time, each piece with its transactions.
+
+    Which documents a change affects follows from the row's own values, so the rows of one transaction may be resolved
+    in several pieces. Truncated tables come first: their links are forgotten before new ones are stored.
+    """
+    emptied = {table.table for table in batch.tables if any(isinstance(step, Truncate) for step in table.steps)}
+    truncated = frozenset(name for name in wanted if str(name) in emptied)
     rows: list[RowChanges] = []
-    truncated: set[TableName] = set()
     xids: set[int] = set()
-    for table in batch.tables:
-        for step in table.steps:
-            if isinstance(step, Rows):
-                name = TableName(step.schema.namespace, step.schema.name)
-                for file in step.segments if name in wanted else ():
-                    segment = file.read(needed_fields(file.path, step.schema, wanted[name]))
-                    xids.update(pc.unique(segment.column(XID)).to_pylist())
-                    rows.append(row_changes(segment, step.schema, name, wanted[name]))
-            elif isinstance(step, Truncate):
-                truncated |= {name for name in wanted if str(name) == table.table}
-    return Changes(tuple(rows), frozenset(truncated), frozenset(xids))
+    room = size
+    for part, its_xids in _parts(batch, wanted, size):
+        if len(part) > room and rows:
+            yield Changes(tuple(rows), truncated, frozenset(xids))
+            truncated, rows, xids, room = frozenset(), [], set(), size
+        rows.append(part)
+        xids |= its_xids
+        room -= len(part)
+    if rows or truncated:
+        yield Changes(tuple(rows), truncated, frozenset(xids))
 
 
 def merge_changes(parts: Sequence[Changes]) -> Changes:
-    """Several pieces as one, in their order."""
+    """Join several pieces, in order."""
     return Changes(
         tuple(rows for part in parts for rows in part.rows),
         frozenset(name for part in parts for name in part.truncated),
@@ -135,7 +139,7 @@ def merge_changes(parts: Sequence[Changes]) -> Changes:
 
 
 def row_changes(segment: pa.Table, schema: TableSchema, name: TableName, wanted: WantedColumns) -> RowChanges:
-    """The images of these columns in a segment; a column that the schema does not have counts as not sent."""
+    """Return the old and new values of these columns in a segment; columns that the schema lacks count as omitted."""
     operations = segment.column(OP).to_numpy()
     count = len(operations)
     deleted = operations == Operation.DELETE
@@ -162,7 +166,7 @@ def row_changes(segment: pa.Table, schema: TableSchema, name: TableName, wanted:
 
 
 def distinct_tuples(parts: Iterable[Sequence[Cells]], width: int) -> list[list[str]]:
-    """The different tuples of cells in which every cell was sent and none is NULL, column by column."""
+    """Return the distinct tuples without omitted or NULL cells, column by column."""
     tables: list[pa.Table] = []
     names = [str(number) for number in range(width)]
     for part in parts:
@@ -178,7 +182,7 @@ def distinct_tuples(parts: Iterable[Sequence[Cells]], width: int) -> list[list[s
 
 
 class _Bitmap:
-    """The bitmaps of cells that were not sent, as a matrix of bytes."""
+    """The bitmaps of omitted cells, as a matrix of bytes."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         self._valid = column.is_valid().to_numpy()
@@ -193,8 +197,23 @@ class _Bitmap:
         return absent
 
 
-def needed_fields(path: str, schema: TableSchema, wanted: WantedColumns) -> list[str]:
-    """What to read of a segment: the columns that say what happened, and those that are asked for."""
+def _parts(
+    batch: EventBatch, wanted: Mapping[TableName, WantedColumns], size: int
+) -> Iterator[tuple[RowChanges, set[int]]]:
+    for table in batch.tables:
+        for step in table.steps:
+            if isinstance(step, Rows):
+                name = TableName(step.schema.namespace, step.schema.name)
+                for file in step.segments if name in wanted else ():
+                    segment = file.read(_needed_fields(file.path, step.schema, wanted[name]))
+                    for first in range(0, segment.num_rows, size):
+                        part = segment.slice(first, size).combine_chunks()
+                        xids = set(pc.unique(part.column(XID)).to_pylist())
+                        yield row_changes(part, step.schema, name, wanted[name]), xids
+
+
+def _needed_fields(path: str, schema: TableSchema, wanted: WantedColumns) -> list[str]:
+    """Return the fields to read of a segment: those that describe the changes, and the wanted columns."""
     fields = dict(zip((column.name for column in schema.columns), field_names(schema), strict=True))
     needed = {OP, COMMIT_LSN, ORDINAL, XID, UNCHANGED, OLD, UNREPRESENTABLE}
     needed |= {fields[name] for name in wanted.columns if name in fields}
@@ -217,7 +236,7 @@ def _masked(texts: pa.StringArray, sent: Flags) -> Cells:
 
 
 def _texts(segment: pa.Table, name: str, values: pa.ChunkedArray | pa.Array) -> pa.StringArray:
-    """Typed values as texts that Postgres reads; cells that their type cannot hold have theirs already."""
+    """Convert typed values to texts that Postgres can cast; unrepresentable values already have one."""
     array = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         # Cold: Arrow has no hexadecimal form, and keys are rarely bytes.

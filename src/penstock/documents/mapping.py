@@ -62,7 +62,7 @@ _ANALYSIS: dict[str, Any] = {
     },
     "analyzer": {
         TEXT_ANALYZER: {"type": "custom", "tokenizer": "standard", "filter": ["lowercase", "asciifolding"]},
-        # A code is found by its parts, by its whole, and without what separates them.
+        # Finds a code by its parts, as a whole, and without separators.
         CODE_ANALYZER: {
             "type": "custom",
             "tokenizer": "whitespace",
@@ -73,7 +73,7 @@ _ANALYSIS: dict[str, Any] = {
     "char_filter": {},
 }
 MAPPING_VERSION = 1
-"""Raised when this code derives other mappings, analyzers or values from the same specification."""
+"""Increased when this code derives other mappings, analyzers or values from the same specification."""
 
 _IRRELEVANT = frozenset({"name", "required"})
 _LENGTH = 12
@@ -86,12 +86,12 @@ class IndexMapping:
 
     index: str
     fingerprint: str
-    """Changes with whatever makes documents or mappings different; another one is another generation."""
+    """Identifies the shape of documents and mappings; a new fingerprint means a new generation."""
     mappings: dict[str, Any]
     analysis: dict[str, Any]
 
     def body(self, *, shards: int = 1, replicas: int = 1, refresh_interval: str = "1s") -> dict[str, Any]:
-        """What creates the index."""
+        """Return the body of the request that creates the index."""
         settings = {
             "number_of_shards": shards,
             "number_of_replicas": replicas,
@@ -102,7 +102,7 @@ class IndexMapping:
 
 
 def index_mapping(specification: IndexSpecification, catalog: SourceCatalog | None = None) -> IndexMapping:
-    """The index of a specification; without the catalog only to be looked at, since its fingerprint is not whole."""
+    """Return the index of a specification; without the catalog its fingerprint is incomplete, so only for display."""
     writer = _Writer()
     properties = writer.properties(specification.fields, "")
     mappings: dict[str, Any] = {"dynamic": "strict", "properties": properties}
@@ -115,7 +115,7 @@ def index_mapping(specification: IndexSpecification, catalog: SourceCatalog | No
 
 
 class _Writer:
-    """Collects what mappings need elsewhere: templates of maps, normalizers of enums."""
+    """Collects what mappings need elsewhere: templates for maps, normalizers for enums."""
 
     def __init__(self) -> None:
         self.templates: list[dict[str, Any]] = []
@@ -145,7 +145,7 @@ class _Writer:
             case ScalarType.CUSTOM:
                 return {"type": field.opensearch}
             case ScalarType.JSON:
-                # Kept as it is and not searched: what is in it is not known, and strict mappings would refuse it.
+                # Stored but not searched: its keys are unknown, and strict mappings would reject them.
                 return {"type": "object", "enabled": False}
             case ScalarType.MAP:
                 leaf = _leaf(field.values or ScalarType.KEYWORD)
@@ -158,7 +158,7 @@ class _Writer:
                 return _leaf(field.type)
 
     def _ranked(self, variants: Sequence[str], path: str) -> Properties:
-        """A subfield that holds each variant's rank; other values stay, and sort after all ranks."""
+        """Return a subfield with each variant's rank; other values are kept and sort after all ranks."""
         name = f"penstock_rank_{path.replace('.', '_')}"
         filters: list[str] = []
         for rank, variant in enumerate(variants):
@@ -210,17 +210,17 @@ def _constant_type(value: str | float | bool | None) -> str:
 
 
 def fingerprint(specification: IndexSpecification) -> str:
-    """Twelve hexadecimal digits."""
+    """Return the fingerprint of a specification: twelve hexadecimal digits."""
     return _digest(specification)[:_LENGTH]
 
 
 def build_fingerprint(specification: IndexSpecification, catalog: SourceCatalog) -> str:
-    """Eight more than `fingerprint` has: they change when the database fills in something else."""
+    """Return `fingerprint` plus eight digits that change when the keys from the database change."""
     return fingerprint(specification) + _digest(complete(specification, catalog))[:_COMPLETED_LENGTH]
 
 
 def is_built_from(build: str, specification: IndexSpecification) -> bool:
-    """Whether a build of this fingerprint has this specification, whatever the database fills in by now."""
+    """Return whether a build has this specification, whatever keys the database has by now."""
     return build[:_LENGTH] == fingerprint(specification)
 
 
@@ -234,7 +234,7 @@ def _describe(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):
-        # What is as it is when nobody says anything is left out: a new key leaves the fingerprints of old files alone.
+        # Defaults are left out, so a new key does not change the fingerprints of old files.
         said = {each.name: getattr(value, each.name) for each in fields(value) if not _is_default(value, each)}
         if "fields" in said:
             said["fields"] = {each.name: each for each in said["fields"]}

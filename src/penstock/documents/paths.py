@@ -1,13 +1,13 @@
-"""Where each table stands in an index, and how to get from one of its rows up to the documents that show it.
+"""The places of each table in an index, and the paths from its rows up to the documents that show them.
 
-A table can stand in several places of an index: as the root, as the target of a relation, as a junction, and again
-deeper down. Each place is an `Entry`: the columns of a row that say what it hangs on (`columns`), and the way up.
+A table can have several places in an index: as the root, as the target of a relation, as a junction, and again deeper
+down. Each place is an `Entry`: the columns that link a row to the level above (`columns`), and the path up.
 
-Following these ways in the database *as it is now*, from the values that the columns have now *and* from those that
-they had before, finds every document that has changed. Take a document that showed a row which changed, and the chain
-of rows between the two as it was. Where the chain is still whole, the row's old values lead up to the document. Where
-it is broken, take the break nearest to the document: a row there has changed too, above it the chain is whole, and so
-that row's own old values lead up. What shows a row now is found from its new values in the same way.
+Following these paths in the *current* state of the database, from the values that the columns have now *and* from those
+they had before, finds every document that has changed. Take a document that showed a changed row, and the chain of rows
+between the two as it was. If the chain is still whole, the row's old values lead up to the document. If it is broken,
+take the break nearest to the document: a row there has changed too, above it the chain is whole, and so that row's own
+old values lead up. Documents that show a row now are found from its new values in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry:
 
     table: TableName
     columns: tuple[str, ...]
-    """Whose values lead up: they equal columns one level above, or, of the root, name the document."""
+    """Their values lead up: they equal columns one level above; for the root, they are the document's key."""
     relations: tuple[Relation, ...] = ()
     """From the root down to this place; empty for the root itself."""
     is_junction: bool = False
@@ -45,7 +45,7 @@ class Entry:
 
 
 def entries_of(specification: IndexSpecification) -> list[Entry]:
-    """Every place of every table; `specification` is complete. Places that lead up in the same way count once."""
+    """Return every place of every table of a complete specification; places with the same path up count once."""
     found = [Entry(specification.table, specification.doc_id)]
     for relations in _chains(specification.fields, ()):
         last = relations[-1]
@@ -56,15 +56,15 @@ def entries_of(specification: IndexSpecification) -> list[Entry]:
 
 
 def link_columns(entries: Iterable[Entry], table: TableName) -> tuple[str, ...]:
-    """All columns of a table whose old values are needed, sorted."""
+    """Return all columns of a table whose old values are needed, sorted."""
     return tuple(sorted({name for entry in entries if entry.table == table for name in entry.columns}))
 
 
 def way_up(entry: Entry, specification: IndexSpecification, catalog: SourceCatalog, parameter: int) -> Sql:
-    """The SQL from values of an entry's columns to the keys of documents.
+    """Return the SQL from values of an entry's columns to the keys of documents.
 
-    Takes one array of texts per column, as parameters from `$parameter` on. Gives the canonical texts of the keys as
-    `k0`, `k1`, …; of the root without looking whether the row is there, since it may be gone.
+    It takes one array of texts per column, as parameters from `$parameter` on, and returns the canonical texts of the
+    keys as `k0`, `k1`, …. For the root it does not check that the row exists: it may have been deleted.
     """
     key = catalog.table(specification.table).select(specification.doc_id)
     values = catalog.table(entry.table).select(entry.columns)
@@ -83,7 +83,7 @@ def way_up(entry: Entry, specification: IndexSpecification, catalog: SourceCatal
 
 
 def _joins_up(entry: Entry, specification: IndexSpecification, catalog: SourceCatalog) -> tuple[list[Sql], str]:
-    """Join every level above to the one below, and say what the root is called."""
+    """Join every level above to the one below; returns the joins and the root's alias."""
     levels = [specification.table, *(relation.table for relation in entry.relations)]
     below = "s"
     below_columns = [
@@ -127,6 +127,6 @@ def _chains(fields: tuple[Field, ...], above: tuple[Relation, ...]) -> Iterator[
 
 
 def _way_up(entry: Entry) -> tuple[object, ...]:
-    """What two entries have in common if they lead to the same documents: filters, order and limits do not matter."""
+    """Return what identifies a path up: filters, order and limits do not matter."""
     links = tuple((each.table, each.parent_columns, each.columns, each.junction) for each in entry.relations)
     return entry.table, entry.columns, entry.is_junction, links

@@ -25,13 +25,11 @@ from __future__ import annotations
 
 import json
 import logging
-import sqlite3
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psycopg
@@ -44,14 +42,14 @@ from penstock.documents.base import Change, ChangeCapture, SnapshotTable
 from penstock.documents.catalog import SourceCatalog, SourceTable
 from penstock.documents.expressions import column, table_name
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns
+from penstock.documents.side_tables import SCHEMA, PostgresTables, SideTables, open_side_tables
 from penstock.documents.statements import as_literal, run_statement
-from penstock.errors import ConfigError, Retry, SourceError, StateUnusable
+from penstock.errors import ConfigError, Retry, SourceError
 from penstock.retry import Backoff
 from penstock.schema import ReplicaIdentity
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName
-from penstock.state.opening import file_beside
 
 __all__ = ["XMIN", "PollSettings", "PolledTable", "PollingCapture", "polled_catalog", "polled_tables"]
 
@@ -59,7 +57,7 @@ DEFAULT_CHUNK = 10_000
 
 logger = logging.getLogger(__name__)
 
-# When the oldest transaction began that can still commit with that time; this one began no later than now.
+# The start of the oldest transaction that can still commit with that time; this one's own at the latest.
 _OLDEST = """
     select (extract(epoch from least(pg_catalog.transaction_timestamp(), pg_catalog.min(b.began)))
             * 1000000)::int8
@@ -76,30 +74,33 @@ XMIN = "xmin"
 TIME_TYPES = ("timestamptz", "timestamp")
 _VERSIONS = pa.schema([pa.field(name, pa.int64()) for name in ("mark", "place", "writer")])
 
-# The whole number of a row's transaction: the one with these 32 bits that is nearest to where the server is.
+# The full id of a row's transaction: of those with these 32 bits, the nearest to the server's current one.
 _WHOLE_XID = "($2::int8 + ((r.xmin::text::int8 - $2::int8 % 4294967296) + 6442450944) % 4294967296 - 2147483648)"
 _VERSION = (
     "(((r.ctid::text::point)[0])::int8 << 16) + ((r.ctid::text::point)[1])::int8,"
     " (r.tableoid::int8 << 32) + r.xmin::text::int8"
 )
-SUFFIX = ".polling"
-_BUSY_SECONDS = 10.0
+_SUFFIX = ".polling"
+_CREATE = "create table if not exists {} (owner text primary key, position text not null)"
+_LOAD = "select position from {} where owner = $1"
+_STORE = "insert into {} values ($1, $2) on conflict (owner) do update set position = excluded.position"
+_FORGET = "delete from {} where owner = $1"
 
 
 @dataclass(frozen=True, slots=True)
 class PollSettings:
-    """How often, and how far back."""
+    """How often to poll, and how far back."""
 
     interval: float = 1.0
     """Seconds between two polls."""
     overlap: float = 60.0
-    """Seconds; for times that are late."""
+    """Seconds to go back, for late clocks."""
     chunk: int = DEFAULT_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Where the server is at one poll."""
+    """The server's marks at one poll."""
 
     oldest_start: int
     oldest_xid: int
@@ -109,7 +110,7 @@ class _Marks:
 
 @dataclass(slots=True)
 class _Poll:
-    """A poll whose changes are not all confirmed yet."""
+    """A poll with unconfirmed changes."""
 
     position: PollPosition
     waiting: int = 0
@@ -135,7 +136,7 @@ class _Nothing:
 
 
 class PollingCapture(ChangeCapture):
-    """See the module. `live` goes on until `stop` is set; a server that is away is waited for."""
+    """Polls until `stop` is set; waits for a server that is unavailable."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class PollingCapture(ChangeCapture):
         stop: threading.Event | None = None,
         once: bool = False,
     ) -> None:
-        """With `once`, `live` ends when a poll has found nothing."""
+        """With `once`, `live` ends when a poll finds nothing."""
         self._source = source
         self._tables = tuple(tables)
         self._positions = positions
@@ -158,11 +159,11 @@ class PollingCapture(ChangeCapture):
         self._polls: deque[_Poll] = deque()
         self._stored: PollPosition | None = None
         self._found = 0
-        """Changes of the last poll."""
+        """The number of changes of the last poll."""
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """See `ChangeCapture`. At the first start, what is there now counts as seen: the backfill reads it."""
+        """See `ChangeCapture`. At the first start, existing rows count as seen: the backfill reads them."""
         if self._positions.load() is not None:
             return
         with self._connect() as connection:
@@ -174,7 +175,7 @@ class PollingCapture(ChangeCapture):
         position = self._positions.load()
         if position is None:
             raise ConfigError("polling has no position", hint="Call prepare() before anything is read.")
-        # What was delivered to another run and not confirmed has to come again.
+        # Changes that another run received but did not confirm have to be delivered again.
         self._delivered = {each.table.name: Delivered() for each in self._tables}
         self._polls.clear()
         self._warn_about_hidden_sessions()
@@ -209,13 +210,13 @@ class PollingCapture(ChangeCapture):
                     yield Change(Changes((changes,), is_snapshot=True), _Nothing())
 
     def confirmed(self, poll: _Poll) -> None:
-        """A piece of a poll is durable; the position moves when it and all before are. For acknowledgements."""
+        """Note that a piece of a poll is durable; the position moves when it and all before it are."""
         with self._lock:
             poll.waiting -= 1
             self._advance()
 
     def _poll(self, connection: psycopg.Connection[Any], before: PollPosition) -> Generator[Change, None, PollPosition]:
-        # Not in the snapshot but before it: a transaction that ends in between is in the one or in the other.
+        # Before the snapshot: a transaction that ends in between is covered by one of the two.
         oldest = _oldest_start(connection)
         poll = _Poll(before)
         self._found = 0
@@ -233,7 +234,7 @@ class PollingCapture(ChangeCapture):
                     yield Change(Changes((rows,)), _Confirmation(self, poll))
             poll.position = after
         finally:
-            # A poll that was cut short leaves the position where it was.
+            # An interrupted poll leaves the position unchanged.
             with self._lock:
                 poll.read = True
                 self._advance()
@@ -255,7 +256,7 @@ class PollingCapture(ChangeCapture):
     def _changed(
         self, connection: psycopg.Connection[Any], table: PolledTable, before: PollPosition, marks: _Marks
     ) -> Iterator[list[tuple[Any, ...]]]:
-        """The columns of rows that changed and were not delivered, in pieces."""
+        """Yield the columns of changed rows that were not delivered yet, in pieces."""
         name = table.table.name
         for rows in self._read(
             connection, changed_query(table), [_floor(table, before), marks.next_xid], f"poll {name}"
@@ -282,14 +283,14 @@ class PollingCapture(ChangeCapture):
         with self._connect() as connection:
             if not sees_all_sessions(connection):
                 logger.warning(
-                    "the server does not tell when transactions of others began, so those that take longer than"
+                    "this role cannot see when transactions of other sessions began, so those that take longer than"
                     " overlap=%gs can be missed remedy=%s",
                     self._settings.overlap,
                     "grant pg_read_all_stats",
                 )
 
     def _after(self, marks: _Marks, before: PollPosition | None) -> PollPosition:
-        """Where the next poll begins: nothing that can still become visible lies below it."""
+        """Return the position of the next poll: nothing below it can still become visible."""
         floor = marks.oldest_start - round(self._settings.overlap * 1_000_000)
         times = {
             str(each.table.name): max(floor, before.times.get(str(each.table.name), floor) if before else floor)
@@ -312,21 +313,21 @@ class PollingCapture(ChangeCapture):
 
 
 def sees_all_sessions(connection: psycopg.Connection[Any]) -> bool:
-    """Whether the server tells this role when the transactions of others began."""
-    return bool(run_statement(connection, _SEES_SESSIONS, [], "look at the rights of this role")[0][0])
+    """Return whether this role can see when transactions of other sessions began."""
+    return bool(run_statement(connection, _SEES_SESSIONS, [], "check the rights of this role")[0][0])
 
 
 def _oldest_start(connection: psycopg.Connection[Any]) -> int:
-    return run_statement(connection, _OLDEST, [], "look for open transactions")[0][0]
+    return run_statement(connection, _OLDEST, [], "find open transactions")[0][0]
 
 
 def _snapshot(connection: psycopg.Connection[Any]) -> tuple[int, int, int]:
-    oldest_xid, next_xid, now = run_statement(connection, _SNAPSHOT, [], "look where the server is")[0]
+    oldest_xid, next_xid, now = run_statement(connection, _SNAPSHOT, [], "read the server's position")[0]
     return oldest_xid, next_xid, now
 
 
 def _floor(table: PolledTable, position: PollPosition) -> int:
-    # A table that was not polled by its column before is read as a whole.
+    # A table that was not polled by its column before is read entirely.
     return position.xid if table.cursor == XMIN else position.times.get(str(table.table.name), 0)
 
 
@@ -337,7 +338,7 @@ def _closed(connection: psycopg.Connection[Any] | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolledTable:
-    """A table, what is read of it, and how it tells what changed."""
+    """A table, the columns to read, and the cursor that marks changed rows."""
 
     table: SourceTable
     columns: tuple[str, ...]
@@ -346,7 +347,7 @@ class PolledTable:
 
 
 def polled_catalog(catalog: SourceCatalog) -> SourceCatalog:
-    """The catalog as polling has it: of a changed row nothing but its primary key is known from before."""
+    """Return the catalog for polling: of a changed row, only the primary key is known from before."""
     return SourceCatalog(
         {
             name: replace(
@@ -363,12 +364,12 @@ def polled_tables(
     cursors: Mapping[TableName, str] | None = None,
     default: str = XMIN,
 ) -> list[PolledTable]:
-    """What to poll, for a resolver's wanted columns; `cursors` says which tables have a column for it."""
+    """Return the tables to poll, for a resolver's wanted columns; `cursors` names the columns of some tables."""
     found: list[PolledTable] = []
     for name in sorted(wanted):
         table = catalog.table(name)
         if not table.primary_key:
-            raise ConfigError(f"{name} has no primary key, and cannot be polled", hint="Add one.")
+            raise ConfigError(f"{name} has no primary key, so it cannot be polled", hint="Add one.")
         cursor = (cursors or {}).get(name, default)
         if cursor != XMIN:
             _check_cursor(table, cursor)
@@ -377,7 +378,7 @@ def polled_tables(
 
 
 def changed_query(table: PolledTable) -> sql.Composed:
-    """Mark, place and writer of each row from a mark on, and its columns as texts. Takes the mark and the next xid."""
+    """Return the query for mark, place, writer and columns of rows from a mark on; takes the mark and the next xid."""
     if table.cursor == XMIN:
         mark, where = _WHOLE_XID, f"{_WHOLE_XID} >= $1 and {_WHOLE_XID} < $2"
     else:
@@ -396,12 +397,12 @@ def changed_query(table: PolledTable) -> sql.Composed:
 
 @dataclass(slots=True)
 class Delivered:
-    """Row versions above the mark from which rows are read again: where they lie, and who wrote them."""
+    """Row versions above the mark from which rows are read again: their place and their writer."""
 
     versions: pa.Table = field(default_factory=lambda: _VERSIONS.empty_table())
 
     def take(self, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """The columns of rows that are new here, which are then not new any more."""
+        """Return the columns of rows that were not delivered yet, and mark them as delivered."""
         marks, places, writers = (pa.array(each, pa.int64()) for each in list(zip(*rows, strict=True))[:3])
         number = pa.array(np.arange(len(rows)))
         read = pa.Table.from_arrays([marks, places, writers], schema=_VERSIONS)
@@ -410,22 +411,22 @@ class Delivered:
             new = new.join(self.versions.drop_columns("mark"), ["place", "writer"], join_type="left anti")
         chosen = np.sort(new.column("number").to_numpy())
         self.versions = pa.concat_tables([self.versions, read.take(pa.array(chosen))])
-        # Cold: as many as changed between two polls.
+        # Cold: the rows that changed between two polls.
         return [tuple(rows[index][3:]) for index in chosen]
 
     def forget(self, floor: int) -> None:
-        """Nothing below is read again."""
+        """Forget rows below the mark, which are not read again."""
         if self.versions.num_rows:
             self.versions = self.versions.filter(pa.array(self.versions.column("mark").to_numpy() >= floor))
 
 
 def texts_of(columns: Sequence[str]) -> sql.Composed:
-    """Columns of `r` as texts, for a select."""
+    """Return columns of `r` as texts, for a select."""
     return sql.SQL(", ").join([sql.SQL("{}::pg_catalog.text").format(column("r", each)) for each in columns])
 
 
 def cells_of(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, Cells]:
-    """Texts of rows, column by column."""
+    """Return the texts of rows, column by column."""
     sent = np.ones(len(rows), np.bool_)
     values = zip(*rows, strict=True)
     return {name: Cells(pa.array(each, pa.string()), sent) for name, each in zip(columns, values, strict=True)}
@@ -440,7 +441,7 @@ def row_images(
     order: int,
     ordinal: int,
 ) -> RowChanges:
-    """Changes of which only these columns are known from before."""
+    """Return changes of which only the columns `known_before` have old values."""
     return RowChanges(
         table,
         np.full(count, operation, np.int8),
@@ -455,141 +456,54 @@ def _check_cursor(table: SourceTable, cursor: str) -> None:
     found = table.column(cursor)
     if found.base.name not in TIME_TYPES:
         raise ConfigError(
-            f"{table.name}.{cursor} is {found.type}: to poll by it, it has to be a timestamp",
-            hint=f'Name another column, or "{XMIN}".',
+            f"{table.name}.{cursor} is {found.type}; polling needs a timestamp",
+            hint=f'Set another column, or "{XMIN}".',
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PollPosition:
-    """What was seen: everything below these marks, and some of what lies above."""
+    """The marks up to which everything was seen."""
 
     order: int
-    """Rises from poll to poll, whatever happens to the process."""
+    """Grows from poll to poll, also across restarts."""
     xid: int
-    """Transactions below this number had ended, and were looked at."""
+    """Transactions below this id had ended and were seen."""
     times: dict[str, int] = field(default_factory=dict[str, int])
-    """Microseconds since 1970, by table: rows that were stamped before were looked at."""
-
-
-class PollPositions(Protocol):
-    """Keeps one position, durably."""
-
-    def load(self) -> PollPosition | None:
-        """The last one; None at the first start."""
-        ...
-
-    def store(self, position: PollPosition) -> None:
-        """Durable when it returns. Called from the thread that confirms changes."""
-        ...
-
-    def forget(self) -> None:
-        """The next start begins anew."""
-        ...
-
-    def close(self) -> None:
-        """May be called twice."""
-        ...
+    """Microseconds since 1970, by table: rows with an earlier time were seen."""
 
 
 def open_positions(state_url: str, owner: str) -> PollPositions:
-    """Beside the state that this URL names; `owner` is the output's id."""
-    path = file_beside(state_url, SUFFIX)
-    if path is not None:
-        return SqlitePositions(path, owner)
-    return PostgresPositions(SourceSettings(state_url), owner)
+    """Open the positions beside the state of this URL; `owner` is the output's id."""
+    return PollPositions(open_side_tables(state_url, _SUFFIX, keep=False), owner)
 
 
-class SqlitePositions:
-    """In an SQLite file of its own."""
+class PollPositions:
+    """Keeps one position, durably. The thread that confirms changes stores it."""
 
-    def __init__(self, path: str | Path, owner: str) -> None:
+    def __init__(self, tables: SideTables, owner: str) -> None:
+        self._tables = tables
         self._owner = owner
-        try:
-            self._connection = sqlite3.connect(
-                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
-            self._connection.execute("pragma journal_mode = wal")
-            self._connection.execute("pragma synchronous = full")
-            self._connection.execute(
-                "create table if not exists positions (owner text primary key, position text not null)"
-            )
-        except sqlite3.Error as error:
-            raise _unusable(error) from None
+        # Files of earlier versions have this name, too.
+        self._table = f"{SCHEMA}.polling_positions" if isinstance(tables, PostgresTables) else "positions"
+        tables.create(_CREATE.format(self._table), "prepare the position of polling")
 
     def load(self) -> PollPosition | None:
-        """See `PollPositions`."""
-        try:
-            found = self._connection.execute("select position from positions where owner = ?", [self._owner]).fetchone()
-        except sqlite3.Error as error:
-            raise _unusable(error) from None
-        return None if found is None else _parse(found[0])
+        """Return the last one; None at the first start."""
+        found = self._run(_LOAD, self._owner)
+        return PollPosition(**json.loads(found[0][0])) if found else None
 
     def store(self, position: PollPosition) -> None:
-        """See `PollPositions`."""
-        try:
-            self._connection.execute(
-                "insert into positions values (?, ?) on conflict (owner) do update set position = excluded.position",
-                [self._owner, json.dumps(asdict(position))],
-            )
-        except sqlite3.Error as error:
-            raise _unusable(error) from None
+        """Store it; durable when it returns."""
+        self._run(_STORE, self._owner, json.dumps(asdict(position)))
 
     def forget(self) -> None:
-        """See `PollPositions`."""
-        try:
-            self._connection.execute("delete from positions where owner = ?", [self._owner])
-        except sqlite3.Error as error:
-            raise _unusable(error) from None
+        """Remove it: the next start counts as the first."""
+        self._run(_FORGET, self._owner)
 
     def close(self) -> None:
-        """See `PollPositions`."""
-        self._connection.close()
+        """Close connections and files; may be called twice."""
+        self._tables.close()
 
-
-class PostgresPositions:
-    """In the schema `penstock_documents` of the state's database; a connection for each call, since calls are rare."""
-
-    def __init__(self, settings: SourceSettings, owner: str) -> None:
-        self._settings = settings
-        self._owner = owner
-        self._run("create schema if not exists penstock_documents")
-        self._run(
-            "create table if not exists penstock_documents.polling_positions"
-            " (owner text primary key, position text not null)"
-        )
-
-    def load(self) -> PollPosition | None:
-        """See `PollPositions`."""
-        found = self._run(
-            "select position from penstock_documents.polling_positions where owner = %s", [self._owner], reads=True
-        )
-        return None if not found else _parse(found[0][0])
-
-    def store(self, position: PollPosition) -> None:
-        """See `PollPositions`."""
-        self._run(
-            "insert into penstock_documents.polling_positions values (%s, %s)"
-            " on conflict (owner) do update set position = excluded.position",
-            [self._owner, json.dumps(asdict(position))],
-        )
-
-    def forget(self) -> None:
-        """See `PollPositions`."""
-        self._run("delete from penstock_documents.polling_positions where owner = %s", [self._owner])
-
-    def close(self) -> None:
-        """See `PollPositions`."""
-
-    def _run(self, text: str, parameters: list[Any] | None = None, *, reads: bool = False) -> list[Any]:
-        with connect(self._settings, Role.STATE) as connection, translated(connection, "remember where polling is"):
-            cursor = connection.execute(text.encode(), parameters)
-            return cursor.fetchall() if reads else []
-
-
-def _parse(text: str) -> PollPosition:
-    return PollPosition(**json.loads(text))
-
-
-def _unusable(error: sqlite3.Error) -> StateUnusable:
-    return StateUnusable(f"where polling is cannot be remembered: {error}", hint="Look at the file beside the state.")
+    def _run(self, text: str, *parameters: str) -> list[tuple[Any, ...]]:
+        return self._tables.run(text.format(self._table), parameters, "store the position of polling")

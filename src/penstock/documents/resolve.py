@@ -1,10 +1,10 @@
-"""From changed rows to the documents that they change: complete, in batches, a few statements whatever their number.
+"""Finds all documents that changed rows affect, in batches, with a few statements whatever their number.
 
-Three steps. The old and new values of link columns are collected, column by column. For tables whose replica identity
-does not send them, the old ones are looked up in the map of relations (`penstock.documents.relation_map`). Then one
-statement per index follows every way from those values up to the documents' keys, in the database as it is now;
-`penstock.documents.paths` says why that is enough. Which columns a change touched does not matter, nor whether the row
-passes a filter: a document that is built once too often is only work, one that is not built is wrong.
+There are three steps. The old and new values of link columns are collected, column by column. For tables whose replica
+identity omits them, the old ones are looked up in the relation map (`penstock.documents.relation_map`). Then one
+statement per index follows every path from those values up to the documents' keys, in the current state of the
+database; `penstock.documents.paths` explains why that is enough. It does not matter which columns a change touched, nor
+whether the row passes a filter: a document that is built once too often costs time, one that is not built is wrong.
 
 The result comes in pieces, since a single row can be part of a million documents.
 """
@@ -21,11 +21,10 @@ import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.documents.canonical_links import canonical_links
 from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
 from penstock.documents.paths import Entry, entries_of, link_columns, way_up
-from penstock.documents.relation_map import RelationMap, TrackedRelation
+from penstock.documents.relation_map import RelationMap, TrackedRelation, canonical_links
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import as_literal, without_values
 from penstock.errors import ConfigError
@@ -37,7 +36,7 @@ DEFAULT_CHUNK = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKeys:
-    """Some documents of an index: one array of canonical texts per key column, without duplicates."""
+    """Keys of an index's documents: one list of canonical texts per key column, without duplicates."""
 
     index: str
     keys: tuple[list[str], ...]
@@ -48,27 +47,27 @@ class ResolvedKeys:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Which documents of an index do these values lead to? Plain values: it can be asked again in another process."""
+    """The question which documents of an index these values lead to; can be stored and answered by another process."""
 
     index: str
     ways: tuple[int, ...]
     """Numbers of the index's entries."""
     values: tuple[list[str], ...]
-    """One array of texts per column, of one entry after the other."""
+    """One list of texts per column, entry by entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What a batch of changes concerns."""
+    """The documents that a batch of changes affects."""
 
     documents: Iterator[ResolvedKeys]
-    """The answers to all questions. Read it to the end before the connection is used for something else."""
+    """The answers to all questions. Read it to the end before using the connection otherwise."""
     whole_indexes: frozenset[str]
-    """A table of theirs was emptied: all their documents may be concerned."""
+    """Indexes with a truncated table: all their documents may be affected."""
     links: tuple[tuple[TrackedRelation, pa.Table], ...] = ()
-    """To be handed to `Resolver.remember` when the documents are durable, and not before."""
+    """For `Resolver.remember`, once the documents are durable."""
     cleared: tuple[TrackedRelation, ...] = ()
-    """Relations of which nothing is left."""
+    """Relations whose table was truncated."""
     questions: tuple[Question, ...] = ()
 
 
@@ -79,7 +78,7 @@ class _Index:
 
 
 class Resolver:
-    """Knows all indexes of a pipeline, and which rows their documents are made of."""
+    """Finds the documents of all indexes of an output that changes affect."""
 
     def __init__(
         self,
@@ -100,14 +99,14 @@ class Resolver:
         for name, links in self._links.items():
             _refuse_generated(catalog.table(name), links)
         self.tracked = _tracked_relations(everything, catalog)
-        """The relations whose old values have to be remembered."""
+        """The relations whose old values have to be kept."""
         self._tracked = {
             name: [each for each in self.tracked if each.name == name] for name in {each.name for each in self.tracked}
         }
 
     @property
     def wanted(self) -> dict[TableName, WantedColumns]:
-        """What has to be read of each table's changes; partitions are listed under their own names, too."""
+        """The columns to read of each table's changes; partitions are listed under their own names, too."""
         found: dict[TableName, WantedColumns] = {}
         for name, links in self._links.items():
             table = self._catalog.table(name)
@@ -119,9 +118,9 @@ class Resolver:
     def resolve(
         self, connection: psycopg.Connection[Any], changes: Changes, scope: frozenset[str] | None = None
     ) -> Resolution:
-        """The documents that these changes concern, of all indexes or of those in `scope`.
+        """Return the documents that these changes affect, of all indexes or of those in `scope`.
 
-        `connection` reads the source and sees at least all that the changes did.
+        The changes must be visible to `connection`, which reads the source.
         """
         known: dict[TableName, list[RowChanges | _Links]] = {}
         updates: list[tuple[TrackedRelation, pa.Table]] = []
@@ -141,16 +140,16 @@ class Resolver:
             documents=(part for question in questions for part in self.answer(connection, question)),
             whole_indexes=frozenset(each.specification.name for each in emptied),
             links=tuple(updates),
-            # Not the table of a partition that was emptied: the others have their rows still.
+            # Not the table of a truncated partition: the other partitions still have their rows.
             cleared=tuple(each for each in self.tracked if each.name in changes.truncated),
             questions=questions,
         )
 
     def answer(self, connection: psycopg.Connection[Any], question: Question) -> Generator[ResolvedKeys, None, None]:
-        """The documents that a question is about, each once, in pieces; from the database as it is now.
+        """Yield the documents of a question, each once, in pieces, from the current state of the database.
 
-        It may be asked later than the changes that it comes from were resolved: what has broken a way since then is a
-        change of its own, and whoever builds its documents builds them with all that was before.
+        It may be answered later than its changes were resolved: a change that broke a path since then resolves its own
+        documents, which are built with everything before it.
         """
         index = next(each for each in self._indexes if each.specification.name == question.index)
         text = self._texts.get((question.index, question.ways))
@@ -170,13 +169,13 @@ class Resolver:
                 raise without_values(error, connection, doing) from None
 
     def indexes_over(self, tables: Collection[TableName]) -> frozenset[str]:
-        """The indexes with rows of one of these tables."""
+        """Return the indexes that use one of these tables."""
         return frozenset(
             index.specification.name for index in self._indexes if any(entry.table in tables for entry in index.entries)
         )
 
     def indexes_using(self, relations: Collection[TrackedRelation]) -> frozenset[str]:
-        """The indexes that need one of these relations to find their documents."""
+        """Return the indexes that need one of these relations to find their documents."""
         wanted = {(each.name, each.links) for each in relations}
         return frozenset(
             index.specification.name
@@ -185,14 +184,14 @@ class Resolver:
         )
 
     def remember(self, resolution: Resolution) -> None:
-        """Store the links as they are after the changes. Call it when the documents are durable, before progress is."""
+        """Store the links after the changes. Call it when the documents are durable, before recording progress."""
         for relation in resolution.cleared:
             self._relations.clear(relation)
         for relation, update in resolution.links:
             self._relations.apply(relation, update)
 
     def _by_table(self, changes: Sequence[RowChanges]) -> Iterator[tuple[TableName, RowChanges]]:
-        """The changes of each table as one piece, partitions under the name of their table."""
+        """Join the changes of each table; partitions go under the name of their table."""
         parts: dict[TableName, list[RowChanges]] = {}
         for rows in changes:
             name = self._catalog.top(rows.table)
@@ -228,7 +227,7 @@ class Resolver:
             entry = index.entries[number]
             ways.append(way_up(entry, index.specification, self._catalog, parameter))
             parameter += len(entry.columns)
-        # One way alone can lead to the same document several times.
+        # A single path can lead to the same document several times.
         return sql.SQL("select distinct * from ({}) d").format(sql.SQL(" union all ").join(ways)).as_string(None)
 
     def _look_up(self, relation: TrackedRelation, keys: list[str]) -> _Links:
@@ -247,15 +246,15 @@ class Resolver:
         if self._map is None:
             names = ", ".join(sorted(str(each.name) for each in self.tracked))
             raise ConfigError(
-                f"deletes and moves of rows cannot be followed without a map of relations: {names}",
-                hint="Give the resolver one, or have the server send old values: replica identity full.",
+                f"deleted and moved rows cannot be followed without a relation map: {names}",
+                hint="Pass one to the resolver, or set replica identity full so that the server sends old values.",
             )
         return self._map
 
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """What rows hung on, as a map of relations has it, or hang on now."""
+    """Old links of rows from a relation map, or their current links."""
 
     links: Mapping[str, Cells]
 
@@ -274,7 +273,7 @@ def _refuse_generated(table: SourceTable, links: tuple[str, ...]) -> None:
     for each in table.select(links):
         if each.generated:
             raise ConfigError(
-                f"{table.name}.{each.name} is generated, and the server does not send it",
+                f"{table.name}.{each.name} is generated, so the server does not send it",
                 hint="Connect the tables by the columns that it is made of.",
             )
 

@@ -19,11 +19,11 @@ from penstock.source.faults import Place, from_exception, translated
 
 _DATA_EXCEPTION = "22"
 LOCKED = ("40P01", "55P03")
-"""A deadlock, and a lock that did not come in time."""
+"""A deadlock, and a lock timeout."""
 _FIRST_WAIT = 0.001
 _LONGEST_WAIT = 0.1
 
-# The stream has the lower half of a transaction's number; the whole is the nearest one to where the server is now.
+# The stream has the lower 32 bits of a transaction id; the full id is the nearest to the server's current one.
 _INVISIBLE = """
     select pg_catalog.count(*)
     from pg_catalog.pg_current_snapshot() s,
@@ -37,7 +37,7 @@ _INVISIBLE = """
 def run_statement(
     connection: psycopg.Connection[Any], text: str, parameters: Sequence[Any], doing: str
 ) -> list[tuple[Any, ...]]:
-    """All rows of a statement. A percent sign in the text is just that."""
+    """Run a statement and return all its rows. Percent signs in the text have no special meaning."""
     with translated(connection, doing):
         try:
             with psycopg.RawCursor(connection, row_factory=tuple_row) as cursor:
@@ -48,7 +48,7 @@ def run_statement(
 
 
 def without_values(error: psycopg.Error, connection: psycopg.Connection[Any], doing: str) -> Exception:
-    """The same error, or one that says less: what the server says about a value quotes it. Locks can be tried again."""
+    """Return the error without the cell values that the server quotes; lock errors become `TableLocked`."""
     state = error.sqlstate or ""
     if state in LOCKED:
         said = from_exception(error, Place.of(connection), doing)
@@ -57,15 +57,15 @@ def without_values(error: psycopg.Error, connection: psycopg.Connection[Any], do
         return error
     where = Place.of(connection).where
     return QueryFailed(
-        f"cannot {doing} ({where}): a value does not fit the type that it should have (SQLSTATE {state})",
-        hint="A column's type was changed, or a condition compares it with what it cannot hold.",
+        f"cannot {doing} ({where}): a value does not fit its type (SQLSTATE {state})",
+        hint="A column's type changed, or a filter compares a column with a value that it cannot hold.",
         where=where,
         sqlstate=state,
     )
 
 
 def as_literal(text: str) -> LiteralString:
-    """SQL that was composed by this package."""
+    """Mark SQL that this package composed as safe."""
     return cast("LiteralString", text)
 
 
@@ -78,17 +78,17 @@ def wait_until_visible(
 ) -> None:
     """Return when a new snapshot of this connection sees all these transactions; `SnapshotBlocked` after `timeout`.
 
-    In a transaction that keeps one snapshot (repeatable read) there is nothing to wait for: call it outside of one.
+    Do not call it in a repeatable read transaction, whose snapshot never changes.
     """
     if not xids:
         return
     deadline = time.monotonic() + timeout
     wait = _FIRST_WAIT
-    while hidden := run_statement(connection, _INVISIBLE, [list(xids)], "look whether changes are visible")[0][0]:
+    while hidden := run_statement(connection, _INVISIBLE, [list(xids)], "check whether changes are visible")[0][0]:
         if time.monotonic() >= deadline:
             raise SnapshotBlocked(
-                f"{hidden} transactions were received and are still not visible after {timeout:g} s",
-                hint="A commit that waits for a synchronous standby is not visible yet: look at pg_stat_replication.",
+                f"{hidden} transactions were received but are still not visible after {timeout:g} s",
+                hint="A commit that waits for a synchronous standby is not visible yet: check pg_stat_replication.",
                 blockers=[],
             )
         pause(wait)

@@ -21,7 +21,7 @@ from penstock.documents.build import require_primary
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint, index_mapping
 from penstock.documents.polling import PollingCapture, PollPositions, open_positions, polled_catalog, polled_tables
-from penstock.documents.quarantine import QuarantineStore, open_quarantine
+from penstock.documents.quarantine import Quarantine, open_quarantine
 from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.lsn import Lsn
 from penstock.operations.running import Say
@@ -39,7 +39,7 @@ class _Opened:
     store: Store
     positions: PollPositions
     relations: RelationMap
-    quarantine: QuarantineStore
+    quarantine: Quarantine
     resolving: psycopg.Connection[Any]
     building: psycopg.Connection[Any]
 
@@ -136,7 +136,7 @@ class _Told(Observer):
         choice: DocumentsChoice,
         catalog: SourceCatalog,
         store: Store,
-        quarantine: QuarantineStore,
+        quarantine: Quarantine,
         say: Say,
     ) -> None:
         self._choice = choice

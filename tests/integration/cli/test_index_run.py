@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.base import Rejection
-from penstock.documents.quarantine import SqliteQuarantine
+from penstock.documents.quarantine import open_quarantine
 from penstock.lsn import Lsn
 from penstock.testing.opensearch import ExistingOpenSearch
 from tests.integration.cli.support import ONE, PATIENCE, Site, check_discreet
@@ -191,8 +191,8 @@ def test_what_was_set_aside_is_listed_tried_again_and_dropped(search_site: Searc
     site.configure_search()
     assert site.run("index", "quarantine", "list").stdout == "nothing was set aside\n"
     assert site.run("run", "--once", "-q").returncode == 0
-    state = site.folder / "work/state.db.quarantine"
-    with closing(SqliteQuarantine(state, "shop:documents")) as quarantine:
+    state = f"sqlite:///{site.folder}/work/state.db"
+    with closing(open_quarantine(state, "shop:documents")) as quarantine:
         rejections = [Rejection(site.index, str(n), "mapper_parsing_exception", "abc") for n in (1, 2, 3)]
         quarantine.add(rejections, Lsn(77))
     listed = site.run("index", "quarantine", "list")

@@ -13,9 +13,10 @@ import pytest
 from penstock.capture import CaptureSettings
 from penstock.changes.batch import EventBatch, build_batch
 from penstock.documents.catalog import load_catalog
-from penstock.documents.images import Changes, collect_changes
-from penstock.documents.relation_map import PostgresRelationMap
+from penstock.documents.images import Changes, changes_in_pieces
+from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import Resolver
+from penstock.documents.side_tables import PostgresTables
 from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
@@ -100,6 +101,12 @@ def specification(number: int):
     return parse_specification(text, f"i{number}")
 
 
+def collect(stream: Stream, resolver: Resolver) -> Changes:
+    """What was captured since the last call, in one piece."""
+    [changes] = changes_in_pieces(stream.take(), resolver.wanted, 1_000_000)
+    return changes
+
+
 def ids(resolver: Resolver, source: Connection, changes: Changes) -> dict[str, set[str]]:
     resolution = resolver.resolve(source, changes)
     found: dict[str, set[str]] = {}
@@ -114,7 +121,7 @@ def test_keys_of_every_type_lead_from_a_child_to_its_document(stream: Stream, st
     source = stream.source
     specifications = [specification(number) for number in range(len(TYPES))]
     catalog = load_catalog(source, {name for each in specifications for name in each.tables()})
-    relations = PostgresRelationMap(state, "types")
+    relations = RelationMap(PostgresTables(lambda: state), "types")
     resolver = Resolver(specifications, catalog, relations)
     for number, values in enumerate(TYPES.values()):
         for each in values:
@@ -126,23 +133,23 @@ def test_keys_of_every_type_lead_from_a_child_to_its_document(stream: Stream, st
         f"i{number}": {str(row[0]) for row in source.execute(_canonical_text(number, type_)).fetchall()}
         for number, type_ in enumerate(TYPES)
     }
-    assert ids(resolver, source, collect_changes(stream.take(), resolver.wanted)) == canonical
+    assert ids(resolver, source, collect(stream, resolver)) == canonical
 
     for number, values in enumerate(TYPES.values()):
         source.execute(f"update public.c{number} set k = %s", [values[1]])
-    moved = collect_changes(stream.take(), resolver.wanted)
+    moved = collect(stream, resolver)
     assert moved.xids
     assert ids(resolver, source, moved) == canonical, "both parents"
 
     for number in range(len(TYPES)):
         source.execute(f"delete from public.c{number}")
-    deleted = ids(resolver, source, collect_changes(stream.take(), resolver.wanted))
+    deleted = ids(resolver, source, collect(stream, resolver))
     assert {index: len(found) for index, found in deleted.items()} == dict.fromkeys(canonical, 1)
     assert all(found < canonical[index] for index, found in deleted.items())
 
     for number in range(len(TYPES)):
         source.execute(f"delete from public.p{number}")
-    assert ids(resolver, source, collect_changes(stream.take(), resolver.wanted)) == canonical
+    assert ids(resolver, source, collect(stream, resolver)) == canonical
 
 
 @pytest.mark.trap(25, 42)
@@ -159,18 +166,18 @@ def test_a_large_link_that_was_not_sent_is_no_null(stream: Stream, state: Connec
     text = "version: 1\ntable: c4\ndoc_id: k\nfields: [{integer: x}]"
     large = parse_specification(text, "large")
     source.execute("insert into public.c4 values (1, %s, 1)", [long])
-    relations = PostgresRelationMap(state, "large")
+    relations = RelationMap(PostgresTables(lambda: state), "large")
     resolver = Resolver([owner, large], load_catalog(source, owner.tables() | large.tables()), relations)
     for table in relations.prepare(resolver.tracked):
         relations.seed(source, table, stream.position)
     stream.take()
     source.execute("update public.c4 set x = 2")
-    changes = collect_changes(stream.take(), resolver.wanted)
+    changes = collect(stream, resolver)
     (rows,) = changes.rows
     assert not rows.new["k"].sent.any()
     assert ids(resolver, source, changes) == {"large": {long}}
     source.execute("delete from public.c4")
-    assert ids(resolver, source, collect_changes(stream.take(), resolver.wanted)) == {"large": {long}}
+    assert ids(resolver, source, collect(stream, resolver)) == {"large": {long}}
 
 
 @pytest.mark.trap(32)
@@ -179,7 +186,7 @@ def test_a_truncate_of_the_stream_is_one_here(stream: Stream) -> None:
     catalog = load_catalog(stream.source, specifications[0].tables())
     resolver = Resolver(specifications, catalog)
     stream.source.execute("truncate public.c0, public.c1")
-    changes = collect_changes(stream.take(), resolver.wanted)
+    changes = collect(stream, resolver)
     assert [str(each) for each in changes.truncated] == ["public.c0"]
     assert resolver.resolve(stream.source, changes).whole_indexes == {"i0"}
 

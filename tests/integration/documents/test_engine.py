@@ -18,7 +18,8 @@ from penstock.documents.base import Change, ChangeCapture, SnapshotTable
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.engine import Engine
 from penstock.documents.images import Cells, Changes, RowChanges
-from penstock.documents.relation_map import PostgresRelationMap
+from penstock.documents.relation_map import RelationMap
+from penstock.documents.side_tables import PostgresTables
 from penstock.documents.sinks import MemorySink
 from penstock.documents.specification import parse_specification
 from penstock.documents.statements import wait_until_visible
@@ -98,7 +99,7 @@ def test_seeding_and_following_give_the_documents_of_the_database(database: Data
         world.create(source)
         source.execute("insert into w.people (id, name, email) select n, 'p', n::text from generate_series(1, 9) n")
         source.execute("insert into w.orders select n, n from generate_series(1, 9) n")
-        relations = PostgresRelationMap(state, "engine")
+        relations = RelationMap(PostgresTables(lambda: state), "engine")
         specifications = [parse_specification(PEOPLE, "people"), parse_specification(BY_EMAIL, "by_email")]
         documents = PostgresDocuments(resolving, building, specifications, relations, chunk=4)
         for table in relations.prepare(documents.resolver.tracked):
@@ -162,7 +163,7 @@ def test_a_commit_that_was_decoded_and_is_not_visible_is_waited_for(make_server:
         ).fetchone()
         assert decoded[0] >= 3, "begin, insert, commit: the stream has it"
         assert reader.execute("select count(*) from public.t").fetchone() == (0,), "a query does not"
-        with pytest.raises(SnapshotBlocked, match="1 transactions were received and are still not visible"):
+        with pytest.raises(SnapshotBlocked, match="1 transactions were received but are still not visible"):
             wait_until_visible(reader, xids, timeout=0.05)
 
         def release(_: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 
 from penstock.documents.build import BuildQuery, build_documents, compile_build
 from penstock.documents.catalog import load_catalog
-from penstock.documents.relation_map import PostgresRelationMap, RelationMap, SqliteRelationMap
+from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.documents.resolve import Resolver
+from penstock.documents.side_tables import PostgresTables
 from penstock.documents.specification import IndexSpecification
 from penstock.lsn import Lsn
 from penstock.schema import ReplicaIdentity
@@ -37,8 +37,8 @@ def source(database: Database):
 def maps(database: Database):
     """One of each sort."""
     with connect(SourceSettings(database.dsn), Role.STATE) as connection:
-        in_memory = SqliteRelationMap(Path(":memory:"), "oracle")
-        yield [PostgresRelationMap(connection, "oracle"), in_memory]
+        in_memory = open_relation_map("memory:", "oracle")
+        yield [RelationMap(PostgresTables(lambda: connection), "oracle"), in_memory]
         in_memory.close()
 
 

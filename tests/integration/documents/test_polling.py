@@ -23,13 +23,12 @@ from penstock.documents.polling import (
     PollPosition,
     PollPositions,
     PollSettings,
-    SqlitePositions,
     open_positions,
     polled_catalog,
     polled_tables,
     sees_all_sessions,
 )
-from penstock.documents.relation_map import SqliteRelationMap
+from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
 from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError
@@ -94,7 +93,7 @@ def poller(database: Database) -> Iterator[Callable[..., Poller]]:
     made: list[Poller] = []
 
     def make(cursor: str = XMIN, positions: PollPositions | None = None, **options: Any) -> Poller:
-        made.append(Poller(database, positions or SqlitePositions(":memory:", "p"), cursor, **options))
+        made.append(Poller(database, positions or open_positions("memory:", "p"), cursor, **options))
         return made[-1]
 
     yield make
@@ -178,7 +177,7 @@ def test_rows_of_subtransactions_that_commit_late_are_seen(database: Database, p
 def test_after_a_restart_a_late_transaction_is_seen_too(
     database: Database, poller: Callable[..., Poller], cursor: str
 ) -> None:
-    positions = SqlitePositions(":memory:", "p")
+    positions = open_positions("memory:", "p")
     polls = poller(cursor, positions)
     with open_transaction(database) as late:
         late.execute("insert into rows values (100, 1)")
@@ -191,7 +190,7 @@ def test_after_a_restart_a_late_transaction_is_seen_too(
 
 
 def test_what_was_not_confirmed_comes_again(database: Database, poller: Callable[..., Poller]) -> None:
-    positions = SqlitePositions(":memory:", "p")
+    positions = open_positions("memory:", "p")
     polls = poller(positions=positions)
     polls.poll()
     database.execute("insert into rows values (6, 1)")
@@ -205,7 +204,7 @@ def test_what_was_not_confirmed_comes_again(database: Database, poller: Callable
 def test_large_polls_come_in_pieces_and_move_the_position_at_their_end(
     database: Database, poller: Callable[..., Poller]
 ) -> None:
-    positions = SqlitePositions(":memory:", "p")
+    positions = open_positions("memory:", "p")
     polls = poller(positions=positions, chunk=10)
     polls.poll()
     before = positions.load()
@@ -342,10 +341,10 @@ fields:
     stop = threading.Event()
     with connect(source, Role.CATALOG) as one, connect(source, Role.CATALOG) as other:
         catalog = polled_catalog(load_catalog(one, specification.tables()))
-        relations = SqliteRelationMap(":memory:", "p")  # pyright: ignore[reportArgumentType]
+        relations = open_relation_map("memory:", "p")
         documents = PostgresDocuments(one, other, [specification], relations, catalog=catalog)
         tables = polled_tables(catalog, documents.resolver.wanted, default=cursor)
-        positions = SqlitePositions(":memory:", "p")
+        positions = open_positions("memory:", "p")
         capture = PollingCapture(source, tables, positions, settings=PollSettings(interval=0.01), stop=stop)
         for relation in relations.prepare(documents.resolver.tracked):
             relations.seed(one, relation, Lsn(0))

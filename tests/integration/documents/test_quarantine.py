@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from penstock.documents.base import Rejection
-from penstock.documents.quarantine import QuarantineStore, open_quarantine
+from penstock.documents.quarantine import Quarantine, open_quarantine
 from penstock.errors import StateUnusable
 from penstock.lsn import Lsn
 
-Open = Callable[..., QuarantineStore]
+Open = Callable[..., Quarantine]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """`open_store(owner)` opens the same store each time, as another process would."""
-    opened: list[QuarantineStore] = []
+    opened: list[Quarantine] = []
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path}/state.db"
     else:
         url = request.getfixturevalue("database").dsn
 
-    def make(owner: str = "shop:documents") -> QuarantineStore:
+    def make(owner: str = "shop:documents") -> Quarantine:
         opened.append(open_quarantine(url, owner))
         return opened[-1]
 

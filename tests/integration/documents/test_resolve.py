@@ -20,13 +20,13 @@ from penstock.documents.build import build_documents, compile_build
 from penstock.documents.catalog import load_catalog
 from penstock.documents.images import Cells, Changes, RowChanges, merge_changes
 from penstock.documents.relation_map import (
-    PostgresRelationMap,
     RelationMap,
-    SqliteRelationMap,
     TrackedRelation,
     link_update_schema,
+    open_relation_map,
 )
 from penstock.documents.resolve import Resolver
+from penstock.documents.side_tables import PostgresTables
 from penstock.documents.specification import parse_specification
 from penstock.documents.statements import wait_until_visible
 from penstock.errors import ConfigError, PenstockError
@@ -43,7 +43,7 @@ ORDERS = "  - {has_many: orders, table: orders, foreign_key: person_id, primary_
 TAGS = "{table: person_tags, left_key: person_id, right_key: tag_id}"
 
 
-class ForgetfulMap(PostgresRelationMap):
+class ForgetfulMap(RelationMap):
     """Remembers, and never says anything: what happens without the measure."""
 
     def lookup(self, table: TrackedRelation, keys: Sequence[str]) -> list[tuple[str | None, ...]]:
@@ -58,7 +58,7 @@ class Shop:
     def resolver(self, *texts: str, forgetful: bool = False, **options: Any) -> Resolver:
         specifications = [parse_specification(text, f"index{number}") for number, text in enumerate(texts)]
         catalog = load_catalog(self.source, {name for each in specifications for name in each.tables()})
-        relations = (ForgetfulMap if forgetful else PostgresRelationMap)(self.state, "tests")
+        relations = (ForgetfulMap if forgetful else RelationMap)(PostgresTables(lambda: self.state), "tests")
         resolver = Resolver(specifications, catalog, relations, **options)
         for table in relations.prepare(resolver.tracked):
             relations.seed(self.source, table, Lsn(0))
@@ -296,7 +296,7 @@ def test_statements_do_not_grow_with_the_number_of_changes(shop: Shop) -> None:
 def test_without_a_map_a_table_that_needs_one_is_refused(shop: Shop) -> None:
     specification = parse_specification(PEOPLE + ORDERS, "people")
     resolver = Resolver([specification], load_catalog(shop.source, specification.tables()))
-    with pytest.raises(ConfigError, match=r"cannot be followed without a map of relations: w\.orders"):
+    with pytest.raises(ConfigError, match=r"cannot be followed without a relation map: w\.orders"):
         shop.resolve(resolver, "delete from w.orders where id = 10")
     shop.source.execute("alter table w.orders drop constraint orders_pkey cascade")
     with pytest.raises(ConfigError, match="has no replica identity"):
@@ -309,12 +309,12 @@ def test_without_a_map_a_table_that_needs_one_is_refused(shop: Shop) -> None:
 @pytest.fixture(params=["postgres", "sqlite"])
 def make_map(request: pytest.FixtureRequest, shop: Shop, tmp_path: Path) -> Iterator[Callable[[str], RelationMap]]:
     """Maps by their owner, in either sort of store."""
-    opened: list[SqliteRelationMap] = []
+    opened: list[RelationMap] = []
 
     def make(owner: str) -> RelationMap:
         if request.param == "postgres":
-            return PostgresRelationMap(shop.state, owner)
-        opened.append(SqliteRelationMap(tmp_path / "relations.db", owner))
+            return RelationMap(PostgresTables(lambda: shop.state), owner)
+        opened.append(open_relation_map(f"sqlite:///{tmp_path}/state.db", owner))
         return opened[-1]
 
     yield make
@@ -384,7 +384,7 @@ def test_a_crash_while_seeding_leaves_the_map_unseeded(
     broken = TrackedRelation(tracked[1].table, ("id",), ("status",))
     relations.prepare([broken])
     shop.source.execute("alter table w.orders rename to renamed")
-    with pytest.raises(Exception, match="seed the relations"):
+    with pytest.raises(Exception, match="fill the relation map"):
         relations.seed(shop.source, broken, Lsn(5))
     assert relations.prepare([broken]) == [broken]
 

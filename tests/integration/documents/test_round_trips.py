@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,7 +10,7 @@ import psycopg
 import pytest
 
 from penstock.documents.builder import PostgresDocuments
-from penstock.documents.relation_map import SqliteRelationMap
+from penstock.documents.relation_map import open_relation_map
 from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
@@ -49,7 +48,7 @@ def test_statements_of_a_batch_do_not_grow_with_its_changes(
     source.execute("insert into w.orders select n, n from generate_series(100, 1100) n")
     settings = SourceSettings(database.dsn)
     with connect(settings, Role.CATALOG) as resolving, connect(settings, Role.CATALOG) as building:
-        relations = SqliteRelationMap(Path(":memory:"), "trips")
+        relations = open_relation_map("memory:", "trips")
         documents = PostgresDocuments(resolving, building, [parse_specification(INDEX, "people")], relations)
         for relation in relations.prepare(documents.resolver.tracked):
             relations.seed(source, relation, Lsn(0))

@@ -62,8 +62,8 @@ def test_a_bar_shows_how_far_it_is_and_what_does_not_match() -> None:
         bars = index_diff._Bars(progress, {"orders": 40})
         bars.on_compared("orders", 10)
         bars.on_compared("orders", 40)
-        bars.on_settling("orders", 3)
-        bars.on_settling("unknown", 1)
+        bars.on_rechecking("orders", 3)
+        bars.on_rechecking("unknown", 1)
     assert "orders (3 not equal yet)" in written.getvalue()
 
 
@@ -72,5 +72,5 @@ def test_lines_are_few() -> None:
     lines = index_diff._Lines(said.append)
     for _ in range(3):
         lines.on_compared("orders", 10)
-        lines.on_settling("orders", 2)
+        lines.on_rechecking("orders", 2)
     assert said == ["orders: 2 documents not equal yet, looking again"]

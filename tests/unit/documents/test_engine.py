@@ -30,7 +30,7 @@ from penstock.documents.engine import DEFAULT_QUEUE_CAPACITY, ChangeQueue, Engin
 from penstock.documents.images import Changes, RowChanges
 from penstock.documents.mapping import IndexMapping
 from penstock.documents.resolve import Resolution, ResolvedKeys
-from penstock.documents.sinks import FanOutSink, MemorySink
+from penstock.documents.sinks import MemorySink, TeeSink
 from penstock.errors import DocumentsRejected
 from penstock.source.patterns import TableName
 
@@ -289,7 +289,7 @@ def test_an_error_of_the_source_ends_the_run_after_what_came_before(journal: Jou
 def test_under_stop_a_refused_document_leaves_the_batch_unconfirmed(journal: Journal) -> None:
     sink = JournalSink(journal, [("one", "a")])
     observer = JournalObserver()
-    with pytest.raises(DocumentsRejected, match=r"1 document was refused; the first, of index 'one': bad value"):
+    with pytest.raises(DocumentsRejected, match=r"1 document was rejected; the first, of index 'one': bad value"):
         engine(journal, [piece(journal, "a"), piece(journal, "b")], sink=sink, observer=observer).run()
     assert not any(line.startswith("ack") for line in journal.lines)
     assert not any(line.startswith("quarantined") for line in observer.heard)
@@ -383,7 +383,7 @@ def test_a_closed_queue_frees_whoever_waits(journal: Journal) -> None:
 
 def test_a_fan_out_forwards_everything(journal: Journal) -> None:
     sinks = [JournalSink(journal, [("one", "a")]), JournalSink(journal)]
-    fan_out = FanOutSink(sinks)
+    fan_out = TeeSink(sinks)
     policies = FailurePolicies(FailurePolicy.SKIP)
     observer = JournalObserver()
     run = engine(

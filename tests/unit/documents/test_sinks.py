@@ -9,7 +9,7 @@ import pytest
 
 from penstock.documents.base import Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks import CountingSink, FanOutSink, MemorySink, StdoutSink
+from penstock.documents.sinks import CountingSink, MemorySink, StdoutSink, TeeSink
 
 ONE = IndexMapping("one", "f1", {}, {})
 
@@ -89,7 +89,7 @@ def test_every_sink_of_a_fan_out_is_filled(memory: MemorySink) -> None:
     other, counting = MemorySink(), CountingSink()
     other.ensure_index(ONE)
     other.mark_seeded("one")
-    fan = FanOutSink([memory, other, counting])
+    fan = TeeSink([memory, other, counting])
     fan.reindex(ONE)
     filling = fan.filling("one")
     filling.upsert("one", "a", 1, "{}")

@@ -24,7 +24,6 @@ from penstock.copy.prepare import load_leaves
 from penstock.destinations.base import Tasks
 from penstock.documents.base import Observer, ReadableSink, Sink
 from penstock.documents.output.indexes import Builds, Indexes
-from penstock.documents.output.judge import Judge
 from penstock.documents.output.writer import (
     POOL,
     DocumentsSettings,
@@ -34,6 +33,7 @@ from penstock.documents.output.writer import (
     RangeJob,
     SharedSink,
 )
+from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
 from penstock.errors import IndexIncomplete, TableRewritten
@@ -71,7 +71,7 @@ class Backfill:
         generations: Generations,
         builds: Builds,
         writer: DocumentWriter,
-        judge: Judge,
+        rejections: Rejections,
         indexes: Callable[[], Indexes],
         followed: Callable[[], Lsn],
         observer: Observer,
@@ -86,7 +86,7 @@ class Backfill:
         self._generations = generations
         self._builds = builds
         self._writer = writer
-        self._judge = judge
+        self._rejections = rejections
         self._indexes = indexes
         self._followed = followed
         self._observer = observer
@@ -171,12 +171,13 @@ class Backfill:
             raise _Superseded
         sink = SharedSink(self._filling(build.index), self._sink.lock)
         query = self._indexes().queries[build.index]
-        aside = self._judge.aside.get(build.index, frozenset())
-        job = RangeJob(self._source, query, sink, self._settings.chunk_documents, aside)
+        quarantined = self._rejections.quarantined.get(build.index, frozenset())
+        job = RangeJob(self._source, query, sink, self._settings.chunk_documents, quarantined)
         with self._tasks.copying():
             outcomes = self._tasks.run(list(parts), job, description=f"fill index {build.index}")
-        self._judge.decide([rejection for each in outcomes for rejection in each.rejections], None)
-        self._judge.take_back(outcomes)
+        self._rejections.handle([rejection for each in outcomes for rejection in each.rejections], None)
+        for each in outcomes:
+            self._rejections.release(each.index, each.taken)
         failpoints.reach("after_range")
         done = {
             part.part: outcome.bodies - len(outcome.rejections) for part, outcome in zip(parts, outcomes, strict=True)
@@ -201,7 +202,7 @@ class Backfill:
         for work in self._store.get_index_work(build.index, WorkKind.REMOVAL):
             columns = [list(each) for each in work.details["keys"]]
             written = self._writer.write(self._chunks(build.index, columns))
-            self._judge.decide(written.rejections, None)
+            self._rejections.handle(written.rejections, None)
             self._store.delete_index_work(build.index, [work.number])
 
     def _chunks(self, index: str, columns: list[list[str]]) -> Iterator[ResolvedKeys]:

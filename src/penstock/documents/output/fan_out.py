@@ -17,8 +17,8 @@ from typing import Any
 from penstock import failpoints
 from penstock.destinations.base import Tasks
 from penstock.documents.output.indexes import Indexes
-from penstock.documents.output.judge import Judge
 from penstock.documents.output.writer import POOL, DocumentWriter
+from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import Question, ResolvedKeys
 from penstock.source.connections import SourceSettings
 from penstock.spool import Stopping
@@ -37,7 +37,7 @@ class FanOuts:
         store: Store,
         tasks: Tasks,
         writer: DocumentWriter,
-        judge: Judge,
+        rejections: Rejections,
         indexes: Callable[[], Indexes],
         stop: threading.Event,
     ) -> None:
@@ -46,7 +46,7 @@ class FanOuts:
         self._store = store
         self._tasks = tasks
         self._writer = writer
-        self._judge = judge
+        self._rejections = rejections
         self._indexes = indexes
         self._stop = stop
         self._waiting = threading.Event()
@@ -108,7 +108,7 @@ class FanOuts:
                 closing(indexes.resolver.answer(connection, stored.question)) as parts,
             ):
                 written = self._writer.write(self._until_stopped(parts))
-            self._judge.decide(written.rejections, None)
+            self._rejections.handle(written.rejections, None)
             logger.info("many documents are built index=%s count=%d", work.index, written.documents.total())
         failpoints.reach("after_fan_out")
         self._store.delete_index_work(work.index, [work.number])

@@ -25,12 +25,11 @@ from penstock import failpoints
 from penstock.changes.batch import EventBatch, build_batch
 from penstock.changes.steps import Segment, Truncation
 from penstock.documents.base import BatchStatistics, Observer
-from penstock.documents.images import Changes
+from penstock.documents.images import Changes, changes_in_pieces
 from penstock.documents.output.fan_out import FanOuts
 from penstock.documents.output.indexes import Builds, Indexes
-from penstock.documents.output.judge import Judge
-from penstock.documents.output.pieces import pieces_of
 from penstock.documents.output.writer import DocumentsSettings, DocumentWriter, SharedSink
+from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import Question, ResolvedKeys
 from penstock.documents.statements import wait_until_visible
 from penstock.lsn import Lsn, reaches
@@ -68,7 +67,7 @@ class LiveChanges:
         store: Store,
         sink: SharedSink,
         writer: DocumentWriter,
-        judge: Judge,
+        rejections: Rejections,
         builds: Builds,
         fan_outs: FanOuts,
         observer: Observer,
@@ -83,7 +82,7 @@ class LiveChanges:
         self._store = store
         self._sink = sink
         self._writer = writer
-        self._judge = judge
+        self._rejections = rejections
         self._builds = builds
         self._fan_outs = fan_outs
         self._observer = observer
@@ -116,7 +115,7 @@ class LiveChanges:
         caught_up = self._has_caught_up(end)
         if batch.row_count:
             self._observer.on_changes_captured(batch.row_count)
-        for changes in pieces_of(batch, session.indexes.wanted, self._settings.piece_changes):
+        for changes in changes_in_pieces(batch, session.indexes.wanted, self._settings.piece_changes):
             seconds += self._apply(session, changes, end, documents, caught_up=caught_up)
         self._want_unidentified(taken, session.indexes)
         self._finish(batch, end)
@@ -189,7 +188,7 @@ class LiveChanges:
         with self._sink.lock:
             report = self._sink.sink.flush(caught_up)
         seconds = time.monotonic() - started
-        self._judge.decide([*written.rejections, *report.rejections], end)
+        self._rejections.handle([*written.rejections, *report.rejections], end)
         documents += written.documents
         self._fan_outs.add(many, session.indexes)
         for index in sorted(resolution.whole_indexes):

@@ -23,7 +23,6 @@ from penstock.documents.catalog import load_catalog
 from penstock.documents.output.backfill import Backfill
 from penstock.documents.output.fan_out import FanOuts
 from penstock.documents.output.indexes import Builds, Indexes, compile_indexes, require_published, require_whole
-from penstock.documents.output.judge import Judge
 from penstock.documents.output.live import LiveChanges, Session
 from penstock.documents.output.readiness import Readiness
 from penstock.documents.output.writer import (
@@ -36,7 +35,7 @@ from penstock.documents.output.writer import (
     Outcome,
     SharedSink,
 )
-from penstock.documents.quarantine import QuarantineStore
+from penstock.documents.quarantine import Quarantine, Rejections
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import LOCKED
@@ -84,7 +83,7 @@ class DocumentsOutput:
         relations: Callable[[], RelationMap],
         documents: DocumentsSettings | None = None,
         output: str = DEFAULT_OUTPUT,
-        quarantine: QuarantineStore | None = None,
+        quarantine: Quarantine | None = None,
         observer: Observer | None = None,
     ) -> None:
         """`relations` opens the map of relations (`open_relation_map`); `tasks` build documents and write them."""
@@ -100,7 +99,7 @@ class DocumentsOutput:
         self._sink = SharedSink(sink)
         self._generations = Generations()
         self._builds = Builds(store)
-        self._judge = Judge(self._documents.failure_policies, quarantine, self._observer)
+        self._rejections = Rejections(self._documents.failure_policies, quarantine, self._observer)
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._paused = threading.Event()
@@ -187,7 +186,7 @@ class DocumentsOutput:
         position = stream.start_of(self._output).position
         self._relations = self._open_relations()
         session = self._open_session()
-        self._judge.load()
+        self._rejections.load()
         self._readiness = Readiness(
             self._settings,
             self._documents,
@@ -204,7 +203,7 @@ class DocumentsOutput:
             store=self._store,
             tasks=self._tasks,
             writer=self._writer(),
-            judge=self._judge,
+            rejections=self._rejections,
             indexes=self._compiled,
             stop=self._stop,
         )
@@ -216,7 +215,7 @@ class DocumentsOutput:
             store=self._store,
             sink=self._sink,
             writer=self._writer(),
-            judge=self._judge,
+            rejections=self._rejections,
             builds=self._builds,
             fan_outs=fan_outs,
             observer=self._observer,
@@ -232,7 +231,7 @@ class DocumentsOutput:
             generations=self._generations,
             builds=self._builds,
             writer=self._writer(),
-            judge=self._judge,
+            rejections=self._rejections,
             indexes=self._compiled,
             followed=lambda: live.status.acknowledged,
             observer=self._observer,
@@ -386,11 +385,12 @@ class DocumentsOutput:
 
     def _job(self) -> BuildJob:
         queries, recorded = self._compiled().queries, self._builds.recorded
-        return BuildJob(self._settings.source, queries, self._sink, recorded, self._judge.aside)
+        return BuildJob(self._settings.source, queries, self._sink, recorded, self._rejections.quarantined)
 
     def _note(self, outcomes: Sequence[Outcome]) -> None:
         self._builds.record(outcomes)
-        self._judge.take_back(outcomes)
+        for each in outcomes:
+            self._rejections.release(each.index, each.taken)
 
     # Between batches
 
@@ -423,16 +423,16 @@ class DocumentsOutput:
         """Build documents that somebody wants to be tried again; those that are refused again stay set aside."""
         indexes = self._compiled()
         for name, specification in indexes.specifications.items():
-            ids = self._judge.wanted(name)
+            ids = self._rejections.wanted(name)
             if not ids:
                 continue
-            self._judge.load()
+            self._rejections.load()
             keys = DocumentKeys.of(specification, indexes.catalog)
             parsed = [key for key in map(keys.parse, ids) if len(key) == len(keys.columns)]
             size = self._documents.chunk_documents
             chunks = [keys.resolved(parsed[first : first + size]) for first in range(0, len(parsed), size)]
             written = self._writer().write(chunks)
-            self._judge.set_aside(written.rejections, None)
+            self._rejections.quarantine(written.rejections, None)
 
     def _obey(self, command: Command) -> None:
         try:

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from psycopg import pq
 
 from penstock.destinations.base import Tasks
-from penstock.documents.base import WRITTEN, BatchPolicy, FailurePolicies, Rejection, Sink
+from penstock.documents.base import DOCUMENT_SCHEMA, BatchPolicy, FailurePolicies, Rejection, Sink
 from penstock.documents.build import BuildQuery, build_documents, build_range
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
@@ -172,7 +172,7 @@ class SharedSink:
         """Documents as `penstock.documents.build.BUILT`; durable afterwards, but for those that are refused."""
         name = pa.repeat(pa.scalar(index, pa.string()), built.num_rows)
         with self.lock:
-            self.sink.write(pa.Table.from_arrays([name, *built.columns], schema=WRITTEN))
+            self.sink.write(pa.Table.from_arrays([name, *built.columns], schema=DOCUMENT_SCHEMA))
             return self.sink.flush(False).rejections
 
 
@@ -188,7 +188,7 @@ class Outcome:
     removed: tuple[list[str], ...] = ()
     """The keys of documents that are not there, one array per key column; only if they are wanted."""
     taken: tuple[str, ...] = ()
-    """Documents that were set aside before, and are written now."""
+    """Documents that were quarantined before, and are written now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class BuildJob:
     sink: SharedSink
     recorded: frozenset[str] = frozenset()
     """Indexes whose removals are wanted."""
-    aside: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    quarantined: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
     """Documents that were refused before."""
 
     def __call__(self, keys: ResolvedKeys) -> Outcome:
@@ -212,7 +212,7 @@ class BuildJob:
         if count and keys.index in self.recorded:
             removed = tuple(pa.array(each, pa.string()).filter(gone.combine_chunks()).to_pylist() for each in keys.keys)
         rejections = self.sink.write(keys.index, built)
-        taken = _taken(built, self.aside.get(keys.index), rejections)
+        taken = _taken(built, self.quarantined.get(keys.index), rejections)
         return Outcome(keys.index, len(keys), len(keys) - count, rejections, removed, taken)
 
 
@@ -235,7 +235,7 @@ class RangeJob:
     query: BuildQuery
     sink: SharedSink
     chunk: int
-    aside: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
 
     def __call__(self, part: HeapRange) -> Outcome:
         with POOL.borrow(self.source) as connection, connection.transaction():
@@ -250,7 +250,7 @@ class RangeJob:
             documents += built.num_rows
             bodies += built.num_rows - built.column("body").null_count
             rejections += refused
-            taken += _taken(built, self.aside, refused)
+            taken += _taken(built, self.quarantined, refused)
         return Outcome(self.query.index, documents, bodies, tuple(rejections), (), tuple(taken))
 
     def _overlapped(self, pieces: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, tuple[Rejection, ...]]]:
@@ -265,11 +265,11 @@ class RangeJob:
                 yield before[0], before[1].result()
 
 
-def _taken(built: pa.Table, aside: frozenset[str] | None, refused: Sequence[Rejection]) -> tuple[str, ...]:
-    if not aside:
+def _taken(built: pa.Table, quarantined: frozenset[str] | None, refused: Sequence[Rejection]) -> tuple[str, ...]:
+    if not quarantined:
         return ()
     ids = built.column("id")
-    known = ids.filter(pc.is_in(ids, value_set=pa.array(sorted(aside), pa.string()))).to_pylist()
+    known = ids.filter(pc.is_in(ids, value_set=pa.array(sorted(quarantined), pa.string()))).to_pylist()
     return tuple(set(known).difference(each.id for each in refused))
 
 
@@ -294,7 +294,7 @@ def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:
 
 
 @dataclass(slots=True)
-class Written:
+class WriteReport:
     """What was written for a batch, or for a part of one."""
 
     documents: Counter[str] = field(default_factory=Counter[str])
@@ -326,9 +326,9 @@ class DocumentWriter:
         self._generations = generations
         self._on_written = on_written
 
-    def write(self, keys: Iterable[ResolvedKeys]) -> Written:
+    def write(self, keys: Iterable[ResolvedKeys]) -> WriteReport:
         """Build and write all of them."""
-        written = Written()
+        written = WriteReport()
         for wave in self._waves(keys):
             few = sum(map(len, wave)) <= self._settings.local_documents
             tasks = self._here if few else self._tasks

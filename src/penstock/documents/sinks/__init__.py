@@ -1,5 +1,5 @@
 """Where documents go."""
 
-from penstock.documents.sinks.local import CountingSink, FanOutSink, MemorySink, StdoutSink
+from penstock.documents.sinks.local import CountingSink, MemorySink, StdoutSink, TeeSink
 
-__all__ = ["CountingSink", "FanOutSink", "MemorySink", "StdoutSink"]
+__all__ = ["CountingSink", "MemorySink", "StdoutSink", "TeeSink"]

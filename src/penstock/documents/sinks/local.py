@@ -218,7 +218,7 @@ class CountingSink(Sink):
         return FlushReport()
 
 
-class FanOutSink(Sink):
+class TeeSink(Sink):
     """Forwards every method to all, one after the other; the first error ends the call.
 
     An index is seeded when it is in all of them. What one of them refuses counts as refused.
@@ -258,7 +258,7 @@ class FanOutSink(Sink):
 
     def filling(self, index: str) -> Sink:
         """See `Sink`."""
-        return FanOutSink([sink.filling(index) for sink in self._sinks])
+        return TeeSink([sink.filling(index) for sink in self._sinks])
 
     def count(self, index: str) -> int | None:
         """See `Sink`. The smallest: what one of them lacks is missing."""

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock.documents.base import WRITTEN, Sink
+from penstock.documents.base import DOCUMENT_SCHEMA, Sink
 from penstock.documents.mapping import IndexMapping
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.testing.opensearch import ExistingOpenSearch
@@ -31,7 +31,7 @@ def batch_of(index: str, documents: Mapping[str, Any], version: int = 1) -> pa.T
     """Bodies by id; None removes."""
     bodies = [None if each is None else json.dumps(each) for each in documents.values()]
     count = len(bodies)
-    return pa.table([[index] * count, list(documents), [version] * count, bodies], schema=WRITTEN)
+    return pa.table([[index] * count, list(documents), [version] * count, bodies], schema=DOCUMENT_SCHEMA)
 
 
 class Looker:

@@ -9,7 +9,7 @@ import tracemalloc
 import pyarrow as pa
 import pytest
 
-from penstock.documents.base import WRITTEN, Rejection
+from penstock.documents.base import DOCUMENT_SCHEMA, Rejection
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from tests.integration.documents.opensearch.conftest import Looker, MakeSink, batch_of, mapping_of, write
 
@@ -56,7 +56,7 @@ def test_any_id_and_any_json_arrives(sink: OpenSearchSink, looker: Looker) -> No
     documents = {each: {"n": number, "text": each} for number, each in enumerate(ids)}
     bodies = [json.dumps(each, indent=2) for each in documents.values()]
     count = len(ids)
-    sink.write(pa.table([[looker.index] * count, ids, [1] * count, bodies], schema=WRITTEN))
+    sink.write(pa.table([[looker.index] * count, ids, [1] * count, bodies], schema=DOCUMENT_SCHEMA))
     assert sink.flush(False).rejections == ()
     assert looker.stored() == documents
     assert sink.fetch(looker.index, ids) == documents
@@ -156,7 +156,8 @@ def test_a_batch_is_sent_in_pieces_and_held_in_memory_piece_by_piece(make_sink: 
     body = json.dumps({"text": "word " * 2000})
     count = 4000
     batch = pa.table(
-        [[looker.index] * count, [str(each) for each in range(count)], [1] * count, [body] * count], schema=WRITTEN
+        [[looker.index] * count, [str(each) for each in range(count)], [1] * count, [body] * count],
+        schema=DOCUMENT_SCHEMA,
     )
     assert batch.nbytes > 40_000_000
     allocated = pa.default_memory_pool().bytes_allocated()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.sinks.opensearch import OpenSearchSink, bulk
-from penstock.documents.sinks.opensearch.bulk import Verdict, judge
+from penstock.documents.sinks.opensearch.bulk import BulkResult, read_answer
 from penstock.errors import DestinationRefused, DestinationUnavailable
 from penstock.testing.opensearch import OpenSearchServer
 from penstock.testing.server import free_port
@@ -52,7 +52,7 @@ def test_in_a_storm_of_429_every_document_arrives_and_none_is_refused(
         refused.extend(write(sink, name, {f"{part}-{number}": {"n": number} for number in range(2000)}))
 
     if not on:
-        monkeypatch.setattr(bulk, "judge", _judge_busy_as_refused)
+        monkeypatch.setattr(bulk, "read_answer", _refuse_busy)
     threads = [threading.Thread(target=send, args=(sink, part)) for part, sink in enumerate(sinks)]
     for each in threads:
         each.start()
@@ -67,8 +67,8 @@ def test_in_a_storm_of_429_every_document_arrives_and_none_is_refused(
         sink.close()
 
 
-def _judge_busy_as_refused(*arguments: Any) -> Verdict:
-    verdict = judge(*arguments)
+def _refuse_busy(*arguments: Any) -> BulkResult:
+    verdict = read_answer(*arguments)
     return replace(verdict, again=(), refused=verdict.refused + tuple((place, verdict.busy) for place in verdict.again))
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.sinks.opensearch.bulk import Verdict, judge
+from penstock.documents.sinks.opensearch.bulk import BulkResult, read_answer
+from penstock.errors import DestinationError
 
 FIELDS = frozenset({"age", "address", "address.since", "labels", "code"})
 
@@ -19,9 +20,9 @@ def outcome(status: int, type_: str | None = None, reason: str = "", *causes: tu
     return {"status": status, **({"error": error} if error else {})}
 
 
-def judged(*outcomes: dict[str, Any], action: str = "index") -> Verdict:
+def judged(*outcomes: dict[str, Any], action: str = "index") -> BulkResult:
     said = {"took": 3, "errors": any("error" in each for each in outcomes), "items": [{action: o} for o in outcomes]}
-    return judge(json.dumps(said, separators=(",", ":")).encode(), said, FIELDS)
+    return read_answer(json.dumps(said, separators=(",", ":")).encode(), said, FIELDS)
 
 
 def reason(*arguments: Any) -> str:
@@ -30,12 +31,18 @@ def reason(*arguments: Any) -> str:
 
 
 def test_an_answer_without_errors_is_not_looked_at() -> None:
-    assert judge(b'{"took":12,"errors":false}', None, FIELDS) == Verdict()
+    assert read_answer(b'{"took":12,"errors":false}', None, FIELDS) == BulkResult()
+
+
+@pytest.mark.parametrize("said", [None, [], {}, {"errors": True}, {"items": None}])
+def test_an_answer_that_is_not_one_of_a_bulk_is_an_error(said: Any) -> None:
+    with pytest.raises(DestinationError, match="something else"):
+        read_answer(b"<html>a proxy's page</html>", said, FIELDS)
 
 
 def test_what_is_stale_or_not_there_is_done() -> None:
     stale = outcome(409, "version_conflict_engine_exception", "[1]: version conflict")
-    assert judged(stale, outcome(404), outcome(200), action="delete") == Verdict()
+    assert judged(stale, outcome(404), outcome(200), action="delete") == BulkResult()
 
 
 @pytest.mark.trap(46)

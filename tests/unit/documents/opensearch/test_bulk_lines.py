@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.documents.base import WRITTEN
-from penstock.documents.sinks.opensearch.bulk import LONGEST_ID, bulk_lines, cut, documents_size, unusable_ids
+from penstock.documents.base import DOCUMENT_SCHEMA
+from penstock.documents.sinks.opensearch.bulk import LONGEST_ID, bulk_lines, documents_size, split, unusable_ids
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 BODY = st.none() | st.dictionaries(TEXT, TEXT | st.integers() | st.none(), max_size=3)
@@ -19,7 +19,7 @@ BODY = st.none() | st.dictionaries(TEXT, TEXT | st.integers() | st.none(), max_s
 
 def batch_of(rows: list[tuple[str, int, str | None]]) -> pa.Table:
     columns = list(zip(*rows, strict=True)) or [[], [], []]
-    return pa.table([["one"] * len(rows), *map(list, columns)], schema=WRITTEN)
+    return pa.table([["one"] * len(rows), *map(list, columns)], schema=DOCUMENT_SCHEMA)
 
 
 def read_lines(content: memoryview) -> list[tuple[str, str, Any, int, Any]]:
@@ -60,7 +60,7 @@ def test_lines_of_a_slice_are_those_of_its_rows(data: st.DataObject) -> None:
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=30), st.integers(1, 10), st.integers(1, 1500))
 def test_pieces_hold_at_most_so_much(sizes: list[int], most_documents: int, most_bytes: int) -> None:
     batch = batch_of([(str(number), 1, "x" * size) for number, size in enumerate(sizes)])
-    pieces = list(cut(batch, most_documents, most_bytes))
+    pieces = list(split(batch, most_documents, most_bytes))
     assert pa.concat_tables(pieces).equals(batch), "nothing is lost, and the order stays"
     for piece in pieces:
         assert 1 <= piece.num_rows <= most_documents

@@ -42,7 +42,7 @@ def test_a_question_that_could_not_be_stored_is_stored_when_it_comes_again() -> 
         store=store,
         tasks=nothing,
         writer=nothing,
-        judge=nothing,
+        rejections=nothing,
         indexes=lambda: indexes,
         stop=threading.Event(),
     )

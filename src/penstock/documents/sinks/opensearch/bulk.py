@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -78,7 +78,7 @@ _TOO_LARGE = "the document is larger than the server takes in one request"
 
 
 def bulk_lines(batch: pa.Table) -> memoryview:
-    """What to send for these documents (`penstock.documents.base.WRITTEN`); the index is in the address."""
+    """What to send for these documents (`penstock.documents.base.DOCUMENT_SCHEMA`); the index is in the address."""
     body = _one_line(batch.column("body"))
     gone = pc.is_null(body)
     line = pc.binary_join_element_wise(
@@ -100,7 +100,7 @@ def documents_size(batch: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
     return lengths.to_numpy() + _ACTION_BYTES
 
 
-def cut(batch: pa.Table, most_documents: int, most_bytes: int) -> Iterator[pa.Table]:
+def split(batch: pa.Table, most_documents: int, most_bytes: int) -> Iterator[pa.Table]:
     """Pieces that hold at most so many documents and bytes; a document that is larger comes alone."""
     ends = np.cumsum(documents_size(batch))
     start = 0
@@ -154,7 +154,7 @@ def _text(value: str) -> pa.Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BulkResult:
     """What became of a request: places of documents that go again, of those refused with the reason, and trouble."""
 
     again: tuple[int, ...] = ()
@@ -167,11 +167,16 @@ class Verdict:
     """A refusal that is not about a document, as far as we know."""
 
 
-def judge(data: bytes, said: Any, fields: frozenset[str]) -> Verdict:
+def read_answer(data: bytes, said: Any, fields: frozenset[str]) -> BulkResult:
     """Read an answer; only where something was not taken are its items looked at. `fields` may be named."""
     if _NO_ERRORS in data[:_HEAD]:
-        return Verdict()
-    items: Sequence[Mapping[str, Any]] = said.get("items", ())
+        return BulkResult()
+    items = said.get("items") if isinstance(said, dict) else None
+    if not isinstance(items, list):
+        raise DestinationError(
+            "the search server answered a bulk request with something else than the result of one",
+            hint="Check that sink.url is the address of OpenSearch's API and that no proxy answers in its place.",
+        )
     again: list[int] = []
     refused: list[tuple[int, str]] = []
     busy = gone = unknown = ""
@@ -193,7 +198,7 @@ def judge(data: bytes, said: Any, fields: frozenset[str]) -> Verdict:
             refused.append((place, reason_of(error, fields)))
         else:
             unknown = f"{status} {kind}"
-    return Verdict(tuple(again), tuple(refused), busy, gone, unknown)
+    return BulkResult(tuple(again), tuple(refused), busy, gone, unknown)
 
 
 def reason_of(error: Mapping[str, Any], fields: frozenset[str]) -> str:
@@ -253,7 +258,7 @@ class BulkSender:
         if pc.any(unusable).as_py():
             rejections += _rejected(target, batch.filter(unusable), _BAD_ID)
             batch = batch.filter(pc.invert(unusable))
-        for piece in cut(batch, self._settings.bulk_documents, self._settings.bulk_bytes):
+        for piece in split(batch, self._settings.bulk_documents, self._settings.bulk_bytes):
             rejections += self._send_piece(target, piece)
         return rejections
 
@@ -274,15 +279,15 @@ class BulkSender:
                 raise DestinationError(
                     f"the search server answered {answer.status} {answer.error_type()} to documents of {target.index!r}"
                 )
-            verdict = judge(answer.data, answer.json(), target.fields)
-            _check(target, verdict)
-            for place, reason in verdict.refused:
+            result = read_answer(answer.data, answer.json(), target.fields)
+            _check(target, result)
+            for place, reason in result.refused:
                 yield from _rejected(target, piece.slice(place, 1), reason)
-            if len(verdict.again) < piece.num_rows:
+            if len(result.again) < piece.num_rows:
                 patience.backoff.reset()
-            piece = piece.take(pa.array(verdict.again, pa.int64()))
-            if verdict.again:
-                patience.wait(f"{len(verdict.again)} documents: {verdict.busy}")
+            piece = piece.take(pa.array(result.again, pa.int64()))
+            if result.again:
+                patience.wait(f"{len(result.again)} documents: {result.busy}")
 
     def _send_smaller(self, target: Target, piece: pa.Table) -> Iterator[Rejection]:
         if piece.num_rows == 1:
@@ -302,15 +307,15 @@ def _hash(body: str | None) -> str:
     return "" if body is None else hashlib.sha256(body.encode()).hexdigest()[:_HASH_LENGTH]
 
 
-def _check(target: Target, verdict: Verdict) -> None:
-    if verdict.gone:
+def _check(target: Target, result: BulkResult) -> None:
+    if result.gone:
         raise IndexUnusable(
-            f"index {target.generation!r}, a generation of {target.index!r}, is gone or closed ({verdict.gone})",
+            f"index {target.generation!r}, a generation of {target.index!r}, is gone or closed ({result.gone})",
             index=target.index,
         )
-    if verdict.unknown:
+    if result.unknown:
         raise DestinationError(
             f"the search server refused documents of {target.index!r} for a reason that Penstock does not know:"
-            f" {verdict.unknown}",
+            f" {result.unknown}",
             hint="Look into the server's log; nothing of this batch was acknowledged.",
         )

@@ -51,68 +51,6 @@ _FILLING = {"refresh_interval": "-1", "gc_deletes": f"{FILLING_GC_DELETES}s"}
 logger = logging.getLogger(__name__)
 
 
-class IndexReader:
-    """What an alias leads to; where it leads nowhere, nothing."""
-
-    def __init__(self, client: OpenSearchClient) -> None:
-        self._client = client
-
-    def count(self, index: str) -> int:
-        """How many documents searches see."""
-        found = self._client.expect("GET", f"/{quote(index, safe='')}/_count", allowed=(NOT_FOUND,))
-        return int(found["count"]) if found else 0
-
-    def fetch(self, index: str, ids: Sequence[str]) -> Mapping[str, Any]:
-        """Documents by id, as they are now, also those that searches do not see yet."""
-        if not ids:
-            return {}
-        found = self._client.expect("POST", f"/{quote(index, safe='')}/_mget", {"ids": list(ids)}, allowed=(NOT_FOUND,))
-        docs = found["docs"] if found else []
-        return {each["_id"]: each["_source"] for each in docs if each.get("found")}
-
-    def scan(self, index: str, chunk: int) -> Iterator[list[str]]:
-        """The ids of all documents, of one point in time."""
-        path = f"/{quote(index, safe='')}"
-        self._client.expect("POST", f"{path}/_refresh", allowed=(NOT_FOUND,))
-        opened = self._client.expect(
-            "POST", f"{path}/_search/point_in_time?keep_alive={_KEEP_ALIVE}", allowed=(NOT_FOUND,)
-        )
-        if opened is None:
-            return
-        point = opened["pit_id"]
-        try:
-            yield from self._pages(point, chunk)
-        finally:
-            self._client.expect("DELETE", "/_search/point_in_time", {"pit_id": [point]}, allowed=(NOT_FOUND,))
-
-    def sample(self, index: str, count: int) -> list[str]:
-        """Ids of some documents, by chance."""
-        score = {"random_score": {"seed": random.getrandbits(31), "field": "_seq_no"}}
-        query = {"function_score": {"query": {"match_all": {}}, **score}}
-        body = {"size": min(count, _SAMPLE_MOST), "_source": False, "query": query}
-        found = self._client.expect("POST", f"/{quote(index, safe='')}/_search", body, allowed=(NOT_FOUND,))
-        return [each["_id"] for each in found["hits"]["hits"]] if found else []
-
-    def _pages(self, point: str, chunk: int) -> Iterator[list[str]]:
-        after: list[Any] | None = None
-        while True:
-            body: dict[str, Any] = {
-                "size": chunk,
-                "_source": False,
-                "track_total_hits": False,
-                "pit": {"id": point, "keep_alive": _KEEP_ALIVE},
-                "sort": [{"_shard_doc": "asc"}],
-            }
-            if after is not None:
-                body["search_after"] = after
-            hits = self._client.expect("POST", "/_search", body)["hits"]["hits"]
-            if hits:
-                yield [each["_id"] for each in hits]
-                after = hits[-1]["sort"]
-            if len(hits) < chunk:
-                return
-
-
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Where the documents of an index go."""
@@ -359,7 +297,7 @@ class OpenSearchSink(Sink):
         self._client.expect("DELETE", f"/{quote(generation.name, safe='')}", allowed=(NOT_FOUND,))
         logger.info("generation removed generation=%s", generation.name)
 
-    # What is there, for those who look (`penstock.documents.base`)
+    # Reading: see `penstock.documents.base.ReadableSink`
 
     def count(self, index: str) -> int | None:
         """See `Sink`."""
@@ -367,7 +305,7 @@ class OpenSearchSink(Sink):
         if targets is None or targets.serving is None:
             return None
         self._refresh([targets.serving])
-        return self._reader.count(targets.serving.alias)
+        return self._count(targets.serving.alias)
 
     def facts(self, index: str) -> IndexFacts:
         """See `ReadableSink`."""
@@ -375,24 +313,62 @@ class OpenSearchSink(Sink):
         unserved = [each for each in state.generations if each is not state.serving and each.retired_at is None]
         last = state.serving.number if state.serving is not None else -1
         begun = [each.name for each in unserved if each.number > last]
-        count = self._reader.count(index) if state.serving is not None else 0
+        count = self._count(index) if state.serving is not None else 0
         return IndexFacts(state.serving.name if state.serving else None, begun[-1] if begun else None, count)
 
     def fetch(self, index: str, ids: Sequence[str]) -> Mapping[str, Any]:
         """See `ReadableSink`."""
-        return self._reader.fetch(index, ids)
+        if not ids:
+            return {}
+        found = self._client.expect("POST", f"/{quote(index, safe='')}/_mget", {"ids": list(ids)}, allowed=(NOT_FOUND,))
+        docs = found["docs"] if found else []
+        return {each["_id"]: each["_source"] for each in docs if each.get("found")}
 
     def scan(self, index: str, chunk: int = SCAN_CHUNK) -> Iterator[list[str]]:
-        """See `ReadableSink`."""
-        return self._reader.scan(index, chunk)
+        """See `ReadableSink`. All ids are of one point in time."""
+        path = f"/{quote(index, safe='')}"
+        self._client.expect("POST", f"{path}/_refresh", allowed=(NOT_FOUND,))
+        opened = self._client.expect(
+            "POST", f"{path}/_search/point_in_time?keep_alive={_KEEP_ALIVE}", allowed=(NOT_FOUND,)
+        )
+        if opened is None:
+            return
+        point = opened["pit_id"]
+        try:
+            yield from self._pages(point, chunk)
+        finally:
+            self._client.expect("DELETE", "/_search/point_in_time", {"pit_id": [point]}, allowed=(NOT_FOUND,))
 
     def sample(self, index: str, count: int) -> list[str]:
         """See `ReadableSink`."""
-        return self._reader.sample(index, count)
+        score = {"random_score": {"seed": random.getrandbits(31), "field": "_seq_no"}}
+        query = {"function_score": {"query": {"match_all": {}}, **score}}
+        body = {"size": min(count, _SAMPLE_MOST), "_source": False, "query": query}
+        found = self._client.expect("POST", f"/{quote(index, safe='')}/_search", body, allowed=(NOT_FOUND,))
+        return [each["_id"] for each in found["hits"]["hits"]] if found else []
 
-    @property
-    def _reader(self) -> IndexReader:
-        return IndexReader(self._client)
+    def _count(self, name: str) -> int:
+        found = self._client.expect("GET", f"/{quote(name, safe='')}/_count", allowed=(NOT_FOUND,))
+        return int(found["count"]) if found else 0
+
+    def _pages(self, point: str, chunk: int) -> Iterator[list[str]]:
+        after: list[Any] | None = None
+        while True:
+            body: dict[str, Any] = {
+                "size": chunk,
+                "_source": False,
+                "track_total_hits": False,
+                "pit": {"id": point, "keep_alive": _KEEP_ALIVE},
+                "sort": [{"_shard_doc": "asc"}],
+            }
+            if after is not None:
+                body["search_after"] = after
+            hits = self._client.expect("POST", "/_search", body)["hits"]["hits"]
+            if hits:
+                yield [each["_id"] for each in hits]
+                after = hits[-1]["sort"]
+            if len(hits) < chunk:
+                return
 
 
 def _is_current(serving: Generation, mapping: IndexMapping) -> bool:
