@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.changes.segment import field_names
@@ -82,12 +81,3 @@ IDENTIFIERS = Naming(
     allowed=r"[a-z][a-z0-9]*(_[a-z0-9]+)*", separator="__", mark="___", max_bytes=63, case_sensitive=False
 )
 """One word of small letters, for systems with a single level of names."""
-
-
-def find_collisions(schemas: Iterable[TableSchema], naming: Naming) -> dict[str, list[TableSchema]]:
-    """Names that several tables would get, for `check`: none, unless somebody broke a rule."""
-    found: dict[str, list[TableSchema]] = {}
-    for schema in schemas:
-        name = naming.table(schema)
-        found.setdefault(name if naming.case_sensitive else name.lower(), []).append(schema)
-    return {name: tables for name, tables in found.items() if len(tables) > 1}

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.destinations.naming import FOLDERS, IDENTIFIERS, Naming, find_collisions
-from penstock.schema import TableSchema
+from penstock.destinations.naming import FOLDERS, IDENTIFIERS, Naming
 
 NAMINGS = pytest.mark.parametrize("naming", [FOLDERS, IDENTIFIERS], ids=["folders", "identifiers"])
 # Names that are near to each other, and some that are not; Postgres has no zero byte in a name, and no empty one.
@@ -55,10 +54,3 @@ def test_long_names_are_cut_and_stay_different() -> None:
     names = {IDENTIFIERS.name("n" * 63, "t" * 62 + end) for end in "ab"}
     assert len(names) == 2
     assert all(len(name) == 63 for name in names)
-
-
-def test_collisions_are_found_where_a_rule_has_them() -> None:
-    lossy = Naming(allowed=".*", separator="_", mark="~", max_bytes=63)
-    tables = [TableSchema(1, "a_b", "c", ()), TableSchema(2, "a", "b_c", ()), TableSchema(3, "a", "d", ())]
-    assert find_collisions(tables, lossy) == {"a_b_c": tables[:2]}
-    assert find_collisions(tables, FOLDERS) == {}

@@ -9,25 +9,25 @@ Storage, from the bottom up; each can be read alone:
 | `statistics` | bounds by which readers skip files |
 | `vectors` | deleted rows as bitmaps |
 | `schema` | types, protocols, properties; what is refused |
-| `files` | data files: write one with statistics, read one without its dead rows |
+| `files` | data files: write one with statistics, read rows, columns and keys |
 | `snapshot` | a table at one version; what others' commits mean for a writer (`Verdict`) |
 | `checkpoint` | reading checkpoints of all kinds |
 | `log` | the newest version, and taking the next one |
-| `maintenance` | compaction, checkpoints, retention, vacuum, pins, on a schedule |
+| `maintenance` | compaction, clean-up, pins, on a schedule |
 
 What happens to changes, in their order:
 
 | module | |
 |---|---|
-| `destination`, `options`, `catalog` | what the pipeline calls; which table lies where |
+| `destination` | what the pipeline calls |
 | `layout` | a table's columns in the lake, by mode; what its properties say |
 | `copy` | a table as it was at a position, written by tasks |
 | `planner` | what a batch means for a table, decided on the driver |
 | `tasks` | the work of a batch: compact (`penstock.changes.compaction`), then |
-| `index`, `match` | the rows that it replaces, by key |
-| `rows`, `fill` | the cells that were not sent |
+| `index` | the rows that it replaces, by key |
+| `fill` | the cells that were not sent |
 | `write`, `history` | new rows, dead rows; every change as a row |
-| `table` | one commit with its position, and what a lost race means |
+| `table` | which table lies where; one commit with its position, and what a lost race means |
 | `reader` | a pinned version as the source has it |
 
 How a commit is made:

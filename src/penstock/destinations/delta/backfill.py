@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.layout import TableLayout
-from penstock.destinations.delta.rows import LiveFile, dead_rows
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import rewrite
 from penstock.destinations.refusals import unexpected

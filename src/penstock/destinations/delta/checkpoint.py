@@ -1,7 +1,7 @@
 """Reading checkpoints: a table at a version in one or some Parquet files, so that the log before it is not needed.
 
 All kinds that writers leave are read: one file, several parts, and the second version with its sidecars. Writing them
-is left to delta-rs (`penstock.destinations.delta.maintenance.checkpoints`).
+is left to delta-rs (`penstock.destinations.delta.maintenance.cleanup`).
 """
 
 from __future__ import annotations

@@ -15,20 +15,19 @@ from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import segment_layout
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.delta.backfill import backfill
-from penstock.destinations.delta.catalog import Catalog
 from penstock.destinations.delta.copy import CopyTarget, group_ranges, write_ranges
 from penstock.destinations.delta.layout import Mode, TableState, new_layout
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import WritesInFlight
 from penstock.destinations.delta.maintenance.schedule import Maintenance, MaintenanceSettings
-from penstock.destinations.delta.options import DeltaOptions
 from penstock.destinations.delta.planner import Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import Storage, open_storage
-from penstock.destinations.delta.table import Batch, LakeTable
+from penstock.destinations.delta.table import Batch, Catalog, LakeTable
 from penstock.destinations.delta.tasks import apply_changes
 from penstock.destinations.delta.write import Written
+from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import (
     busy,
     concerns_all_tables,
@@ -79,7 +78,19 @@ class DeltaDestination:
         log_retention_hours: float = 24.0,
         file_retention_hours: float = 2.0,
     ) -> None:
-        self._options = DeltaOptions.checked(mode, deletion_vectors, commit_interval, maintenance)
+        known = [each.value for each in Mode]
+        if mode not in known:
+            raise unusable(f"unknown mode {mode!r}", hint=f"Use {', '.join(known[:-1])} or {known[-1]}.")
+        for name, value in (("deletion_vectors", deletion_vectors), ("maintenance", maintenance)):
+            if not isinstance(value, bool):
+                raise unusable(f"{name} must be true or false")
+        if isinstance(commit_interval, bool) or not isinstance(commit_interval, int | float) or commit_interval <= 0:
+            raise unusable("commit_interval must be a number of seconds above zero", hint="The default is 0.5.")
+        self.commit_interval = float(commit_interval)
+        """Seconds between two batches, unless more than one batch of changes is waiting."""
+        self._mode = Mode(mode)
+        self._deletion_vectors = deletion_vectors
+        self._maintained = maintenance
         self._settings = MaintenanceSettings(
             log_retention_hours=log_retention_hours, file_retention_hours=file_retention_hours
         )
@@ -94,7 +105,7 @@ class DeltaDestination:
     @property
     def capabilities(self) -> Capabilities:
         """See `Destination`."""
-        mirrors = self._options.mode is not Mode.HISTORY
+        mirrors = self._mode is not Mode.HISTORY
         return Capabilities(
             records_position=True,
             updates_rows=mirrors,
@@ -102,17 +113,12 @@ class DeltaDestination:
             fills_added_columns=mirrors,
         )
 
-    @property
-    def commit_interval(self) -> float:
-        """Seconds between two batches, unless there is more than one batch's worth to do."""
-        return self._options.commit_interval
-
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self._context = context
         self._catalog = Catalog(self._storage, context.pipeline_id)
         self._mark()
-        if self._options.maintenance:
+        if self._maintained:
             self._maintenance = Maintenance(self._written, context.tasks, self._settings, writes=self._writes)
             self._maintenance.start()
 
@@ -120,7 +126,7 @@ class DeltaDestination:
         """See `Destination`."""
         require_mounted(self._storage.local_path(_MARKER))
         catalog = self._started_catalog
-        folder, before = catalog.place(schema), catalog.folder(schema.table_id)
+        folder, before = FOLDERS.table(schema), catalog.folder(schema.table_id)
         table = self._table(schema.table_id, str(schema), folder)
         self._fence(table, schema, attempt)
         if before is not None and before != folder:
@@ -140,7 +146,7 @@ class DeltaDestination:
             if table.position(version) != rows.position:
                 raise fenced_copy(str(schema), rows.attempt)
             return
-        layout = new_layout(schema, self._options.mode, rows.arrow_schema, texts=True)
+        layout = new_layout(schema, self._mode, rows.arrow_schema, texts=True)
         target = CopyTarget(str(schema), table.log.storage, layout, rows.attempt, rows.position)
         with self._writes.writing():
             written = self._started.tasks.run(
@@ -148,7 +154,7 @@ class DeltaDestination:
             )
             files = [file for each in written for file in each]
             if not any(file.has_texts for file in files):
-                layout = new_layout(schema, self._options.mode, rows.arrow_schema)
+                layout = new_layout(schema, self._mode, rows.arrow_schema)
             state = replace(version.state, table_id=schema.table_id, copied=rows.attempt, layout=layout)
             table.commit_copy(version, state, rows.position, [file.add for file in files], self._configuration())
         count = sum(file.row_count for file in files)
@@ -275,8 +281,8 @@ class DeltaDestination:
             batch,
             changes,
             table,
-            mode=self._options.mode,
-            deletion_vectors=self._options.deletion_vectors,
+            mode=self._mode,
+            deletion_vectors=self._deletion_vectors,
             source=self._started.source_rows,
         )
 
@@ -309,7 +315,7 @@ class DeltaDestination:
                 if not create:
                     return
                 # Which types its columns have is known when it is copied.
-                layout = new_layout(schema, self._options.mode, segment_layout(schema).arrow_schema)
+                layout = new_layout(schema, self._mode, segment_layout(schema).arrow_schema)
                 state = TableState(self._started.pipeline_id, schema.table_id, attempt, "", layout)
                 done = table.fence(state, None, self._configuration())
             else:
@@ -332,18 +338,17 @@ class DeltaDestination:
 
     def _table(self, table_id: int, name: str, folder: str) -> LakeTable:
         log = DeltaLog(self._storage.child(folder), name)
-        return LakeTable(log, name, table_id, self._started, self._options.deletion_vectors)
+        return LakeTable(log, name, table_id, self._started, self._deletion_vectors)
 
     def _refuse_foreign(self, changes: TableChanges) -> None:
         schema = next((step.schema for step in changes.steps if isinstance(step, Rows)), None)
         if schema is not None:
-            folder = self._started_catalog.place(schema)
-            self._table(changes.table_id, changes.table, folder).look()
+            self._table(changes.table_id, changes.table, FOLDERS.table(schema)).look()
 
     def _configuration(self) -> dict[str, str]:
         return table_configuration(
             self._started.pipeline_id,
-            deletion_vectors=self._options.deletion_vectors,
+            deletion_vectors=self._deletion_vectors,
             log_retention_hours=self._settings.log_retention_hours,
             file_retention_hours=self._settings.file_retention_hours,
         )

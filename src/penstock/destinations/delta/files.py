@@ -1,24 +1,34 @@
-"""Data files: writing one with its statistics, reading one without its dead rows."""
+"""Data files: writing one with its statistics, and reading rows, columns or keys of one, with or without its dead rows.
+
+A worker process lives through many batches, so it caches the vectors that it has read or written; they never change.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from penstock.destinations.delta.actions import Add
+from penstock.changes.compaction import keys_of
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE
+from penstock.changes.texts import split_texts
+from penstock.destinations.delta.actions import Add, VectorDescriptor
 from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.statistics import StatisticsCollector
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, read_vector
-from penstock.destinations.encoding import worth_a_dictionary
+from penstock.destinations.row_groups import worth_a_dictionary
 
-COMPRESSION = "snappy"
+_COMPRESSION = "snappy"
 COPY_PREFIX = "copy-"
 """Of the names of files that a copy wrote."""
 _ROW_GROUP_ROWS = 1 << 20
@@ -26,23 +36,23 @@ _WIDE_ROW_BYTES = 1 << 10
 _WIDE_GROUP_BYTES = 2 << 20
 """Of large rows in one row group: single cells of them are read again when an update does not send them."""
 _BATCH_ROWS = 1 << 17
+_CACHED_ROWS = 8_000_000
+"""Dead rows in cached vectors; at most two bytes each."""
+_TEXTS = pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)
 
 
 class DataFile:
     """A new file of a table, piece by piece; `create_data_file` makes one."""
 
-    def __init__(
-        self, name: str, schema: pa.Schema, sink: Any, compression: str, statistics: StatisticsCollector
-    ) -> None:
+    def __init__(self, name: str, schema: pa.Schema, sink: Any) -> None:
         self.name = name
         self.schema = schema
         self.rows = 0
         self.bytes = 0
         """When it is complete."""
         self._sink = sink
-        self._compression = compression
         self._writer: pq.ParquetWriter | None = None
-        self._statistics = statistics
+        self._statistics = StatisticsCollector(schema)
 
     def write(self, data: pa.Table) -> None:
         """Append rows, which have the file's schema; a row group of their own, or several."""
@@ -62,7 +72,7 @@ class DataFile:
         return pq.ParquetWriter(
             self._sink,
             self.schema,
-            compression=self._compression,
+            compression=_COMPRESSION,
             use_dictionary=cast("bool", dictionary),
             store_schema=False,
         )
@@ -78,8 +88,6 @@ def create_data_file(
     schema: pa.Schema,
     *,
     prefix: str = "part",
-    compression: str = COMPRESSION,
-    statistics_columns: Sequence[str] | None = None,
 ) -> Iterator[DataFile]:
     """A file of a name that nobody has; it is complete and durable after the block, and absent if that fails.
 
@@ -87,7 +95,7 @@ def create_data_file(
     """
     name = f"{prefix}-{uuid.uuid4()}.parquet"
     with storage.create(name) as sink:
-        file = DataFile(name, schema, sink, compression, StatisticsCollector(schema, statistics_columns))
+        file = DataFile(name, schema, sink)
         try:
             yield file
         finally:
@@ -95,33 +103,20 @@ def create_data_file(
             file.finish()
 
 
-def write_data_file(
-    storage: Storage,
-    data: pa.Table,
-    *,
-    prefix: str = "part",
-    compression: str = COMPRESSION,
-    statistics_columns: Sequence[str] | None = None,
-    data_change: bool = True,
-) -> Add:
-    """Write rows as a new file, durably; gives the action by which a commit makes it part of the table."""
-    with create_data_file(
-        storage, data.schema, prefix=prefix, compression=compression, statistics_columns=statistics_columns
-    ) as file:
+def write_data_file(storage: Storage, data: pa.Table) -> Add:
+    """Write rows as a new file, durably; return the action by which a commit adds it to the table."""
+    with create_data_file(storage, data.schema) as file:
         file.write(data)
-    return file.action(data_change=data_change)
-
-
-def read_data_file(storage: Storage, add: Add, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """The live rows of a file in the types of `schema`; a column that it does not have is NULL."""
-    wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns])
-    return pa.concat_tables([wanted.empty_table(), *iterate_data_file(storage, add, wanted)])
+    return file.action()
 
 
 def iterate_data_file(
     storage: Storage, add: Add, schema: pa.Schema, vector: Vector | None = None
 ) -> Iterator[pa.Table]:
-    """The same, some rows at a time; without the rows of `vector`, if the one of the log is at hand already."""
+    """Yield the live rows of a file in the types of `schema`; a column that it does not have is NULL.
+
+    `vector` replaces the one that the log names.
+    """
     dead = vector_of(storage, add) if vector is None else vector
     with storage.open(add.file) as source:
         file = pq.ParquetFile(source)
@@ -148,3 +143,94 @@ def vector_of(storage: Storage, add: Add) -> Vector:
 def now_milliseconds() -> int:
     """The time as actions have it."""
     return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFile:
+    """A data file of the table, as a task needs to know it."""
+
+    path: str
+    """As the log has it."""
+    file: str
+    """Below the table's folder."""
+    vector: VectorDescriptor | None
+
+    @classmethod
+    def of(cls, add: Add) -> LiveFile:
+        return cls(add.path, add.file, add.vector)
+
+
+def read_rows(
+    storage: Storage, file: str, schema: pa.Schema, columns: Sequence[str], rows: NDArray[np.int64] | None = None
+) -> pa.Table:
+    """Columns of some rows of a file, dead or not, by ascending row number; of all of them without `rows`.
+
+    Only the row groups that have such rows are read. A column that the file does not have is NULL.
+    """
+    wanted = pa.schema([schema.field(name) for name in columns])
+    with storage.open(file) as source:
+        parquet = pq.ParquetFile(source)
+        present = [name for name in columns if name in parquet.schema_arrow.names]
+        # Without any column there would be no rows to count.
+        present = present or parquet.schema_arrow.names[:1]
+        if rows is None:
+            return fit(parquet.read(columns=present), wanted)
+        counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+        starts = np.cumsum([0, *counts])
+        groups = np.searchsorted(starts, rows, "right") - 1
+        parts = [
+            parquet.read_row_group(int(group), columns=present).take(pa.array(rows[groups == group] - starts[group]))
+            for group in np.unique(groups)
+        ]
+    if not parts:
+        return wanted.empty_table()
+    return fit(pa.concat_tables(parts), wanted)
+
+
+def read_keys(
+    storage: Storage, file: str, schema: pa.Schema, columns: Sequence[str], rows: NDArray[np.int64] | None = None
+) -> pa.Array:
+    """The keys of rows, made of these columns."""
+    wanted = schema if UNREPRESENTABLE in schema.names else schema.append(_TEXTS)
+    table = read_rows(storage, file, wanted, [*columns, UNREPRESENTABLE], rows).combine_chunks()
+    return keys_of(table, split_texts(table), columns)
+
+
+def dead_rows(storage: Storage, file: LiveFile) -> Vector:
+    """The rows of a file that are no longer part of the table."""
+    if file.vector is None:
+        return Vector.EMPTY
+    known = _vectors.get(storage.url, file.vector)
+    if known is None:
+        known = read_vector(storage, file.vector)
+        _vectors.put(storage.url, file.vector, known)
+    return known
+
+
+def remember(storage: Storage, descriptor: VectorDescriptor, vector: Vector) -> None:
+    """Keep a vector that was just written at hand: the next batch most likely needs it."""
+    _vectors.put(storage.url, descriptor, vector)
+
+
+class _Vectors:
+    """The vectors that were used last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], Vector] = OrderedDict()
+        self._rows = 0
+
+    def get(self, url: str, descriptor: VectorDescriptor) -> Vector | None:
+        found = self._known.get((url, descriptor.unique_id))
+        if found is not None:
+            self._known.move_to_end((url, descriptor.unique_id))
+        return found
+
+    def put(self, url: str, descriptor: VectorDescriptor, vector: Vector) -> None:
+        self._known[url, descriptor.unique_id] = vector
+        self._rows += len(vector)
+        while self._rows > _CACHED_ROWS and len(self._known) > 1:
+            _, forgotten = self._known.popitem(last=False)
+            self._rows -= len(forgotten)
+
+
+_vectors = _Vectors()

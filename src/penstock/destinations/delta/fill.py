@@ -20,9 +20,9 @@ from penstock.changes.compaction import KnownRows, NetChanges, keys_of
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.changes.texts import Texts, join_texts, split_texts
 from penstock.destinations.base import SourceRows
+from penstock.destinations.delta.files import read_rows
+from penstock.destinations.delta.index import FileMatch
 from penstock.destinations.delta.layout import TableLayout
-from penstock.destinations.delta.match import FileMatch
-from penstock.destinations.delta.rows import read_rows
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.refusals import unknown_row
 

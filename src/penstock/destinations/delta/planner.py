@@ -18,8 +18,8 @@ from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import leave_out
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.backfill import Backfill, backfills, constant_of
+from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableLayout, TableState
-from penstock.destinations.delta.rows import LiveFile
 from penstock.destinations.delta.table import LakeTable, Version
 from penstock.destinations.delta.tasks import TableWork
 from penstock.destinations.refusals import rejected, unreadable

@@ -16,13 +16,13 @@ import pyarrow.compute as pc
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.changes.texts import join_texts, split_texts
 from penstock.destinations.delta.actions import Add
-from penstock.destinations.delta.catalog import noted_folders
 from penstock.destinations.delta.files import iterate_data_file
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout, from_metadata
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import Pin, pin_version, release_pin
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage, open_storage
+from penstock.destinations.delta.table import noted_folders
 from penstock.destinations.naming import FOLDERS
 from penstock.errors import NotComparable
 from penstock.schema import TableSchema

@@ -182,14 +182,6 @@ def table_configuration(
     return configuration
 
 
-def retention_seconds(configuration: Mapping[str, str], name: str, default: float) -> float:
-    """An interval among a table's properties, in seconds."""
-    match = re.fullmatch(r"(?:interval\s+)?(\d+)\s+(\w+?)s?", configuration.get(name, "").strip().lower())
-    if match is None or match[2] not in _SECONDS:
-        return default
-    return int(match[1]) * _SECONDS[match[2]]
-
-
 def refuse_unknown(table: str, protocol: Protocol, metadata: Metadata) -> None:
     """Raise `TableRejected` if the table needs something of its readers or writers that is not known here."""
     reader = _unknown(protocol.min_reader_version, _LEGACY_READER, protocol.reader_features, _READER_FEATURES)
@@ -207,16 +199,6 @@ def refuse_unknown(table: str, protocol: Protocol, metadata: Metadata) -> None:
         raise rejected(table, "it is append-only", hint="Set its property delta.appendOnly to false.")
     if '"delta.invariants"' in metadata.schema_string:
         raise rejected(table, "a column of it has an invariant", hint="Use a table of its own for Penstock.")
-
-
-_SECONDS = {
-    "millisecond": 0.001,
-    "second": 1,
-    "minute": 60,
-    "hour": 3600,
-    "day": 86_400,
-    "week": 604_800,
-}
 
 
 def _with_digest(name: str) -> str:

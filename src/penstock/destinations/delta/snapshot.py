@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote
 
 import pyarrow as pa
 
-from penstock.destinations.delta.actions import ENGINE, Action, Add, CommitInfo, Metadata, Protocol, Remove, Txn
+from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadata, Protocol, Remove, Txn
 from penstock.destinations.delta.schema import OWNER, arrow_schema
 from penstock.destinations.delta.vectors import vector_file
 
@@ -77,12 +77,6 @@ class Commit:
         if own:
             return Verdict.OWN_POSITION if application in own else Verdict.SUPERSEDED
         return Verdict.FOREIGN if self.changes_rows else Verdict.MAINTENANCE
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether a Penstock made it, whichever."""
-        info = self.info
-        return info is not None and info.engine == ENGINE
 
 
 @dataclass(frozen=True, slots=True)

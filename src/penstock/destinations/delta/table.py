@@ -6,9 +6,12 @@ of the copy: a higher position of another server, or of an earlier copy, hides n
 
 from __future__ import annotations
 
+import json
+import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from penstock.destinations.base import DestinationContext
 from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadata, Remove, Txn
@@ -17,10 +20,12 @@ from penstock.destinations.delta.layout import TableState, from_metadata, to_met
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
 from penstock.destinations.delta.schema import merge_protocols, protocol_for
 from penstock.destinations.delta.snapshot import Application, Snapshot, Verdict
+from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import Written
 from penstock.destinations.refusals import fenced_copy, foreign_table, not_copied, other_lineage, rejected
 from penstock.lsn import Lsn
 
+_FOLDER = "_penstock/tables"
 _RACES = 100
 """So many times in a row others may be first; each time they have written something."""
 
@@ -195,6 +200,46 @@ class LakeTable:
         before = snapshot.metadata
         kept = {**before.configuration, **configuration}
         return to_metadata(state, before.id, before.created_time or now_milliseconds(), kept)
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The folders of one pipeline's tables."""
+
+    storage: Storage
+    """Of the lake."""
+    pipeline_id: str
+    _known: dict[int, str] = field(default_factory=dict[int, str])
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def folder(self, table_id: int) -> str | None:
+        """Where a table is; None if nobody has copied it here."""
+        with self._lock:
+            known = self._known.get(table_id)
+        if known is None:
+            content = self.storage.get(self._path(table_id))
+            if content is None:
+                return None
+            known = str(json.loads(content)["folder"])
+            with self._lock:
+                self._known[table_id] = known
+        return known
+
+    def note(self, table_id: int, folder: str) -> None:
+        """Remember where a table is."""
+        if self.folder(table_id) != folder:
+            self.storage.put(self._path(table_id), json.dumps({"folder": folder}).encode())
+            with self._lock:
+                self._known[table_id] = folder
+
+    def _path(self, table_id: int) -> str:
+        return f"{_FOLDER}/{quote(self.pipeline_id, safe='')}/{table_id}.json"
+
+
+def noted_folders(storage: Storage) -> list[str]:
+    """The folders of all tables of a lake, whoever writes them."""
+    notes = [storage.get(file.path) for file in storage.list(_FOLDER) if file.path.endswith(".json")]
+    return sorted({str(json.loads(note)["folder"]) for note in notes if note is not None})
 
 
 def _file_actions(snapshot: Snapshot, batch: Batch, now: int) -> list[Action]:

@@ -19,11 +19,11 @@ from penstock.changes.columns import ChangeColumns, read_changes
 from penstock.changes.compaction import NetChanges, compact
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.fill import fill
 from penstock.destinations.delta.history import history_rows
+from penstock.destinations.delta.index import FileMatch, find_rows
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
-from penstock.destinations.delta.match import FileMatch, find_rows
-from penstock.destinations.delta.rows import LiveFile, dead_rows
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector
 from penstock.destinations.delta.write import Written, assemble, bury, rewrite, write_rows

@@ -16,11 +16,9 @@ from penstock.changes.compaction import LIVE, NetChanges, keys_of
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.changes.texts import Texts, join_texts, split_texts
 from penstock.destinations.delta.actions import Add, VectorDescriptor
-from penstock.destinations.delta.files import write_data_file
-from penstock.destinations.delta.index import build_index
+from penstock.destinations.delta.files import LiveFile, read_rows, remember, write_data_file
+from penstock.destinations.delta.index import FileMatch, build_index, index_folder
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
-from penstock.destinations.delta.match import FileMatch, index_folder
-from penstock.destinations.delta.rows import LiveFile, read_rows, remember
 from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, write_vectors
@@ -70,11 +68,9 @@ def lake_rows(rows: pa.Table, texts: Texts, layout: TableLayout) -> pa.Table:
     return pa.concat_tables([fit(rows.slice(start, size), schema) for start in range(0, rows.num_rows, size)])
 
 
-def write_rows(
-    storage: Storage, layout: TableLayout, rows: pa.Table, keys: pa.Array | None = None, *, prefix: str = "part"
-) -> Add:
+def write_rows(storage: Storage, layout: TableLayout, rows: pa.Table, keys: pa.Array | None = None) -> Add:
     """Write rows as a new file with its index, durably; `keys` are theirs, if somebody has them already."""
-    add = write_data_file(storage, rows, prefix=prefix)
+    add = write_data_file(storage, rows)
     if layout.key and layout.mode is not Mode.HISTORY:
         if keys is None:
             rows = rows.combine_chunks()
@@ -122,4 +118,4 @@ def rewrite(
     for name, value in (constants or {}).items():
         at = rows.schema.get_field_index(name)
         rows = rows.set_column(at, rows.schema.field(at), pa.repeat(value, rows.num_rows))
-    return write_rows(storage, layout, rows, prefix="part")
+    return write_rows(storage, layout, rows)

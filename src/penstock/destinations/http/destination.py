@@ -26,10 +26,10 @@ from penstock.destinations.base import (
     completed,
 )
 from penstock.destinations.batch_events import leave_out
-from penstock.destinations.grouping import group_batches
 from penstock.destinations.http.bodies import BodyFormat, changes_body, copy_body
 from penstock.destinations.http.client import Endpoint, Refused, Secret
 from penstock.destinations.refusals import fenced_copy, foreign_table, unexpected, unusable
+from penstock.destinations.row_groups import group_batches
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema

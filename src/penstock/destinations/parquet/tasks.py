@@ -20,10 +20,9 @@ from penstock.changes.batch import Rows
 from penstock.changes.segment import COMMIT_LSN, OP, ORDINAL, UNREPRESENTABLE, UNREPRESENTABLE_TYPE
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.batch_events import read_segment
-from penstock.destinations.encoding import worth_a_dictionary
-from penstock.destinations.grouping import group_batches
 from penstock.destinations.parquet.manifests import DataFile
 from penstock.destinations.refusals import unexpected
+from penstock.destinations.row_groups import group_batches, worth_a_dictionary
 from penstock.durable import sync_folder
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.destinations.delta.files import write_data_file
 from penstock.destinations.delta.log import DeltaLog
-from penstock.destinations.delta.maintenance.checkpoints import write_checkpoint
+from penstock.destinations.delta.maintenance.cleanup import Vacuum, clean_log, vacuum, write_checkpoint
 from penstock.destinations.delta.maintenance.compaction import (
     CompactionSettings,
     Rewritten,
@@ -28,8 +28,6 @@ from penstock.destinations.delta.maintenance.compaction import (
     rewrite_group,
 )
 from penstock.destinations.delta.maintenance.pins import Pin, WritesInFlight, pin_version, release_pin
-from penstock.destinations.delta.maintenance.retention import clean_log
-from penstock.destinations.delta.maintenance.vacuum import Vacuum, vacuum
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.testing.destinations import LocalTasks
 from tests.integration.destinations.delta.readers import read_with_delta_rs, read_with_polars

@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from penstock.destinations.delta.actions import CommitInfo, Metadata
 from penstock.destinations.delta.files import now_milliseconds, write_data_file
 from penstock.destinations.delta.log import DeltaLog, Lost
-from penstock.destinations.delta.maintenance.checkpoints import write_checkpoint
+from penstock.destinations.delta.maintenance.cleanup import write_checkpoint
 from penstock.destinations.delta.schema import protocol_for, schema_string, table_configuration
 from penstock.destinations.delta.snapshot import Verdict
 from penstock.destinations.delta.storage import LocalStorage

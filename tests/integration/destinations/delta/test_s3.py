@@ -15,10 +15,9 @@ from penstock.changes.keys import row_keys
 from penstock.destinations.delta.files import write_data_file
 from penstock.destinations.delta.index import IndexFolder, build_index
 from penstock.destinations.delta.log import DeltaLog, Lost
-from penstock.destinations.delta.maintenance.checkpoints import write_checkpoint
+from penstock.destinations.delta.maintenance.cleanup import Vacuum, vacuum, write_checkpoint
 from penstock.destinations.delta.maintenance.compaction import CompactionSettings, compact
 from penstock.destinations.delta.maintenance.pins import pin_version, read_pins, release_pin
-from penstock.destinations.delta.maintenance.vacuum import Vacuum, vacuum
 from penstock.destinations.delta.snapshot import Verdict
 from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.errors import ConfigError

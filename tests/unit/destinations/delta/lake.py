@@ -15,7 +15,6 @@ from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadat
 from penstock.destinations.delta.files import (
     iterate_data_file,
     now_milliseconds,
-    read_data_file,
     vector_of,
     write_data_file,
 )
@@ -132,7 +131,7 @@ class LakeTable:
     def ids(self, snapshot: Snapshot | None = None) -> list[int]:
         """The ids of the live rows, in order, by our own reader; checks that the other cells are theirs."""
         snapshot = self.snapshot if snapshot is None else snapshot
-        parts = [read_data_file(self.storage, add, SCHEMA) for add in snapshot.files.values()]
+        parts = [table for add in snapshot.files.values() for table in iterate_data_file(self.storage, add, SCHEMA)]
         rows = pa.concat_tables([SCHEMA.empty_table(), *parts]).sort_by("id")
         assert rows.equals(make_rows(rows["id"].to_pylist()))
         return rows["id"].to_pylist()

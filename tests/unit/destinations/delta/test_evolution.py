@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.changes.segment import segment_layout
-from penstock.destinations.delta.layout import TableLayout, new_layout
-from penstock.destinations.delta.options import Mode
+from penstock.destinations.delta.layout import Mode, TableLayout, new_layout
 from penstock.errors import TableRejected
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 

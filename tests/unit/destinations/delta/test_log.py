@@ -28,7 +28,7 @@ from penstock.destinations.delta.actions import (
 )
 from penstock.destinations.delta.files import now_milliseconds, write_data_file
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
-from penstock.destinations.delta.maintenance.checkpoints import write_checkpoint
+from penstock.destinations.delta.maintenance.cleanup import write_checkpoint
 from penstock.destinations.delta.snapshot import Application, Verdict
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.errors import DestinationUnavailable, TableRejected

@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from penstock.destinations.delta.actions import Add, VectorDescriptor
 from penstock.destinations.delta.files import now_milliseconds, write_data_file
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
-from penstock.destinations.delta.maintenance.checkpoints import commits_since_checkpoint, write_checkpoint
+from penstock.destinations.delta.maintenance.cleanup import (
+    Vacuum,
+    clean_log,
+    commits_since_checkpoint,
+    vacuum,
+    write_checkpoint,
+)
 from penstock.destinations.delta.maintenance.compaction import (
     CompactionSettings,
     Source,
@@ -33,11 +39,8 @@ from penstock.destinations.delta.maintenance.pins import (
     pin_version,
     read_pins,
     release_pin,
-    renew_pin,
 )
-from penstock.destinations.delta.maintenance.retention import clean_log
 from penstock.destinations.delta.maintenance.schedule import Maintenance, MaintenanceSettings
-from penstock.destinations.delta.maintenance.vacuum import Vacuum, vacuum
 from penstock.destinations.delta.snapshot import Verdict
 from penstock.destinations.delta.storage import LocalStorage, Storage
 from penstock.destinations.delta.vectors import Vector
@@ -301,12 +304,10 @@ def test_a_pinned_version_stays_readable(table: LakeTable) -> None:
     assert table.ids() == expected
 
 
-def test_pins_run_out_and_can_be_renewed(table: LakeTable) -> None:
-    pin = pin_version(table.storage, 0, seconds=-1, reason="a reader that died")
-    renewed = renew_pin(table.storage, pin, seconds=60)
-    assert read_pins(table.storage) == [renewed]
-    pin_version(table.storage, 0, seconds=-1, reason="another one")
-    assert read_pins(table.storage) == [renewed]
+def test_pins_run_out(table: LakeTable) -> None:
+    pin = pin_version(table.storage, 0, seconds=60, reason="a reader")
+    pin_version(table.storage, 0, seconds=-1, reason="a reader that died")
+    assert read_pins(table.storage) == [pin]
     assert len(list(table.storage.list("_penstock/pins"))) == 1
 
 

@@ -4,9 +4,7 @@
 |---|---|
 | `pins` | versions that somebody reads, and files that are not committed yet: maintenance leaves both alone |
 | `compaction` | small files and those with many dead rows are rewritten; deletions meanwhile are carried over |
-| `checkpoints` | written by delta-rs, which keeps vectors |
-| `retention` | commits and checkpoints that nobody needs any more |
-| `vacuum` | data, vectors and indexes that no version names any more |
+| `cleanup` | checkpoints; commits, data, vectors and indexes that no reader needs any more |
 | `schedule` | when each of them is due, for all tables |
 
 Everything here can be stopped at any point and begun anew: what it writes is named by no commit until it is whole, and

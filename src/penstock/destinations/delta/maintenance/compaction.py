@@ -23,16 +23,15 @@ from numpy.typing import NDArray
 from penstock.destinations.base import Tasks
 from penstock.destinations.delta.actions import Action, Add, CommitInfo
 from penstock.destinations.delta.files import (
-    COMPRESSION,
     COPY_PREFIX,
     create_data_file,
     iterate_data_file,
     now_milliseconds,
     vector_of,
 )
+from penstock.destinations.delta.index import prepare_index
 from penstock.destinations.delta.layout import TableLayout, from_metadata
 from penstock.destinations.delta.log import Committed, DeltaLog
-from penstock.destinations.delta.match import prepare_index
 from penstock.destinations.delta.schema import DELETION_VECTORS
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage
@@ -61,7 +60,6 @@ class CompactionSettings:
     copied_bytes: int = 8 << 20
     """Files of a copy that are larger stay, until many of their rows are dead: how large they are follows from the
     source's table, of which they take a good part each, and rewriting a table that was just copied is of no use."""
-    compression: str = COMPRESSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,6 @@ class Group:
     storage: Storage
     files: tuple[Add, ...]
     schema: pa.Schema
-    compression: str
     layout: TableLayout | None = None
     """Of a table that a pipeline writes: its next batch looks for rows in the new file."""
 
@@ -117,14 +114,14 @@ def plan_compaction(storage: Storage, snapshot: Snapshot, settings: CompactionSe
         chosen += [(add,) for add in rest if _dead_fraction(add) >= settings.dead_fraction]
     state = from_metadata(snapshot.metadata)
     layout = None if state is None else state.layout
-    return [Group(storage, files, snapshot.schema, settings.compression, layout) for files in chosen]
+    return [Group(storage, files, snapshot.schema, layout) for files in chosen]
 
 
 def rewrite_group(group: Group) -> Rewritten:
     """Write the live rows of some files into one; runs in a task, and changes nothing that anybody sees."""
     sources: list[Source] = []
     dead = [vector_of(group.storage, add) for add in group.files]
-    with create_data_file(group.storage, group.schema, prefix="compacted", compression=group.compression) as file:
+    with create_data_file(group.storage, group.schema, prefix="compacted") as file:
         for add, vector in zip(group.files, dead, strict=True):
             first = file.rows
             for data in iterate_data_file(group.storage, add, group.schema, vector):

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.destinations.delta.storage import Storage
 
@@ -43,13 +43,6 @@ def pin_version(storage: Storage, version: int, *, seconds: float, reason: str) 
     pin = Pin(uuid.uuid4().hex, version, time.time() + seconds, reason)
     _put(storage, pin)
     return pin
-
-
-def renew_pin(storage: Storage, pin: Pin, *, seconds: float) -> Pin:
-    """Keep it for longer, counted from now."""
-    renewed = replace(pin, until=time.time() + seconds)
-    _put(storage, renewed)
-    return renewed
 
 
 def release_pin(storage: Storage, pin: Pin) -> None:

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 
 from penstock.destinations.base import Tasks
 from penstock.destinations.delta.log import DeltaLog
-from penstock.destinations.delta.maintenance.checkpoints import commits_since_checkpoint, write_checkpoint
+from penstock.destinations.delta.maintenance.cleanup import (
+    Vacuum,
+    Vacuumed,
+    clean_log,
+    commits_since_checkpoint,
+    vacuum,
+    write_checkpoint,
+)
 from penstock.destinations.delta.maintenance.compaction import (
     CompactionSettings,
     Group,
@@ -26,8 +33,6 @@ from penstock.destinations.delta.maintenance.compaction import (
     rewrite_group,
 )
 from penstock.destinations.delta.maintenance.pins import WritesInFlight
-from penstock.destinations.delta.maintenance.retention import clean_log
-from penstock.destinations.delta.maintenance.vacuum import Vacuum, Vacuumed, vacuum
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.refusals import unexpected, unusable
 from penstock.errors import PenstockError

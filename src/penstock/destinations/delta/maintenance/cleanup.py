@@ -1,0 +1,166 @@
+"""Cleaning up: checkpoints, old files of the log, and data files, vectors and indexes that no version names.
+
+**Checkpoints** are written by delta-rs, which keeps deletion vectors.
+
+**The log** stays readable at every moment: it begins with a checkpoint that covers everything before what is kept.
+Files are deleted oldest first, so an interrupted clean-up leaves no gap.
+
+**Vacuum** is our own, because delta-rs does not know deletion vectors and would delete live ones. A file that the log
+has removed is deleted when its retention is over. A file that no commit names was left by a task that ran twice or by a
+process that died; it is deleted when it is older than everything that is being written. Files with other names than
+ours are left alone. Vacuum lists the folder before it reads the log, so that a file committed in between counts as
+live. Before it deletes files that no commit names, it takes the next version with a commit without actions: a process
+that slept since it wrote them finds its version taken, reads the log again, and notices that they are gone
+(`DeltaLog.commit`).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from penstock.destinations.delta.actions import CommitInfo
+from penstock.destinations.delta.checkpoint import (
+    LOG_FOLDER,
+    checkpoint_version,
+    find_checkpoints,
+    last_checkpoint_hint,
+)
+from penstock.destinations.delta.files import now_milliseconds
+from penstock.destinations.delta.log import Committed, DeltaLog
+from penstock.destinations.delta.maintenance.pins import PENSTOCK_FOLDER, PINS_FOLDER, read_pins
+from penstock.destinations.delta.snapshot import Snapshot
+from penstock.destinations.delta.storage import Storage, StoredFile
+from penstock.errors import DestinationUnavailable
+
+OPERATION = "VACUUM"
+_NAMED_BY_COMMITS = re.compile(r"[^/]+\.parquet|deletion_vector_[0-9a-f-]{36}\.bin")
+_LEFTOVER = re.compile(rf"(?:{LOG_FOLDER}/)?\.[^/]+\.[0-9a-f]{{32}}")
+_COMMIT = re.compile(rf"{LOG_FOLDER}/(\d{{20}})\.(?:json|crc)")
+_COMMIT_ATTEMPTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Vacuum:
+    """One table's; pickles."""
+
+    storage: Storage
+    removed_seconds: float
+    """How long files stay that the log has removed: the time that readers of an old version have."""
+    written_before: float
+    """Seconds since the epoch: files before this that no commit names will never be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vacuumed:
+    """What went."""
+
+    files: int
+    bytes: int
+
+
+def vacuum(item: Vacuum) -> Vacuumed:
+    """Delete what nobody needs; runs in a task."""
+    listing = list(item.storage.list())
+    log = DeltaLog(item.storage)
+    for _ in range(_COMMIT_ATTEMPTS):
+        snapshot = log.refresh()
+        if snapshot is None:
+            break
+        removed, orphans = _expired(item, log, snapshot, listing)
+        if orphans and not isinstance(log.commit(snapshot, [CommitInfo(now_milliseconds(), OPERATION)]), Committed):
+            continue
+        expired = removed + orphans
+        item.storage.delete([file.path for file in expired])
+        return Vacuumed(len(expired), sum(file.bytes for file in expired))
+    return Vacuumed(0, 0)
+
+
+def _expired(
+    item: Vacuum, log: DeltaLog, snapshot: Snapshot, listing: list[StoredFile]
+) -> tuple[list[StoredFile], list[StoredFile]]:
+    """Files that are over their retention: those that the log, or a cache, has given up, and those of no commit."""
+    removed_at = log.removed()
+    needed = set(snapshot.stored_files())
+    for pin in read_pins(item.storage):
+        needed.update(log.read_at(pin.version).stored_files())
+    deadline = (time.time() - item.removed_seconds) * 1000
+    removed: list[StoredFile] = []
+    orphans: list[StoredFile] = []
+    for file in listing:
+        if file.path in needed:
+            continue
+        is_old = file.modified < item.written_before
+        if file.path.startswith(f"{PENSTOCK_FOLDER}/"):
+            removed += [file] * (is_old and _is_stale_index(file, snapshot))
+        elif file.path in removed_at:
+            removed += [file] * (removed_at[file.path] < deadline)
+        elif is_old and _LEFTOVER.fullmatch(file.path):
+            removed.append(file)
+        elif is_old and _NAMED_BY_COMMITS.fullmatch(file.path):
+            orphans.append(file)
+    return removed, orphans
+
+
+def _is_stale_index(file: StoredFile, snapshot: Snapshot) -> bool:
+    """An index is named after its data file, with more behind it."""
+    if file.path.startswith(f"{PINS_FOLDER}/"):
+        return False
+    name = file.path.rsplit("/", 1)[-1]
+    data_file = name[: name.find(".parquet") + len(".parquet")] if ".parquet" in name else name
+    return data_file not in snapshot.files
+
+
+def clean_log(storage: Storage, *, older_than_seconds: float) -> int | None:
+    """Remove what is older; gives the version with which the log begins now, or None if nothing could be removed."""
+    cutoff = time.time() - older_than_seconds
+    files = list(storage.list(LOG_FOLDER))
+    modified = {_version(file): file.modified for file in files if file.path.endswith(".json") and _is_commit(file)}
+    pinned = min((pin.version for pin in read_pins(storage)), default=None)
+    usable = [
+        checkpoint.version
+        for checkpoint in find_checkpoints(file.path for file in files)
+        if modified.get(checkpoint.version, cutoff) < cutoff and (pinned is None or checkpoint.version <= pinned)
+    ]
+    if not usable:
+        return None
+    first = usable[-1]
+    expired = sorted(
+        (version, file.path) for file in files if (version := _version(file)) is not None and version < first
+    )
+    if not expired:
+        return None
+    storage.delete([path for _, path in expired])
+    return first
+
+
+def _is_commit(file: StoredFile) -> bool:
+    return _COMMIT.fullmatch(file.path) is not None
+
+
+def _version(file: StoredFile) -> int | None:
+    match = _COMMIT.fullmatch(file.path)
+    return int(match[1]) if match is not None else checkpoint_version(file.path)
+
+
+def write_checkpoint(storage: Storage) -> int:
+    """A checkpoint of the newest version, from which readers begin from now on; gives its version. Runs in a task."""
+    try:
+        table = DeltaTable(storage.url, storage_options=dict(storage.options) or None)
+        table.create_checkpoint()
+    except (DeltaError, OSError) as error:
+        raise DestinationUnavailable(
+            f"{storage.url}: no checkpoint could be written ({type(error).__name__})",
+            hint="The table is complete without it, and it is tried again; if it never works, look at the log's files.",
+        ) from error
+    return table.version()
+
+
+def commits_since_checkpoint(storage: Storage, version: int) -> int:
+    """How many commits a reader has to read besides the newest checkpoint."""
+    hint = last_checkpoint_hint(storage)
+    return version + 1 if hint is None else max(0, version - hint)
