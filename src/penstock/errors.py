@@ -418,7 +418,7 @@ class TableOwned(DestinationError):
 class IndexUnusable(DestinationError):
     """A search index was deleted, replaced or closed, or its alias points elsewhere."""
 
-    default_hint = "Restart Penstock, or run `penstock index rebuild`: it rebuilds the missing index."
+    default_hint = "Restart Penstock, or run `penstock index rebuild`; either builds the index again."
 
 
 class NotComparable(DestinationError):
