@@ -1,19 +1,9 @@
-"""Capture against `pg_recvlogical`: the same changes out of the same server, once to /dev/null and once into a spool.
+"""Compare capture with `pg_recvlogical`: drain the same changes into a spool, and to /dev/null.
 
     python benchmarks/capture.py [--workload NAME …] [--changes N] [--rounds 3] [--server 18]
 
-For each workload: tables and rows are made, then one slot per drain, then the load runs to its end. Only then the
-slots are drained, one after the other, the two readers taking turns; so every drain decodes the same WAL, alone. Each
-slot is dropped after its drain. There is no warm-up: the WAL has just been written and is in memory, every drain has
-a walsender of its own, and the median is of three.
-
-What is timed is the same for both: from START_REPLICATION, by the server's own clock (`query_start` of the walsender),
-to the end. The end of `pg_recvlogical` is its exit, at `--endpos`. The end of capture is the moment at which the line
-that reaches the same position was written to the spool's log, from which on a reader has everything; the wait of
-`cut_seconds` for more transactions, which comes before it, is in. What lies before START_REPLICATION (starting the
-program, importing Python modules, connecting) is the start-up, printed beside; processor time is likewise counted
-from there on. The options that both gave to the plugin are compared, and so are rows and transactions in the spool
-with what the load has counted: a run that is not fair or not complete fails.
+docs/reference/benchmarks.md describes the workloads, what is timed, and the columns of the result. CPU time is counted
+from START_REPLICATION on. Each slot is dropped after its drain.
 """
 
 from __future__ import annotations
@@ -218,13 +208,13 @@ def _describe(workload: Workload, load: Load, drains: Mapping[str, Sequence[Drai
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Capture against pg_recvlogical, on a server of its own.")
+    parser = argparse.ArgumentParser(description="Compare capture with pg_recvlogical, on a private server.")
     parser.add_argument(
-        "--workload", nargs="+", action="extend", choices=list(WORKLOADS), help="some of them; all by default"
+        "--workload", nargs="+", action="extend", choices=list(WORKLOADS), help="workloads to run (default: all)"
     )
-    parser.add_argument("--changes", type=int, help="at most so many changes in each workload")
+    parser.add_argument("--changes", type=int, help="maximum number of changes per workload")
     parser.add_argument("--rounds", type=int, default=3, help="drains per reader and workload")
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or (arguments.changes is not None and arguments.changes < 1):
         parser.error("--rounds and --changes must be at least 1")

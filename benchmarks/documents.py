@@ -1,15 +1,10 @@
-"""Search documents: filled from tables, and changed, against one `psql` that builds the same JSON for /dev/null.
+"""Measure how fast search documents are backfilled and updated, against `psql` building the same JSON.
 
     python benchmarks/documents.py [--rows 1000000] [--rounds 2] [--master 'local[2]' | none] [--search-rows 200000]
 
-A root table with two to-one relations, one to-many and two aggregates. `psql` runs the statement that builds every
-document, as COPY; the output (`penstock.documents.output`) fills an index: ranges in Spark tasks, counted and thrown
-away. Both take turns. Then changes, which wait in the spool: of rows that 1, 10 and 1000 documents show; and single
-transactions at a steady rate, from commit until the sink has the document. Last the same with a real OpenSearch on this
-machine: how fast an index of `--search-rows` is filled, and how long after its commit a search finds a change.
-
-What is timed: of `psql` the whole program; of ours, from the command to rebuild until the index would serve. Spark's
-start-up is not in it. Every round is checked: as many documents as rows, and every changed document.
+docs/reference/benchmarks.md describes the stages. `psql` is timed as a whole program, the documents output from the
+rebuild command until the index would serve, without Spark's start-up. Every round is checked: as many documents as
+rows, and every changed document.
 """
 
 from __future__ import annotations
@@ -437,16 +432,18 @@ def _seconds(text: str) -> float:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Search documents, against psql building the same JSON.")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the root table")
-    parser.add_argument("--rounds", type=int, default=2, help="of each filling")
-    parser.add_argument("--documents", type=int, default=20_000, help="that are changed for each fan-out")
-    parser.add_argument("--rate", type=float, default=100.0, help="changes per second, for the lag")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of those changes")
-    parser.add_argument("--master", default=f"local[{CORES}]", help="of Spark; none: no Spark")
-    parser.add_argument("--tasks", type=int, default=CORES, help="that fill an index at the same time")
-    parser.add_argument("--search-rows", type=int, default=200_000, help="filled into a real OpenSearch; 0: without")
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser = argparse.ArgumentParser(description="Compare building search documents with psql building the same JSON.")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the root table")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each backfill")
+    parser.add_argument("--documents", type=int, default=20_000, help="documents to update per fan-out")
+    parser.add_argument("--rate", type=float, default=100.0, help="changes per second, for the latency")
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of these changes")
+    parser.add_argument("--master", default=f"local[{CORES}]", help="Spark master; none runs without Spark")
+    parser.add_argument("--tasks", type=int, default=CORES, help="backfill tasks at the same time")
+    parser.add_argument(
+        "--search-rows", type=int, default=200_000, help="documents to backfill into a real OpenSearch; 0 skips it"
+    )
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(arguments.rows, arguments.rounds, arguments.documents, arguments.rate, arguments.seconds) <= 0:
         parser.error("all numbers must be above 0")

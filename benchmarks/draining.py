@@ -1,7 +1,7 @@
-"""Draining a slot: the load that is in it, `pg_recvlogical` as the one to compare with, and when a drain began.
+"""Drain a slot: run the load, run `pg_recvlogical` as the baseline, and find out when a drain started.
 
-The time of START_REPLICATION is the server's (`query_start` of the walsender), so it does not matter how often we look,
-nor how long a program takes to start.
+The start is the server's time of START_REPLICATION (`query_start` of the walsender), so it depends neither on how often
+the benchmark polls nor on how long a program takes to start.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""While a large table is copied, how far behind are the others? A real pipeline: `penstock run`, Spark, Parquet.
+"""Measure how far other tables fall behind while a large table is copied: `penstock run`, Spark, Parquet.
 
     python benchmarks/handover.py [--rows 5000000] [--tables 20] [--joining 10] [--rate 100] [--seconds 30]
 
-Small tables are Ready and change at a steady rate. Then a large table joins the publication, and together with it some
-more small ones, whose ids come after the large one's. The pipeline has two cores for all of it (`local[2]`), and all
-settings at their defaults. Shown is the lag of every change of the tables that were there before, from its commit to
-the moment at which it was durable: before, during (in two halves) and after the copy; whether it grows while the copy
-runs; and how soon the small tables that joined were Ready, which should not be when the large one is.
-
-Times come from what is left behind: `_commit_time` of every change (the server's clock, on the same machine), the file
-time of the manifest that made it count, and the history of phases in the state store. Afterwards the number of changes
-in the lake is compared with what the writer has made.
+docs/reference/benchmarks.md describes the stages. All times come from data that the pipeline leaves behind:
+`_commit_time` of every change (the server's clock, on the same machine), the file time of the manifest that made it
+visible, and the history of phases in the state store. Afterwards the number of changes in the lake is compared with the
+writer's.
 """
 
 from __future__ import annotations
@@ -243,13 +238,13 @@ def _describe(arguments: argparse.Namespace, measured: Measured) -> str:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The lag of small tables while a large one is copied.")
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of the large table")
-    parser.add_argument("--tables", type=int, default=20, help="small tables that change")
+    parser = argparse.ArgumentParser(description="Measure the lag of small tables while a large one is copied.")
+    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the large table")
+    parser.add_argument("--tables", type=int, default=20, help="small tables with changes")
     parser.add_argument("--joining", type=int, default=10, help="small tables that join with the large one")
     parser.add_argument("--rate", type=float, default=100.0, help="transactions per second")
-    parser.add_argument("--seconds", type=float, default=30.0, help="before and after the copy")
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds before and after the copy")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(arguments.rows, arguments.tables, arguments.rate, arguments.seconds) <= 0 or arguments.joining < 0:
         parser.error("sizes, rate and seconds must be above 0")

@@ -1,7 +1,7 @@
-"""What benchmarks share: watching processes, taking turns, medians, tables, and the JSON line at the end.
+"""Shared code of the benchmarks: watching processes, alternating, medians, tables, and the JSON line at the end.
 
-Nothing here knows what is measured. Processor time and memory come from `/proc`, so any process can be watched, also
-one that is not a child (a server's backend).
+Nothing here depends on what is measured. CPU time and memory come from `/proc`, so any process can be watched, even one
+that is not a child, such as a server's backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is in a lake, counted by a reader that is not the writer: for checking that a benchmark's work was done."""
+"""Count the contents of a lake with an independent reader, to check the work of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""From commit to visible: the lag of single transactions into Delta tables, at a steady rate.
+"""Measure the time from commit to visible for single transactions into Delta tables, at a steady rate.
 
     python benchmarks/latency.py [--rows 10000 200000 2000000] [--rate 200] [--seconds 60] [--server 18]
 
-`penstock run` with Spark (`local[2]`), everything at its default, maintenance too. Tables of three sizes are copied.
-Then a writer runs transactions of one row (six in ten update one, three insert, one deletes, all over the table), into
-one table after the other. Shown is, for each size, how long it took from a transaction to the moment at which a reader
-of the lake sees it.
+`penstock run` with Spark (`local[2]`) and default settings, including maintenance. A writer runs single-row
+transactions (60% updates, 30% inserts, 10% deletes, across the table) into tables of three sizes, one after the other.
 
-Every row that is written has the server's time in it (`updated_at = clock_timestamp()`), and is found again in the data
-file that a version of the table's log added; the log file's own time is when readers saw it. So measuring costs the
-pipeline nothing, and the commit itself, some tenths of a millisecond, is in the lag. Deletes leave no row to look at,
-and are counted only in the comparison at the end: rows and sums of every table, source against lake.
+Every row contains the server's time (`updated_at = clock_timestamp()`). The benchmark finds it in the data file that a
+version of the table's log added; the file time of that version is when readers could see it. So measuring costs the
+pipeline nothing, and the commit itself, a few tenths of a millisecond, is part of the lag. Deletes leave no row and
+count only in the final comparison of rows and sums.
 """
 
 from __future__ import annotations
@@ -169,12 +167,12 @@ def _require_equal(site: Site, sizes: Sequence[int]) -> None:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="From commit to visible in Delta, at a steady rate.")
-    parser.add_argument("--rows", nargs="+", type=int, default=[10_000, 200_000, 2_000_000], help="of the tables")
+    parser = argparse.ArgumentParser(description="Measure the time from commit to visible in Delta, at a steady rate.")
+    parser.add_argument("--rows", nargs="+", type=int, default=[10_000, 200_000, 2_000_000], help="rows of each table")
     parser.add_argument("--rate", type=float, default=200.0, help="transactions per second")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each table")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds per table")
     parser.add_argument("--maintenance", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(*arguments.rows, arguments.rate, arguments.seconds) <= 0:
         parser.error("--rows, --rate and --seconds must be above 0")

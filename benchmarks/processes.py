@@ -1,7 +1,7 @@
-"""All processes of a pipeline, watched together: what each has used, also those that come and go meanwhile.
+"""Watch all processes of a pipeline together, including those that come and go.
 
 A pipeline on Spark is a driver, its JVM, the Python workers that the JVM forks, and capture. Names come from command
-lines; several of a kind are told apart by their process id.
+lines; processes of the same kind are distinguished by their pid.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`penstock run` as a process of its own, on a benchmark's server: started, watched, asked how far it is, and ended.
+"""Run `penstock run` as a process on a benchmark's server: start it, watch it, ask for its progress, and stop it.
 
-What a pipeline did is read from what it left: the state store has the time of every phase, and the lake that of every
-commit. So measuring costs the pipeline nothing.
+The figures come from data that the pipeline leaves behind: the state store has the time of every phase, and the lake
+that of every commit. So measuring costs the pipeline nothing.
 """
 
 from __future__ import annotations

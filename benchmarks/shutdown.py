@@ -1,16 +1,10 @@
-"""How soon a pipeline ends after SIGTERM under load, and how soon it streams again; nothing may be lost by either.
+"""Measure how fast a pipeline stops after SIGTERM under load, and how fast it streams again.
 
     python benchmarks/shutdown.py [--mode spark none] [--rounds 5] [--rate 200] [--rows 2000000] [--server 18]
 
-`penstock run` follows some tables that a writer changes all the time, with Spark (`local[2]`) and without
-(`master = "none"`). In each round it is sent SIGTERM, must end with exit code 0, and is started again; then the same
-with SIGKILL. The writer does not stop meanwhile. Timed are
-
-- from the signal to the end of the process, while changes flow, and once while a large table is copied;
-- from the start of the next process until everything that was committed when it was launched is durable and
-  acknowledged: Python, Spark, the lease, the slot, and what has gathered. Nobody helps: no command, no cleaning up.
-
-At the end the writer stops, and every table in the lake is compared with the source, row by row.
+docs/reference/benchmarks.md describes the rounds and the figures. Between the stop and the restart, nothing is cleaned
+up and no command is run. At the end the writer stops, and every table in the lake is compared with the source, row by
+row.
 """
 
 from __future__ import annotations
@@ -195,12 +189,12 @@ def _result(measured: Measured) -> dict[str, float]:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The end of a pipeline under load, and its next start.")
+    parser = argparse.ArgumentParser(description="Measure how fast a pipeline stops under load and starts again.")
     parser.add_argument("--mode", nargs="+", choices=list(MASTERS), default=list(MASTERS))
-    parser.add_argument("--rounds", type=int, default=5, help="of each signal")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per signal")
     parser.add_argument("--rate", type=float, default=200.0, help="transactions per second")
-    parser.add_argument("--rows", type=int, default=2_000_000, help="of the table whose copy is interrupted")
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser.add_argument("--rows", type=int, default=2_000_000, help="rows of the table whose copy is interrupted")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.rate, arguments.rows) <= 0:
         parser.error("--rounds, --rate and --rows must be above 0")

@@ -1,4 +1,4 @@
-"""Where a benchmark runs: a server of its own, a folder, and for some a Spark session; all goes away at the end."""
+"""Provide what a benchmark runs on: a private server, a folder and, if needed, a Spark session; removed at the end."""
 
 from __future__ import annotations
 

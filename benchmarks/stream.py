@@ -1,20 +1,10 @@
-"""Changes from a slot into Delta tables, all of it durable, against `pg_recvlogical` to /dev/null.
+"""Compare streaming changes from a slot into Delta tables, durably, with `pg_recvlogical` to /dev/null.
 
     python benchmarks/stream.py [--workload mixed many] [--large] [--changes N] [--rows 2000000] [--rounds 3] …
 
-`mixed`: a million changes (60% updates all over the table, 30% inserts, 10% deletes) into a table of two million rows.
-`many`: the same shares over 100 tables. For each: tables are made; one pipeline per round copies them into a lake of
-its own, with its own slot, and is stopped; then the load runs to its end. Only then the slots are drained, one after
-the other, pipelines and `pg_recvlogical` taking turns. Everything is at its default, maintenance too.
-
-What is timed: from START_REPLICATION, by the server's clock, to the exit of `pg_recvlogical`; and to the moment at
-which the pipeline has acknowledged the load's end, after every table was committed and progress was stored. Spark's
-start-up is not in it: the session and its Python workers are those that made the copies. The key indexes are built,
-by the copies. Processor time is that of the driver, Spark's JVM and Python workers, and capture, from the same moment.
-Afterwards rows and sums of every lake are compared with the source, by a reader that is not ours (delta-rs).
-
-`--large`: into tables of 200 thousand, 2 and 20 million rows, in turns, batches of 10,000 changes at random keys: what
-does a batch cost, from its commit until it is durable?
+docs/reference/benchmarks.md describes the workloads and what is timed. CPU time is that of the driver, Spark's JVM and
+Python workers, and capture, from START_REPLICATION on. Afterwards delta-rs compares rows and sums of every lake with
+the source.
 """
 
 from __future__ import annotations
@@ -331,15 +321,17 @@ def _describe(name: str, load: Load, drains: Mapping[str, Sequence[Drained]]) ->
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Changes from a slot into Delta tables, against pg_recvlogical.")
-    parser.add_argument("--workload", nargs="*", choices=list(_SUMS), default=list(_SUMS), help="may be none")
-    parser.add_argument("--large", action="store_true", help="also batches into tables of different sizes")
-    parser.add_argument("--large-rows", nargs="+", type=int, default=list(LARGE_ROWS), help="those sizes")
+    parser = argparse.ArgumentParser(description="Compare streaming into Delta tables with pg_recvlogical.")
+    parser.add_argument(
+        "--workload", nargs="*", choices=list(_SUMS), default=list(_SUMS), help="workloads to run; may be empty"
+    )
+    parser.add_argument("--large", action="store_true", help="also apply batches to tables of different sizes")
+    parser.add_argument("--large-rows", nargs="+", type=int, default=list(LARGE_ROWS), help="sizes of these tables")
     parser.add_argument("--changes", type=int, default=1_000_000)
-    parser.add_argument("--rows", type=int, default=2_000_000, help="of the table of `mixed`, before")
-    parser.add_argument("--rounds", type=int, default=3, help="drains of each kind")
+    parser.add_argument("--rows", type=int, default=2_000_000, help="initial rows of the table of `mixed`")
+    parser.add_argument("--rounds", type=int, default=3, help="drains per reader")
     parser.add_argument("--maintenance", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(arguments.changes // 100, arguments.rows, arguments.rounds) < 1 or arguments.rows <= arguments.changes // 10:
         parser.error("--changes, --rows and --rounds are too small")

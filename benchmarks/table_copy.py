@@ -1,18 +1,10 @@
-"""The copy of a table through Spark tasks, against `psql … COPY (format binary) > /dev/null` on one connection.
+"""Compare copying a table through Spark tasks with `psql … COPY (format binary) > /dev/null` on one connection.
 
     python benchmarks/table_copy.py [--destination parquet delta] [--rows N] [--rounds 3] [--tasks 2] [--server 18]
 
-A table of ten columns is made and frozen, then copied in turns: once by `psql`, which looks at nothing, and once as a
-pipeline does it (`penstock.copy`: snapshot, ranges; `Destination.write_table_rows`: Spark tasks, durable files, one
-commit). Every copy of ours has a folder of its own, and is checked: as many rows as there are, with the same sum of
-their keys.
-
-What is timed: of `psql` the whole program, which starts in a few hundredths of a second; of ours, from asking for the
-snapshot until the destination has committed. Spark's start-up is not in it, and is printed beside: the session, and
-the Python workers, which copy a small table first.
-
-A pipeline leaves one core to the changes of other tables: on `local[2]` it copies with one task at a time. Here all
-cores copy, since nothing else is to be done; `--tasks 1` measures the other.
+docs/reference/benchmarks.md describes what is timed. The copy is the pipeline's own: `penstock.copy` for the snapshot
+and the ranges, `Destination.write_table_rows` for tasks, durable files and one commit. A pipeline leaves one core for
+the changes of other tables; this benchmark uses all cores unless `--tasks` says otherwise.
 """
 
 from __future__ import annotations
@@ -227,12 +219,12 @@ def _describe(name: str, arguments: argparse.Namespace, size: int, copies: Mappi
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Copy a table by Spark tasks, against psql and COPY.")
+    parser = argparse.ArgumentParser(description="Compare copying a table through Spark tasks with COPY in psql.")
     parser.add_argument("--destination", nargs="+", choices=list(KEYS), default=list(KEYS))
     parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--rounds", type=int, default=3, help="copies of each kind")
-    parser.add_argument("--tasks", type=int, default=CORES, help="copy tasks at the same time")
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser.add_argument("--rounds", type=int, default=3, help="copies per method")
+    parser.add_argument("--tasks", type=int, default=CORES, help="concurrent copy tasks")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(arguments.rows, arguments.rounds, arguments.tasks) < 1:
         parser.error("--rows, --rounds and --tasks must be at least 1")

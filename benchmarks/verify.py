@@ -1,18 +1,11 @@
-"""The comparison of a table with its source, against the copy of the same table.
+"""Compare verifying a table against its source with copying the same table.
 
     python benchmarks/verify.py [--destination delta …] [--rows N] [--rounds 3] [--tasks 2] [--server 18]
 
-A table of ten columns is made and frozen. In turns it is copied to a folder of its own by Spark tasks, as
-`benchmarks/table_copy.py` does, and what was copied is compared with the source (`penstock.comparison`): a snapshot,
-both sides read and digested in Spark tasks. Every comparison must find all rows equal.
-
-In the end three faults are planted in the last copy through the destination's own writer (a changed cell, a missing
-row, an extra one), and the comparison must find exactly those; its time, in which what differs is read twice, is
-printed beside.
-
-What is timed: the copy, from asking for the snapshot until the destination has committed; the comparison, from asking
-for the snapshot until the report. Spark's start-up is in neither. Nor is the wait for a pipeline to get to the
-snapshot's position: there is none here.
+docs/reference/benchmarks.md describes what is timed. The copy is that of `benchmarks/table_copy.py`, the comparison
+that of `penstock.comparison`. Every comparison must find all rows equal. At the end the benchmark plants three faults
+in the last copy; the comparison must find exactly those, and its time, which includes reading the differing buckets
+twice, is printed separately.
 """
 
 from __future__ import annotations
@@ -213,12 +206,12 @@ def _describe(name: str, arguments: argparse.Namespace, size: int, timed: Mappin
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare a table with its source, against copying it.")
+    parser = argparse.ArgumentParser(description="Compare verifying a table with copying it.")
     parser.add_argument("--destination", nargs="+", choices=DESTINATIONS, default=list(DESTINATIONS))
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=3, help="copies and comparisons")
-    parser.add_argument("--tasks", type=int, default=CORES, help="tasks at the same time")
-    parser.add_argument("--server", type=int, help="major version; the newest installed one by default")
+    parser.add_argument("--tasks", type=int, default=CORES, help="concurrent tasks")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(arguments.rows, arguments.rounds, arguments.tasks) < 1:
         parser.error("--rows, --rounds and --tasks must be at least 1")

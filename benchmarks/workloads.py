@@ -1,8 +1,8 @@
-"""What the server is made to write: tables, the rows that are there before, and a procedure that makes the changes.
+"""Define the workloads: tables, initial rows, and a procedure that makes the changes.
 
-Each workload has a procedure `load(wanted, changes, transactions)` that runs on the server at full speed, commits
-inside, and gives back how many changes and transactions it made by counting rows, so that a reader can be checked.
-Which rows are touched is arithmetic, not chance: all runs of a size are alike.
+Each workload has a procedure `load(wanted, changes, transactions)` that runs on the server at full speed and commits
+inside. It counts rows and returns the number of changes and transactions, so that a reader can be checked. The affected
+rows are computed, not random: all runs of the same size are identical.
 """
 
 from __future__ import annotations
