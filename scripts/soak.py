@@ -1,7 +1,7 @@
 """Run the long tests, stage by stage, and append a row per stage to the table in docs/soak/README.md.
 
     scripts/soak.py                  the full counts of every stage
-    scripts/soak.py --minutes 20     each stage gets its share of the time, and does as much as fits
+    scripts/soak.py --minutes 20     as much as fits; each stage gets its share of the time
     scripts/soak.py --stage trials   only some stages; --seed 7 repeats the seeds of a run
 
 Every stage is a pytest process of its own. For a failed stage the tests and the command that repeats it are printed. A
@@ -33,12 +33,12 @@ from tests.support.handover_model import SCENARIOS  # noqa: E402
 
 PAGE = ROOT / "docs" / "soak" / "README.md"
 GRACE_SECONDS = 120.0
-"""Beyond twice its share a stage is cut off."""
+"""A stage that takes this much more than twice its share is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a stage is run for a count and a seed: arguments of pytest, and the environment."""
+    """How to run a stage for a count and a seed: pytest's arguments and the environment."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -56,16 +56,16 @@ class Stage:
     name: str
     unit: str
     full: int
-    """How many units without a limit of time."""
+    """How many units without a time limit."""
     share: float
-    """Of the time, when it is limited."""
+    """Its share of the time, if that is limited."""
     seconds_each: float
-    """On two cores, roughly: only to choose a count that fits."""
+    """A rough figure for two cores, to choose a count that fits."""
     fixed_seconds: float
     run: Callable[[int, int], Run]
 
     def count(self, seconds: float | None) -> int:
-        """How many units fit."""
+        """Return how many units fit."""
         if seconds is None:
             return self.full
         return max(1, min(self.full, int((seconds - self.fixed_seconds) / self.seconds_each)))
@@ -73,7 +73,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One test of a stage."""
+    """The outcome of one test of a stage."""
 
     test: str
     outcome: str
@@ -84,7 +84,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """A stage that has run."""
+    """The result of a stage."""
 
     stage: Stage
     count: int
@@ -157,13 +157,18 @@ STAGES = (
 def main(arguments: list[str]) -> int:
     """Run the stages; 1 if any failed."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=None, help="limit of time; without it the full counts")
-    parser.add_argument("--seed", type=int, default=None, help="of all stages")
-    parser.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES], help="only these")
+    parser.add_argument("--minutes", type=float, default=None, help="time limit; by default the full counts run")
+    parser.add_argument("--seed", type=int, default=None, help="seed of all stages")
+    parser.add_argument(
+        "--stage",
+        action="append",
+        choices=[stage.name for stage in STAGES],
+        help="run only this stage; may be repeated",
+    )
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     stages = [stage for stage in STAGES if given.stage is None or stage.name in given.stage]
-    # Told to end, it ends its stage too.
+    # SIGTERM also ends the running stage.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results: list[StageResult] = []
     for stage in stages:
@@ -176,7 +181,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _share(stage: Stage, stages: list[Stage], minutes: float | None) -> float | None:
-    """The seconds of a stage; those that do not run leave theirs to the others."""
+    """Return the seconds of a stage; stages that do not run leave their share to the others."""
     return None if minutes is None else 60 * minutes * stage.share / sum(each.share for each in stages)
 
 
@@ -190,7 +195,7 @@ def _run(stage: Stage, seed: int, seconds: float | None) -> StageResult:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", *run.arguments, f"--basetemp={folder}/files"),
-                # The family that has room for what tests note.
+                # This format has room for the properties that tests record.
                 *(f"--junitxml={xml}", "-o", "junit_family=xunit1"),
             ],
             cwd=ROOT,
@@ -203,7 +208,7 @@ def _run(stage: Stage, seed: int, seconds: float | None) -> StageResult:
 
 
 def _ends(process: subprocess.Popen[bytes], timeout: float | None) -> bool:
-    """Wait for the end; after the time-out, and on Ctrl-C, the process is ended with all that it has started."""
+    """Wait for the end; after the timeout, or on Ctrl-C, kill the process and everything it started."""
     try:
         process.wait(timeout)
         return True
@@ -221,7 +226,7 @@ def _ends(process: subprocess.Popen[bytes], timeout: float | None) -> bool:
 
 
 def _read(xml: Path) -> tuple[Outcome, ...]:
-    """What pytest has written down."""
+    """Read pytest's results."""
     outcomes: list[Outcome] = []
     for case in ElementTree.parse(xml).iter("testcase"):
         bad = case.find("failure") if case.find("failure") is not None else case.find("error")

@@ -1,7 +1,7 @@
 """Fixtures that every test can use: real servers, and a database per test.
 
 `database` is an empty database on PostgreSQL 18 (or on the server that PENSTOCK_TEST_DSN names); `any_database` runs
-its test once per version. `make_server` gives servers of one's own, for tests that restart, kill or reconfigure them.
+its test once per version. `make_server` starts servers for one test, to restart, kill or reconfigure them.
 `spark` is a Spark session that all tests share; `delta_spark` is the same one where it can read Delta tables.
 `opensearch` is a search server that all tests of a run share (or the one that PENSTOCK_TEST_OPENSEARCH names), and
 `index_name` a name on it that is free; `pressed` is one that is overloaded, and may be killed; `make_opensearch` gives
@@ -30,11 +30,11 @@ from tests.support.delta_jars import delta_spark_options, find_delta_jars
 from tests.support.opensearch_shared import shared_opensearch
 from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
-# Most JVMs of a test run live for seconds: what the second compiler would save comes too late, and it takes half of the
-# processor time meanwhile. Classes are not verified again, either.
+# Most JVMs of a test run live for seconds: the second compiler would cost half of the processor time and pay off too
+# late. Verifying classes is skipped too.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", f"{' '.join(QUICK_START)} -XX:+UseSerialGC")
 
-# Of hundreds of processes that import numpy, none does linear algebra; each would start threads for it.
+# No test does linear algebra; without this, every process that imports numpy starts threads for it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 DEFAULT_MAJOR = 18
@@ -118,7 +118,7 @@ def any_database(any_server: DatabaseServer) -> Iterator[Database]:
 
 @pytest.fixture
 def make_server() -> Iterator[Callable[..., PostgresServer]]:
-    """Start servers that only this test uses: `make_server(settings={...}, major=15, hba=[...])`."""
+    """Start servers for this test only: `make_server(settings={...}, major=15, hba=[...])`."""
     servers: list[PostgresServer] = []
 
     def make(*, major: int = DEFAULT_MAJOR, **options: Any) -> PostgresServer:
@@ -132,7 +132,7 @@ def make_server() -> Iterator[Callable[..., PostgresServer]]:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """The Spark session of a test run, on two cores; started when it is first asked for. Do not stop it."""
+    """The Spark session of a test run, on two cores, started on first use. Do not stop it."""
     # Imported here, so that tests without Spark start without it.
     from penstock.spark.session import SparkSettings, build_session
 
@@ -144,7 +144,7 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def delta_spark(request: pytest.FixtureRequest) -> Any:
-    """The shared session, which reads Delta tables; tests that need it are skipped where its jars are missing."""
+    """The shared session, for tests that read Delta tables; skips them if the jars are missing."""
     if not find_delta_jars():
         pytest.skip("needs Delta's jars for Spark: make jars")
     return request.getfixturevalue("spark")
@@ -152,7 +152,7 @@ def delta_spark(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def opensearch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExistingOpenSearch]:
-    """The search server of a test run, of all its processes; do not stop or reconfigure it."""
+    """The search server that all processes of a test run share; do not stop or reconfigure it."""
     if url := os.environ.get(OPENSEARCH_VARIABLE):
         yield ExistingOpenSearch(url)
         return
@@ -163,7 +163,7 @@ def opensearch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExistingOpe
 
 @pytest.fixture
 def index_name(opensearch: ExistingOpenSearch) -> Iterator[str]:
-    """A name for an index that only this test uses; what begins with it is removed afterwards."""
+    """An unused index name; indexes whose names begin with it are removed after the test."""
     name = f"test-{secrets.token_hex(6)}"
     yield name
     found = opensearch.request("GET", f"/_cat/indices/{name}*?format=json&h=index&expand_wildcards=all")
@@ -173,7 +173,7 @@ def index_name(opensearch: ExistingOpenSearch) -> Iterator[str]:
 
 @pytest.fixture
 def make_opensearch() -> Iterator[Callable[..., OpenSearchServer]]:
-    """Start search servers that only this test uses: `make_opensearch(settings={...})`."""
+    """Start search servers for this test only: `make_opensearch(settings={...})`."""
     _skip_without_opensearch()
     servers: list[OpenSearchServer] = []
 
@@ -188,10 +188,10 @@ def make_opensearch() -> Iterator[Callable[..., OpenSearchServer]]:
 
 @pytest.fixture(scope="session")
 def pressed() -> Iterator[OpenSearchServer]:
-    """A search server that takes little at a time. It may be killed: start it before use, and use free names."""
+    """An overloaded search server. Tests may kill it: start it before use, and use unused names."""
     _skip_without_opensearch()
     settings: dict[str, object] = {
-        # Of the shards that a bulk goes to, hardly two at a time get their turn; the others are told to come again.
+        # Of a bulk's shards, about two at a time are accepted; the others get 429.
         "node.processors": 1,
         "thread_pool.write.queue_size": 1,
         "http.max_content_length": "1mb",
@@ -206,28 +206,28 @@ def _skip_without_opensearch() -> None:
 
 
 def _folder_of_the_run(factory: pytest.TempPathFactory) -> Path:
-    """The same for all processes of a run: each has its own below it."""
+    """Return the folder that all processes of a run share; each has its own below it."""
     folder = factory.getbasetemp()
     return folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
 
 
 _LONG_SECONDS = 900
-"""The limit of tests that are known to be long."""
+"""The timeout of tests that are known to be long."""
 _ONE_PROCESS = {"spark": "spark", "delta_spark": "spark", "pressed": "pressed", "s3": "s3"}
-"""Fixtures whose start takes seconds, and the group that the tests on them run in."""
+"""Fixtures that take seconds to start, with the xdist group of their tests."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Tests on what is slow to start run in one process: every other one would start its own, and warm it up.
+    """Run tests on slow fixtures in one process, so that not every process starts and warms up its own.
 
-    Tests that may take longer than others begin first, so that nobody waits for one of them alone in the end.
+    Long tests begin first, so that none of them runs alone at the end.
     """
-    # Before groups are looked at, and after the order was drawn.
+    # Before xdist reads the groups, and after the random order is set.
     for item in items:
         groups = {_ONE_PROCESS[name] for name in getattr(item, "fixturenames", ()) if name in _ONE_PROCESS}
         if groups:
-            # A test on two of them goes where the slower one is.
+            # A test that uses two goes to the slower one.
             item.add_marker(pytest.mark.xdist_group("spark" if "spark" in groups else groups.pop()))
     yield
     items.sort(key=lambda item: not _is_long(item))
@@ -239,20 +239,20 @@ def _is_long(item: pytest.Item) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how to repeat the order, which servers there were, and which tests were skipped for want of one."""
+    """Print how to repeat the order, which servers were used, and which tests were skipped without one."""
     seed = terminalreporter.config.getoption("randomly_seed", default=None)
     terminalreporter.write_line(f"order of tests: --randomly-seed={seed}")
     there = installed_binaries()
     found = [f"{there[major].version} ({there[major].origin})" for major in MAJORS if major in there]
     terminalreporter.write_line(f"PostgreSQL for tests: {', '.join(found) or 'none'}")
     if os.environ.get(DSN_VARIABLE):
-        terminalreporter.write_line(f"tests of one server ran on the one of {DSN_VARIABLE}")
+        terminalreporter.write_line(f"tests of the default server used {DSN_VARIABLE}")
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if _SKIP_REASON in str(report.longrepr)]
     for major in MAJORS:
         if major not in there:
             names = sorted(report.nodeid for report in skipped if f"{_SKIP_REASON} {major} " in str(report.longrepr))
             terminalreporter.write_line(
-                f"PostgreSQL {major} is not here: {len(names)} tests skipped{':' if names else ''}", yellow=True
+                f"PostgreSQL {major} is not installed: {len(names)} tests skipped{':' if names else ''}", yellow=True
             )
             for name in names:
                 terminalreporter.write_line(f"  {name}", yellow=True)
@@ -283,7 +283,7 @@ def _database_on(server: DatabaseServer) -> Iterator[Database]:
 )
 def s3(request: pytest.FixtureRequest) -> Iterator[S3Server]:
     if request.param is S3Gateway and find_gateway() is None:
-        pytest.skip("versitygw is not here: make s3-server")
+        pytest.skip("versitygw is not installed: make s3-server")
     with request.param() as server:
         server.create_bucket("lake")
         yield server

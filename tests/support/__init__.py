@@ -1,6 +1,6 @@
-"""What tests Penstock itself: random workloads, pipelines that are killed, an oracle, object stores.
+"""Code that tests Penstock itself: random workloads, pipelines to kill, an oracle, object stores.
 
-Child processes and Spark's Python workers import these modules by name, so the repository is put on their path.
+Child processes and Spark's Python workers import these modules by name, so the repository goes on their path.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Spark with Delta: the options of a session that reads Delta tables, where `make setup` has fetched the jars."""
+"""Options of a Spark session that reads Delta tables, with the jars that `make setup` downloads."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 JARS_VARIABLE = "PENSTOCK_DELTA_JARS"
-"""A folder with the jars; by default `jars` in the environment of the interpreter."""
+"""The folder of the jars; by default `jars` in the interpreter's environment."""
 
 
 def find_delta_jars() -> list[Path]:
-    """The jars; empty if there are none."""
+    """Return the jars; empty if there are none."""
     folder = Path(os.environ.get(JARS_VARIABLE) or Path(sys.prefix) / "jars")
     return sorted(folder.glob("io.delta_*.jar"))
 
 
 def delta_spark_options() -> dict[str, str]:
-    """Options for the first session of a process; empty where the jars are missing."""
+    """Return options for the first session of a process; empty if the jars are missing."""
     jars = find_delta_jars()
     if not jars:
         return {}

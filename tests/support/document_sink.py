@@ -1,7 +1,7 @@
-"""A sink in an SQLite file: generations, versions and seeding as a search server has them, shared by processes.
+"""A sink in an SQLite file, with the generations, versions and seeding of a search server.
 
-It outlives the process that writes, tasks elsewhere write to it as well, and tests read it. It can be told to forget
-removals, as a search server does after a while.
+Several processes write to it, it outlives them, and tests read it. It can forget removals, as a search server does
+after a while.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ set version = excluded.version, body = excluded.body where version <= excluded.v
 
 
 class FileSink(Sink):
-    """Pickles: a path and names only. A generation is `filling`, `serving` or `retired`."""
+    """Can be pickled: holds a path and names only. A generation is `filling`, `serving` or `retired`."""
 
     def __init__(self, path: str | Path, *, forgetful: bool = False, refuse: str = "", only: str | None = None) -> None:
-        """`forgetful` keeps no trace of removals; documents whose body has `refuse` in it are refused."""
+        """With `forgetful`, it keeps no trace of removals; it refuses documents whose body contains `refuse`."""
         self.path = str(path)
         self.forgetful = forgetful
         self.refuse = refuse
@@ -58,10 +58,10 @@ class FileSink(Sink):
             return FlushReport()
         with self._transaction() as connection:
             for batch in waiting:
-                # Cold: this sink is for tests.
+                # Row by row: this sink is for tests only.
                 for index, id_, version, body in zip(*(each.to_pylist() for each in batch.columns), strict=True):
                     if body is not None and self.refuse and self.refuse in body:
-                        rejections.append(Rejection(index, id_, "refused by order"))
+                        rejections.append(Rejection(index, id_, "refused by the test"))
                         continue
                     for generation in self._generations(connection, index):
                         if body is None and self.forgetful:
@@ -120,7 +120,7 @@ class FileSink(Sink):
             return IndexFacts(found.get("serving"), found.get("filling"), _count(connection, found.get("serving")))
 
     def documents(self, index: str) -> dict[str, Any]:
-        """What a search would see, by id."""
+        """Return the documents that a search sees, by id."""
         with self._transaction() as connection:
             rows = connection.execute(
                 "select id, body from documents join generations using (generation)"
@@ -174,7 +174,7 @@ class FileSink(Sink):
 
 
 def _by_state(connection: sqlite3.Connection, index: str) -> dict[str, str]:
-    """The generations of an index; of retired ones, any."""
+    """Return the generations of an index; if several are retired, any of them."""
     return dict(
         connection.execute("select state, generation from generations where index_name = ?", [index]).fetchall()
     )

@@ -1,7 +1,7 @@
 """A pipeline in a process of its own, so that it can be killed: `python -m tests.support.drive_pipeline FILE`.
 
 The file holds `DriveSettings` as JSON; `tests.support.pipeline_process` writes it. Ten times a second a line of JSON
-on standard output says where the pipeline is. SIGTERM ends it in good order.
+on standard output reports the pipeline's progress. SIGTERM stops it cleanly.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ _TELL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DriveSettings:
-    """What a driven pipeline does; everything here survives JSON."""
+    """The settings of a driven pipeline; all of them survive JSON."""
 
     dsn: str
     folder: str
-    """Of its spool and state, and of its lake if `destination` does not say otherwise."""
+    """The folder of spool and state, and of the lake unless `options` name another path."""
     slot: str
     id: str = "e2e"
-    """Also the publication's name."""
+    """Also the name of the publication."""
     tables: tuple[str, ...] = ("public.*",)
     destination: str = "parquet"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of the destination; `path` is `lake` in the folder unless it is here."""
+    """Options of the destination; `path` defaults to `lake` in the folder."""
     master: str | None = None
-    """Of Spark; None: tasks run in the process."""
+    """Spark's master; None runs tasks in this process."""
     spark: Mapping[str, str] = field(default_factory=dict[str, str])
     copy_bytes_per_second: int | None = None
-    """For each range that is read; None: as fast as it goes."""
+    """The limit for each range that is read; None for no limit."""
     interval: float = 0.1
     max_rows: int = 2_000
     error_hold: float = 3600.0
-    """Seconds."""
+    """In seconds."""
     reject: str | None = None
-    """A table that the destination refuses."""
+    """A table that the destination rejects."""
     times: int | None = None
-    """How often; None is always."""
+    """How many times it is rejected; None for always."""
     indexes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Search indexes, by name; the texts of their specifications. If there are some, there are no tables."""
+    """The specifications of search indexes, by name; with any of them, no tables are replicated."""
     sink: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """`type` and options of an OpenSearch sink; empty for a `FileSink` in the folder."""
     documents: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings of the documents (`DocumentsSettings`), but for policies."""
+    """Values of `DocumentsSettings`, without the policies."""
 
     @property
     def lake(self) -> Path:
@@ -81,7 +81,7 @@ class DriveSettings:
 
     @property
     def sink_file(self) -> Path:
-        """Where documents go, if no sink is named."""
+        """Where documents go unless a sink is named."""
         return Path(self.folder) / "documents.db"
 
     @property
@@ -89,18 +89,18 @@ class DriveSettings:
         return f"sqlite:///{Path(self.folder) / 'state.db'}"
 
     def write(self, path: Path) -> None:
-        """For the process to read."""
+        """Write them for the process to read."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> DriveSettings:
-        """What `write` wrote."""
+        """Read what `write` wrote."""
         record = json.loads(path.read_text())
         return cls(**record | {"tables": tuple(record["tables"])})
 
 
 def main(path: Path) -> None:
-    """Run until SIGTERM, or until the pipeline ends by itself, which raises what ended it."""
+    """Run until SIGTERM, or until the pipeline fails; then raise its error."""
     settings = DriveSettings.read(path)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     stop = threading.Event()
@@ -113,7 +113,7 @@ def main(path: Path) -> None:
 
 
 def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOutput:
-    """The pipeline that the settings describe, not started yet."""
+    """Return the pipeline that the settings describe, not started."""
     folder = Path(settings.folder)
     options = {"path": str(settings.lake), **settings.options}
     destination = FaultyDestination(create_destination(settings.destination, options))
@@ -140,7 +140,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
 
 
 def make_documents(settings: DriveSettings, tasks: Any) -> DocumentsOutput:
-    """The search indexes that the settings describe, not started yet."""
+    """Return the documents output that the settings describe, not started."""
     folder = Path(settings.folder)
     owner = f"{settings.id}:documents"
     options = dict(settings.documents)
@@ -173,7 +173,7 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
     if settings.master is None:
         yield LocalTasks(), None
         return
-    # Imported here: a pipeline without Spark starts without it.
+    # Imported here, so that a pipeline without Spark does not load it.
     from penstock.spark.session import SparkSettings, build_session, stop_session
     from penstock.spark.tasks import SparkTasks
 

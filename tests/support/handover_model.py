@@ -1,8 +1,8 @@
-"""The coordination of a pipeline as a small world that can be explored to its end: every order in which things happen.
+"""A model of the hand-over between workers, small enough to explore every order of events.
 
-A world has a few transactions, tables and outputs, and may see so many crashes, errors, resyncs and removals from the
-publication. A position is the number of transactions that it covers. From each state `steps` gives all that one atomic
-step can make of it; what follows what, and what may be stored, is asked of `penstock.state.transitions` and
+A world has a few transactions, tables and outputs, and a limited number of crashes, errors, resyncs and removals from
+the publication. A position is the number of transactions it covers. `steps` returns all states that one atomic step can
+lead to; what follows what, and what may be stored, is asked of `penstock.state.transitions` and
 `penstock.state.positions`, the functions that the workers call. `explore` visits all states, and gives the shortest way
 to one in which a row is lost or there twice: there must be none, unless rules are left out.
 
@@ -54,7 +54,7 @@ _SOME_TIME = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Rule(StrEnum):
-    """What the protocol rests on; each can be left out, to see what it is for."""
+    """The rules of the protocol; a test can leave one out to show what it prevents."""
 
     ACKNOWLEDGE_THROUGH_APPLY = "acknowledge-through-apply"
     """A keepalive moves apply's position first; the slot never passes that."""
@@ -64,29 +64,29 @@ class Rule(StrEnum):
     MINIMUM = "minimum"
     """Progress is the minimum over all tables that hold it back."""
     SKIP_RECORDED = "skip-recorded"
-    """What the position recorded with the data covers is left out when it comes again."""
+    """Changes covered by the position recorded with the data are skipped when they come again."""
     HOLD_BEFORE_SNAPSHOT = "hold-before-snapshot"
     """A table's changes are held before the snapshot is taken."""
     LOSE_BEFORE_PROGRESS = "lose-before-progress"
-    """That an errored table's position is lost is stored before progress passes it."""
+    """The loss of an errored table's position is stored before progress passes it."""
     NO_WAY_BACK_OVER_A_GAP = "no-way-back-over-a-gap"
     """A table whose position is lost is not rolled back."""
     COPY_READDED = "copy-readded"
-    """A table that was removed from the publication and added again is copied anew."""
+    """A table removed from the publication and added again is copied again."""
     REMEMBER_MEMBERSHIP = "remember-membership"
-    """Which versions of the catalog's rows were seen survives a crash."""
+    """The versions of catalog rows seen so far survive a crash."""
     ONE_WORKER = "one-worker"
-    """When a table is reset, what its worker still does is not taken for the work of the next."""
+    """After a table is reset, the work of its old worker does not count for the new one."""
     SLOWEST_OUTPUT = "slowest-output"
     """The slot follows the output that is furthest behind."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """How large the world is, and what may happen in it."""
+    """The size of a world, and what may happen in it."""
 
     transactions: tuple[str, ...]
-    """The tables that each of them changes, a letter each; none for a transaction of tables that nobody follows."""
+    """The tables that each transaction changes, one letter each; empty if no replicated table is changed."""
     outputs: int = 1
     crashes: int = 1
     errors: int = 0
@@ -111,20 +111,20 @@ class Table(NamedTuple):
 
     phase: TableReplicationPhase | None
     rows: tuple[int, ...]
-    """How often the change of each transaction is at the destination."""
+    """How many times each transaction's change is at the destination."""
     recorded: Lsn = Lsn(0)
-    """With the data, in one commit."""
+    """The position committed together with the data."""
     seen: int = 0
-    """The version of its membership that was acted upon."""
+    """The version of its membership that was processed."""
     held: Lsn | None = None
-    """From where on the spool keeps its changes for the worker."""
+    """Where the changes begin that the spool keeps for the worker."""
     snapshot: Lsn | None = None
     worker: Lsn | None = None
     """How far the worker is."""
     applied: Lsn | None = None
-    """How far apply is; None as long as it has not taken the table over."""
+    """How far the apply worker is; None until it takes the table over."""
     stale: Lsn | None = None
-    """The snapshot of a worker that nobody has told to stop."""
+    """The snapshot of an old worker that was not told to stop."""
 
     @property
     def position(self) -> Lsn | None:
@@ -134,7 +134,7 @@ class Table(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What one pipeline knows and has stored."""
+    """What one output knows and has stored."""
 
     applied: Lsn
     """P"""
@@ -158,7 +158,7 @@ class World(NamedTuple):
     outputs: tuple[Output, ...]
     published: tuple[bool, ...]
     version: tuple[int, ...]
-    """Of each table's membership: grows when it leaves, and when it comes back."""
+    """The version of each table's membership: grows when the table leaves or returns."""
     sent: tuple[int, ...]
     """For each transaction, the tables that were published when it committed, as bits."""
     crashes: int
@@ -168,7 +168,7 @@ class World(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What went wrong, and the shortest way there."""
+    """A violation, and the shortest path to it."""
 
     problem: str
     way: list[str]
@@ -179,20 +179,20 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """All there is to see in a scenario."""
+    """The result of exploring a scenario."""
 
     states: int
     complete: int
-    """States in which everything has happened, and every table is Ready at the end."""
+    """States in which everything has happened and every table is Ready."""
     finding: Finding | None
 
 
 class _Lost(Exception):
-    """The spool does not have what somebody needs."""
+    """The spool lacks changes that are still needed."""
 
 
 def explore(scenario: Scenario, limit: int = 50_000_000) -> Explored:
-    """Visit every state, nearest first; stops at the first that is wrong, or with an error beyond `limit`."""
+    """Visit every state, nearest first; stop at the first violation, or raise beyond `limit` states."""
     first = _beginning(scenario)
     came_from: dict[World, tuple[World, str] | None] = {first: None}
     queue = deque([first])
@@ -216,7 +216,7 @@ def explore(scenario: Scenario, limit: int = 50_000_000) -> Explored:
 
 
 def steps(scenario: Scenario, world: World) -> Iterator[tuple[str, World]]:
-    """All states one atomic step away, with the step's name."""
+    """Return all states one atomic step away, with the step's name."""
     yield from _server_steps(scenario, world)
     for number, output in enumerate(world.outputs):
         for label, new in _output_steps(scenario, world, output):
@@ -271,7 +271,7 @@ def _server_steps(scenario: Scenario, world: World) -> Iterator[tuple[str, World
 
 def _output_steps(scenario: Scenario, world: World, output: Output) -> Iterator[tuple[str, Output]]:
     if is_in(output.applied, world.captured):
-        # Tables that were not in the batch stay behind; each has a position of its own.
+        # Tables that were not in the batch stay behind; each has its own position.
         yield f"P = {world.captured:d}", output._replace(applied=world.captured)
     holding = [(table.phase, table.position) for table in output.tables if table.phase is not None]
     if Rule.LOSE_BEFORE_PROGRESS not in scenario:
@@ -297,7 +297,7 @@ def _output_steps(scenario: Scenario, world: World, output: Output) -> Iterator[
 def _table_steps(
     scenario: Scenario, world: World, output: Output, index: int, table: Table
 ) -> Iterator[tuple[str, Table, dict[str, int]]]:
-    """What can happen to one table; with the counters of the world that it uses up."""
+    """What can happen to one table, with the counters of the world that it uses up."""
     yield from ((label, new, {}) for label, new in _copy_steps(scenario, world, output, index, table))
     yield from ((label, new, {}) for label, new in _apply_steps(scenario, world, output, index, table))
     yield from ((label, new, {}) for label, new in _membership_steps(scenario, world, index, table))
@@ -369,7 +369,7 @@ def _apply_steps(
 
 
 def _membership_steps(scenario: Scenario, world: World, index: int, table: Table) -> Iterator[tuple[str, Table]]:
-    """The look at the publication."""
+    """Checking the publication."""
     version = world.version[index]
     if table.seen == version:
         return
@@ -384,7 +384,7 @@ def _membership_steps(scenario: Scenario, world: World, index: int, table: Table
 
 
 def _reset(scenario: Scenario, table: Table, phase: TableReplicationPhase | None) -> Table:
-    """A table without a worker, and without what apply knew of it; its rows at the destination stay."""
+    """Return a table without its worker and apply state; its rows at the destination stay."""
     stale = table.snapshot if Rule.ONE_WORKER not in scenario and isinstance(table.phase, DataSync) else None
     return Table(phase, table.rows, table.recorded, table.seen, stale=stale)
 
@@ -399,7 +399,7 @@ def _copied(scenario: Scenario, index: int, table: Table, snapshot: Lsn) -> Tabl
 
 
 def _written(scenario: Scenario, world: World, index: int, table: Table, begin: Lsn, end: Lsn) -> Table:
-    """The table after its changes between two boundaries were handed to the destination."""
+    """Return the table after its changes between two boundaries went to the destination."""
     if not reaches(begin, world.released):
         raise _Lost(f"{scenario.tables[index]}: the spool was released up to {world.released:d}, not {begin:d}")
     followed = isinstance(table.phase, SyncDone | Ready)
@@ -420,7 +420,7 @@ def _apply_position(table: Table, phase: SyncDone | Ready) -> Lsn:
 
 
 def _crashed(scenario: Scenario, world: World) -> World:
-    """The process is gone, and the spool with it; what is stored is read again."""
+    """The process and its spool are lost; the stored state is read again."""
     outputs = tuple(_restarted(scenario, world, output) for output in world.outputs)
     return world._replace(captured=world.slot, released=world.slot, outputs=outputs, crashes=world.crashes + 1)
 
@@ -431,13 +431,13 @@ def _restarted(scenario: Scenario, world: World, output: Output) -> Output:
     for index, table in enumerate(output.tables):
         phase = None if table.phase is None else after_crash(table.phase)
         if not world.published[index]:
-            phase = None  # a start deletes the state of what is not there
+            phase = None  # a start deletes the state of tables that are not published
         applied = None
         if isinstance(phase, SyncDone | Ready):
             applied = table_start(start, table.recorded) if Rule.SKIP_RECORDED in scenario else start
         seen = table.seen if Rule.REMEMBER_MEMBERSHIP in scenario else world.version[index]
         if phase is None and world.published[index] and seen == world.version[index]:
-            phase = discover(None)  # not in the state, so new, whatever was seen of it
+            phase = discover(None)  # not in the state, so new, whatever was seen before
         tables.append(Table(phase, table.rows, table.recorded, seen, applied=applied))
     return Output(start, start, output.stored, start, tuple(tables))
 
@@ -447,7 +447,7 @@ def _with_output(world: World, number: int, output: Output) -> World:
 
 
 def _problem(scenario: Scenario, world: World) -> str | None:
-    """What is wrong with a state."""
+    """Return what is wrong with a state, or None."""
     for output in world.outputs:
         passed = furthest(world.slot, output.stored)
         for index, table in enumerate(output.tables):
@@ -497,11 +497,11 @@ SCENARIOS = {
     "removal": Scenario(("a", "a", "a"), crashes=1, removals=1),
     "outputs": Scenario(("a", "a"), outputs=2, crashes=0),
 }
-"""Larger than what a moment's test can explore."""
+"""Too large to explore in a unit test."""
 
 
 def main(arguments: list[str]) -> int:
-    """Explore a scenario, all of them by default, without the rules that are named."""
+    """Explore a scenario (by default all), leaving out the named rules."""
     names = [argument for argument in arguments if argument in SCENARIOS] or list(SCENARIOS)
     left_out = frozenset(Rule(argument) for argument in arguments if argument not in SCENARIOS)
     failed = 0

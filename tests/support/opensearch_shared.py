@@ -1,7 +1,7 @@
-"""One OpenSearch server for several processes of a test run, by locks in a folder that they share.
+"""One OpenSearch server for all processes of a test run, coordinated by locks in a shared folder.
 
-The first that asks starts it; whoever comes meanwhile waits. Everybody who uses it holds a lock, which a process that
-dies loses by itself. The one that started it ends it after all others have let go.
+The first process that needs the server starts it; others wait. Every user holds a lock, which the system releases when
+a process dies. The process that started the server stops it after all others have released their locks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer
 
 @contextmanager
 def shared_opensearch(folder: Path) -> Iterator[ExistingOpenSearch]:
-    """The server of all processes that name this folder."""
+    """Return the server shared by all processes that pass this folder."""
     address = folder / "opensearch.url"
     with (folder / "opensearch.users").open("w") as users:
         with _locked(folder / "opensearch.start"):
@@ -36,7 +36,7 @@ def shared_opensearch(folder: Path) -> Iterator[ExistingOpenSearch]:
 
 
 def _known(address: Path) -> ExistingOpenSearch | None:
-    """The server that somebody started, if it still answers."""
+    """Return the running server, if it still answers."""
     try:
         server = ExistingOpenSearch(address.read_text())
         server.request("GET", "/", timeout=30)
@@ -46,7 +46,7 @@ def _known(address: Path) -> ExistingOpenSearch | None:
 
 
 def _end(own: OpenSearchServer, address: Path, users: IO[str], folder: Path) -> None:
-    # Nobody may come between the last user's leaving and the end of the server.
+    # No new user may arrive between the end of the last one and that of the server.
     while True:
         with _locked(folder / "opensearch.start"):
             try:

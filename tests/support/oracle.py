@@ -1,7 +1,7 @@
-"""The oracle: what the server says happened, against what a spool says.
+"""The oracle: compares what a spool says happened with what the server says.
 
-`check_spool` replays a spool over the first rows of a workload and compares every checkpoint, cell by cell, with the
-server's own text. `check_same` compares two captures of the same WAL. Both raise `Discrepancy`, which says where.
+`check_spool` replays a spool over the first rows of a workload and compares every checkpoint with the server's text,
+cell by cell. `check_same` compares two captures of the same WAL. Both raise `Discrepancy` with the place.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.support.replay import Cell, Discrepancy, Replayable, Row, Table, elem
 from tests.support.workload import Checkpoint, Rows, Truth
 
 HANG_SECONDS = 120.0
-"""Far longer than anything here takes."""
+"""A guard, far longer than anything here takes."""
 
 
 def capture_until(settings: CaptureSettings, position: Lsn, *, timeout: float = HANG_SECONDS) -> Lsn:
-    """Run capture in this process until all before a boundary is in the spool; gives where the spool ends."""
+    """Run capture in this process until the spool reaches a boundary; return where the spool ends."""
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -58,14 +58,14 @@ def capture_until(settings: CaptureSettings, position: Lsn, *, timeout: float = 
 
 
 def current_position(connection: psycopg.Connection) -> Lsn:
-    """A boundary that covers every transaction whose commit has returned."""
+    """Return a boundary after every transaction whose commit has returned."""
     found = connection.execute("select pg_current_wal_insert_lsn()::text").fetchone()
     assert found is not None
     return Lsn.parse(found[0])
 
 
 def check_spool(path: Path, truth: Truth) -> Replayable:
-    """Replay a spool over the first rows, compare all checkpoints, and count transactions."""
+    """Replay a spool over the first rows, compare all checkpoints, and check the transactions."""
     spool = read_spool(path)
     for table in truth.tables:
         _check_schema(table, spool)
@@ -85,7 +85,7 @@ def check_spool(path: Path, truth: Truth) -> Replayable:
 
 
 def check_transactions(spool: Replayable, expected: list[tuple[int, int]]) -> None:
-    """The transactions, by number and count of changes, in commit order, each exactly once."""
+    """Check that each transaction appears exactly once, in commit order, with its number of changes."""
     found = spool.transactions()
     if found == expected:
         return
@@ -98,7 +98,7 @@ def check_transactions(spool: Replayable, expected: list[tuple[int, int]]) -> No
 
 
 def check_same(first: Replayable, second: Replayable, what: str) -> None:
-    """Two captures of the same WAL hold the same changes under the same keys."""
+    """Check that two captures of the same WAL contain the same changes under the same keys."""
     one, other = first.comparable(), second.comparable()
     for left, right in zip(one, other, strict=False):
         if left != right:
@@ -132,7 +132,7 @@ def _start(table: PlannedTable, spool: Replayable, initial: Checkpoint) -> Table
     schema = _schema(table, spool)
     rows = initial.rows[table.name]
     if schema is None:
-        # No row of it has changed: text is compared with text.
+        # No row of it changed, so compare text with text.
         schema = TableSchema(0, "public", table.name, ())
     return Table(table.name, schema, normalised(rows, schema))
 
@@ -154,7 +154,7 @@ def _check_rows(table: PlannedTable, spool: Replayable, replayed: Table, checkpo
 
 
 def normalised(rows: Rows, schema: TableSchema) -> list[Row]:
-    """The server's texts in the form in which replayed rows have them."""
+    """Convert the server's texts to the form of replayed rows."""
     columns = segment_layout(schema).columns
     if not columns:
         return [tuple(row) for row in rows]

@@ -1,4 +1,4 @@
-"""A pipeline as its supervisor sees it: a process with children that can be watched, killed and started again.
+"""A pipeline in a process that tests can watch, kill and restart.
 
     driven = PipelineProcess(DriveSettings(dsn=…, folder=…, slot=…))
     driven.start()
@@ -6,7 +6,7 @@
     driven.kill(Part.CAPTURE)
     driven.stop()
 
-A killed driver leaves its folder behind; the next `start` goes on from there.
+A killed driver leaves its folder behind; the next `start` resumes from it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tests.support.drive_pipeline import DriveSettings
 from tests.support.processes import Part, descendants_of, part_of
 
 HANG_SECONDS = 240.0
-"""Far longer than anything here takes: a guard, not a measure."""
+"""A guard against hangs, far longer than anything here takes."""
 
 
 class PipelineEnded(AssertionError):
-    """The process ended although nobody had told it to."""
+    """The process ended unexpectedly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a pipeline last said of itself."""
+    """The last status a pipeline reported."""
 
     applied: Lsn | None = None
     batches: int = 0
@@ -49,7 +49,7 @@ class Seen:
 
     @classmethod
     def parse(cls, line: str) -> Seen:
-        """A line of `tests.support.drive_pipeline`."""
+        """Parse a line of `tests.support.drive_pipeline`."""
         record: dict[str, Any] = json.loads(line)
         applied = record["applied"]
         return cls(
@@ -61,7 +61,7 @@ class Seen:
 
 
 class PipelineProcess:
-    """Starts one process after the other over the same folder; not for several threads."""
+    """Runs one process after another over the same folder; not thread-safe."""
 
     def __init__(self, settings: DriveSettings) -> None:
         self.settings = settings
@@ -72,7 +72,7 @@ class PipelineProcess:
 
     @property
     def seen(self) -> Seen:
-        """What it last said; nothing before its first line."""
+        """Its last status; empty before the first line."""
         return self._seen
 
     @property
@@ -81,12 +81,12 @@ class PipelineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the driver."""
+        """The process id of the driver."""
         assert self._process is not None
         return self._process.pid
 
     def start(self, *, armed: str = "", settings: DriveSettings | None = None) -> None:
-        """Start it; `armed` are failpoints as in `PENSTOCK_FAILPOINTS`, `settings` replace the usual ones this time."""
+        """Start it with failpoints armed as in `PENSTOCK_FAILPOINTS`; `settings` replace the usual ones this time."""
         assert not self.running
         self._close()
         path = Path(self.settings.folder) / "drive.json"
@@ -106,7 +106,7 @@ class PipelineProcess:
         self.starts += 1
 
     def processes(self) -> dict[Part, list[int]]:
-        """The processes that live, by what they are."""
+        """Return the running processes by kind."""
         found: dict[Part, list[int]] = {Part.DRIVER: [self.pid]} if self.running else {}
         for pid in descendants_of(self.pid) if self.running else ():
             part = part_of(pid)
@@ -115,9 +115,9 @@ class PipelineProcess:
         return found
 
     def kill(self, part: Part = Part.DRIVER) -> bool:
-        """SIGKILL to one of its processes; False if there is none of this kind now.
+        """Send SIGKILL to one of its processes; return False if none of this kind is running.
 
-        A killed driver takes the others with it, all of them gone when this returns.
+        A killed driver takes the others with it; all of them have ended when this returns.
         """
         found = self.processes().get(part)
         if not found:
@@ -128,30 +128,30 @@ class PipelineProcess:
         if part is Part.DRIVER:
             self.wait_ended()
             if not wait_until_gone(children, timeout=HANG_SECONDS):
-                raise PipelineEnded("its children outlive a killed driver")
+                raise PipelineEnded("processes of a killed driver did not end")
         return True
 
     def wait_ended(self, timeout: float = HANG_SECONDS) -> int:
-        """Wait for the end of the driver; gives its exit code, negative for a signal."""
+        """Wait until the driver ends and return its exit code, negative for a signal."""
         assert self._process is not None
         code = self._process.wait(timeout)
         self._close()
         return code
 
     def stop(self) -> int:
-        """SIGTERM, and wait; gives the exit code."""
+        """Send SIGTERM, wait, and return the exit code."""
         assert self._process is not None
         self._process.terminate()
         return self.wait_ended()
 
     def close(self) -> None:
-        """Kill it if it runs; for the end of tests that failed."""
+        """Kill it if it is running; for tests that failed."""
         if self.running:
             self.kill()
         self._close()
 
     def wait_for(self, what: str, look: Callable[[Seen], object], timeout: float = HANG_SECONDS) -> None:
-        """Wait until what it says is so. Raises `PipelineEnded` if it ends meanwhile."""
+        """Wait until its status satisfies a condition; raise `PipelineEnded` if it ends first."""
         deadline = time.monotonic() + timeout
         while not look(self._seen):
             if not self.running:
@@ -161,12 +161,12 @@ class PipelineProcess:
             time.sleep(0.01)
 
     def wait_phases(self, name: str, count: int, timeout: float = HANG_SECONDS) -> None:
-        """Wait until there are so many tables, all of them in one phase."""
+        """Wait until `count` tables exist and all are in one phase."""
         wanted = [name] * count
         self.wait_for(f"{count} tables {name}", lambda seen: list(seen.phases.values()) == wanted, timeout)
 
     def wait_applied(self, position: Lsn, timeout: float = HANG_SECONDS) -> None:
-        """Wait until everything before a boundary is applied."""
+        """Wait until all changes before a boundary are applied."""
         self.wait_for(
             f"apply to reach {position}",
             lambda seen: seen.applied is not None and reaches(seen.applied, position),

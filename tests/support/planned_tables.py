@@ -1,4 +1,4 @@
-"""Random tables, from a seed: types, keys, replica identities, and names that try to break things."""
+"""Random tables from a seed: types, keys, replica identities, and awkward names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLUMN_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much happens."""
+    """How large a workload is."""
 
     tables: int = 4
     columns: int = 8
@@ -44,23 +44,23 @@ class PlannedColumn:
     name: str
     sample: Sample
     external: bool = False
-    """Stored out of line without compression when large."""
+    """True if large values are stored out of line without compression."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTable:
-    """A table: what it is made of and by what its rows are known."""
+    """A table with its columns and the identity of its rows."""
 
     name: str
     columns: tuple[PlannedColumn, ...]
     key: tuple[str, ...]
-    """The columns of its unique key; empty without one."""
+    """The columns of its unique key; empty if it has none."""
     identity: str
     """`default`, `index`, `full` or `nothing`."""
     dropped: frozenset[int] = frozenset()
-    """Positions before which a column was dropped."""
+    """The positions before which a column was dropped."""
     parent: PlannedTable | None = None
-    """Referenced by the extra column `parent`."""
+    """The table that the extra column `parent` references."""
     generated: bool = False
 
     @property
@@ -69,7 +69,7 @@ class PlannedTable:
 
     @property
     def published(self) -> tuple[str, ...]:
-        """The columns that the server sends, in order."""
+        """The columns the server sends, in order."""
         return (*(column.name for column in self.columns), *(("parent",) if self.parent else ()))
 
     @property
@@ -110,7 +110,7 @@ class PlannedTable:
 
 
 def plan_tables(random: Random, samples: Sequence[Sample], size: Size) -> list[PlannedTable]:
-    """Random tables. Keys are of any type that has an order, also of several columns, also stored out of line."""
+    """Return random tables. Keys have any ordered type, one or more columns, and may be stored out of line."""
     tables: list[PlannedTable] = []
     names = random.sample(_TABLE_NAMES, min(size.tables, len(_TABLE_NAMES)))
     for name in names:
@@ -134,12 +134,12 @@ def plan_tables(random: Random, samples: Sequence[Sample], size: Size) -> list[P
         parent = random.choice(parents) if parents and random.random() < 0.6 else None
         if parent is not None:
             columns = [column for column in columns if column.name != "parent"]
-        # A generated column is not sent, and must not be part of an identity.
+        # The server does not send generated columns, so they must not be part of an identity.
         generated = identity != "full" and random.random() < 0.3
         dropped = frozenset(at for at in range(count) if random.random() < 0.15)
         tables.append(PlannedTable(name, tuple(columns), key, identity, dropped, parent, generated))
         if len(tables) == 1 and size.tables > 1:
-            # Something for others to refer to.
+            # Other tables refer to it.
             tables[0] = PlannedTable(
                 name, (PlannedColumn("id", _INT8), *columns[1:]), ("id",), random.choice(["default", "full"]), dropped
             )
@@ -151,7 +151,7 @@ def _plan_column(random: Random, name: str, sample: Sample) -> PlannedColumn:
 
 
 def _long_key(number: int) -> str:
-    """A key that is stored out of line, and just fits into an index."""
+    """Return a key that is stored out of line and just fits into an index."""
     return f"{number:08d}{Random(number).randbytes(1100).hex()}"
 
 

@@ -1,7 +1,7 @@
-"""Source against destination, cell by cell, by the server's own text.
+"""Compares destination and source cell by cell, as the server's text.
 
-Any destination that can be read back can be compared: `ReadBack` is what it takes; `ParquetReader` is one. Nothing
-may write while it is compared. Slow, and meant for tables of tests.
+This works for any destination with a `ReadBack`, such as `ParquetReader`. Nothing may write meanwhile. It is slow, and
+meant for the small tables of tests.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.support.workload import read_rows
 
 
 class ReadBack(Protocol):
-    """A destination's tables, as a reader finds them."""
+    """A destination's tables, as a reader sees them."""
 
     def tables(self) -> list[str]:
-        """Their names, as in the source: `public.orders`."""
+        """Return their names in the source, such as `public.orders`."""
         ...
 
     def schema(self, table: str) -> TableSchema:
-        """The source's schema that the rows have now."""
+        """Return the source schema that the rows have now."""
         ...
 
     def read_table(self, table: str) -> pa.Table:
-        """The rows as they are now, with the names and types of segments; texts of cells that their types cannot hold
-        in the column `_unrepresentable`, if there are any."""
+        """Return the current rows, with the names and types of segments; the column `_unrepresentable`, if present,
+        has the texts of cells that their types cannot hold."""
         ...
 
 
@@ -47,13 +47,13 @@ class ChangesReadBack(ReadBack, Protocol):
     """A destination that keeps every change."""
 
     def read_changes(self, table: str) -> pa.Table:
-        """All changes, with `_commit_lsn` and `_ordinal`; rows of a copy have a negative ordinal."""
+        """Return all changes, with `_commit_lsn` and `_ordinal`; copied rows have a negative ordinal."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReadBack:
-    """The memory destination, read back."""
+    """`ReadBack` of the memory destination."""
 
     destination: MemoryDestination
 
@@ -71,9 +71,9 @@ class MemoryReadBack:
 
 
 def check_equal(dsn: str, readback: ReadBack, names: Iterable[str]) -> int:
-    """Compare the tables of these names, in any schema, which are all that there are; gives the number of rows.
+    """Compare all tables, which must have exactly these names in any schema; return the number of rows.
 
-    Raises `Discrepancy`, which says where.
+    Raise `Discrepancy` with the place of the first difference.
     """
     tables, wanted = readback.tables(), Counter(names)
     found = Counter(readback.schema(table).name for table in tables)
@@ -85,7 +85,7 @@ def check_equal(dsn: str, readback: ReadBack, names: Iterable[str]) -> int:
 
 
 def check_exactly_once(readback: ChangesReadBack) -> int:
-    """No change is there twice; gives their number."""
+    """Check that no change appears twice; return the number of changes."""
     count = 0
     for table in readback.tables():
         changes = readback.read_changes(table)
@@ -95,7 +95,7 @@ def check_exactly_once(readback: ChangesReadBack) -> int:
         keys = keys[keys[:, 1] >= 0]
         twice = len(keys) - len(np.unique(keys, axis=0))
         if twice:
-            raise Discrepancy(f"{table}: {twice} of {len(keys)} changes are there twice")
+            raise Discrepancy(f"{table}: {twice} of {len(keys)} changes appear twice")
         count += len(keys)
     return count
 

@@ -1,8 +1,8 @@
-"""Replays a spool over the rows that were there before: the slow and obvious way, row by row.
+"""Replays a spool over the initial rows, in the slow and obvious way: row by row.
 
-Cells are compared as the server's own text. Where Arrow has a type of its own, its values are written as the server
-would write them; floats and lists, whose text is not unique or not simple, are taken apart on both sides. Nothing
-here is fast, and nothing here is shared with what it checks but the names of columns and files.
+Cells are compared as the server's text. Values with a native Arrow type are formatted as the server would; floats and
+lists, whose text is not unique or simple, are parsed on both sides. Nothing here is fast, and it shares only the names
+of columns and files with the code it checks.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from penstock.spool.log import read_parts
 
 
 class Discrepancy(AssertionError):
-    """The spool does not say what happened."""
+    """The spool differs from what happened."""
 
 
 class Missing(Enum):
-    """A cell that was not sent."""
+    """A cell that the server omitted."""
 
     UNCHANGED = "unchanged"
 
 
 Cell = Any
-"""None for NULL, `Missing.UNCHANGED`, or something hashable that is equal exactly if the server's texts are."""
+"""None for NULL, `Missing.UNCHANGED`, or a hashable value that is equal exactly if the server's texts are."""
 Row = tuple[Cell, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of one row, or a truncate (without operation and row)."""
+    """A change of one row, or a truncate (no operation and no row)."""
 
     key: OrderKey
     table_id: int
@@ -66,23 +66,23 @@ class Change:
     operation: Operation | None
     row: Row | None = None
     old: Row | None = None
-    """The cells of the columns that `_old` holds; UNCHANGED for others."""
+    """The cells in `_old`; UNCHANGED for other columns."""
     version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayable:
-    """All that a spool holds."""
+    """The contents of a spool."""
 
     entries: tuple[Entry, ...]
     changes: tuple[Change, ...]
-    """In order of their keys."""
+    """In key order."""
     messages: tuple[Message, ...]
     schemas: Mapping[int, tuple[TableSchema, ...]]
-    """The versions that segments have, by table, oldest first."""
+    """The schema versions in segments, by table, oldest first."""
 
     def transactions(self) -> list[tuple[int, int]]:
-        """Top-level transaction and number of changes (a truncate is one), in commit order."""
+        """Return each top-level transaction with its number of changes (a truncate is one), in commit order."""
         keys = {(change.key, change.xid) for change in self.changes}
         counts: dict[tuple[int, int], int] = {}
         for key, xid in sorted(keys):
@@ -90,7 +90,7 @@ class Replayable:
         return [(xid, count) for (_, xid), count in counts.items()]
 
     def comparable(self) -> list[tuple[Any, ...]]:
-        """Every change without what may differ between two captures of the same WAL (the cuts)."""
+        """Return every change without what may differ between two captures of the same WAL (entry boundaries)."""
         return [
             (change.key, change.table, change.xid, change.commit_time, change.operation, change.row, change.old)
             for change in self.changes
@@ -98,7 +98,7 @@ class Replayable:
 
 
 def read_spool(path: Path) -> Replayable:
-    """Read a spool from its beginning, and check all that can be known without the source."""
+    """Read a spool from its beginning and check everything that does not need the source."""
     reader = SpoolReader(path)
     entries = tuple(entry for _, part in read_parts(SpoolFolder(path), repair=False) for entry in part)
     changes: list[Change] = []
@@ -143,13 +143,13 @@ def _check_entry(before: Entry | None, entry: Entry) -> None:
 def _check_segment(segment: Segment, rows: Sequence[Change]) -> None:
     keys = [row.key for row in rows]
     if not keys or len(keys) != segment.rows or keys[0] != segment.first or keys[-1] != segment.last:
-        raise Discrepancy(f"{segment.file} has other rows than its record says")
+        raise Discrepancy(f"{segment.file} has rows that differ from its record")
     if any(after <= before for before, after in pairwise(keys)):
         raise Discrepancy(f"{segment.file} is not in order")
 
 
 def _check_whole(entry: Entry, changes: Sequence[Change]) -> None:
-    """Every transaction of an entry begins and ends in it: its ordinals are 0, 1, 2, … over all tables."""
+    """Check that every transaction of an entry is complete: its ordinals are 0, 1, 2, … over all tables."""
     ordinals: dict[Lsn, set[int]] = {}
     about: dict[Lsn, set[tuple[int, int]]] = {}
     for change in changes:
@@ -158,7 +158,7 @@ def _check_whole(entry: Entry, changes: Sequence[Change]) -> None:
         ordinals.setdefault(change.key.commit_lsn, set()).add(change.key.ordinal)
         about.setdefault(change.key.commit_lsn, set()).add((change.xid, change.commit_time))
         if not entry.first_commit_time <= change.commit_time <= entry.last_commit_time:
-            raise Discrepancy(f"entry {entry.number} has a change outside of its commit times: {change.key}")
+            raise Discrepancy(f"entry {entry.number} has a change outside its commit times: {change.key}")
     if len(ordinals) > entry.transactions:
         raise Discrepancy(
             f"entry {entry.number} has {len(ordinals)} transactions, its record says {entry.transactions}"
@@ -229,7 +229,7 @@ def _cells(values: pa.ChunkedArray, texts: Sequence[str | None], column: Column)
         elif value is not None:
             raise Discrepancy(f"a cell of {column.name} has both a value and a text")
         elif fits(text, values.type, delimiter):
-            raise Discrepancy(f"a cell of {column.name} was set aside although {values.type} holds it: {text[:80]!r}")
+            raise Discrepancy(f"an unrepresentable cell of {column.name} fits {values.type}: {text[:80]!r}")
         else:
             cells.append(from_text(text, values.type, delimiter))
     return cells
@@ -241,7 +241,7 @@ def element_delimiter(column: Column) -> str:
 
 
 def from_arrow(value: Any, type_: pa.DataType) -> Cell:
-    """An Arrow value as the server would write it."""
+    """Format an Arrow value as the server would."""
     if value is None or pa.types.is_string(type_):
         return value
     if pa.types.is_boolean(type_):
@@ -263,11 +263,11 @@ def from_arrow(value: Any, type_: pa.DataType) -> Cell:
     if pa.types.is_timestamp(type_):
         text = _trimmed(value.replace(tzinfo=None).isoformat(sep=" "))
         return text if type_.tz is None else f"{text}+00"
-    raise Discrepancy(f"a column of a type that nobody expects: {type_}")
+    raise Discrepancy(f"a column has an unexpected type: {type_}")
 
 
 def from_text(text: str | None, type_: pa.DataType, delimiter: str = ",") -> Cell:
-    """The server's text in the same form as `from_arrow` gives."""
+    """Convert the server's text to the form that `from_arrow` returns."""
     if text is None:
         return None
     if pa.types.is_floating(type_):
@@ -280,7 +280,7 @@ def from_text(text: str | None, type_: pa.DataType, delimiter: str = ",") -> Cel
 
 
 def fits(text: str, type_: pa.DataType, delimiter: str = ",") -> bool:
-    """Whether a value of this text belongs into a column of this type."""
+    """True if a column of this type can hold a value with this text."""
     if pa.types.is_date(type_) or pa.types.is_timestamp(type_):
         return re.fullmatch(r"(?!0000)\d{4}-\d\d-\d\d( [\d:.]+(\+00)?)?", text) is not None
     if pa.types.is_time(type_):
@@ -305,7 +305,7 @@ _ELEMENT = r'"((?:[^"\\]|\\.)*)"|([^"{}]*?)'
 
 
 def split_array(text: str, delimiter: str) -> list[str | None] | None:
-    """The elements of a one-dimensional array; None for other arrays."""
+    """Return the elements of a one-dimensional array; None for other arrays."""
     if text == "{}":
         return []
     if not text.startswith("{") or text.startswith("{{"):
@@ -330,7 +330,7 @@ def split_array(text: str, delimiter: str) -> list[str | None] | None:
 
 
 class Table:
-    """The rows of one table, with the changes applied to them one by one."""
+    """The rows of one table, to which changes are applied one by one."""
 
     def __init__(self, name: str, schema: TableSchema, rows: Iterable[Row]) -> None:
         self.name = name
@@ -346,7 +346,7 @@ class Table:
         return Counter(self._rows.values()) if self._key else +self._many
 
     def apply(self, change: Change) -> None:
-        """Apply a change; raises `Discrepancy` where it does not fit the rows."""
+        """Apply a change; raise `Discrepancy` if it does not fit the rows."""
         where = f"{self.name} at {change.key}"
         if change.operation is None:
             self._rows.clear()
@@ -391,7 +391,7 @@ class Table:
 
 
 def _check_image(image: Row, before: Row, where: str) -> None:
-    """What was sent of the row before is what that row was; a NULL that means "not sent" must not look like one."""
+    """Check that the old values equal the row before the change; an omitted value must not read as NULL."""
     for sent, cell in zip(image, before, strict=True):
         if sent is not Missing.UNCHANGED and sent != cell:
             raise Discrepancy(f"{where}: the old row had {_short([cell])}, not {_short([sent])}")

@@ -1,8 +1,7 @@
-"""Object stores for tests, each a process of its own on 127.0.0.1 that ends with its `with` block.
+"""Object stores for tests, each a process on 127.0.0.1 that ends with its `with` block.
 
-`S3Emulator` (moto) is always there: it shows that we speak the protocol and rely on conditional puts, not how a real
-store behaves under load. `S3Gateway` (versitygw, over a folder) is a real server, many requests at a time; it has to be
-built first (`make s3-server`).
+`S3Emulator` (moto) is always available. It tests the protocol and conditional puts, not behaviour under load.
+`S3Gateway` (versitygw, over a folder) is a real server that handles requests concurrently; `make s3-server` builds it.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from penstock.errors import ServerUnavailable
 from penstock.testing.server import free_port
 
 PROGRAM_VARIABLE = "PENSTOCK_VERSITYGW"
-"""The server's program; by default `versitygw` beside the interpreter."""
+"""The path of the server's program; by default `versitygw` beside the interpreter."""
 _HOST = "127.0.0.1"
 _START_SECONDS = 60.0
 _KEY, _SECRET, _REGION = "testing", "only-for-tests", "us-east-1"
 
 
 def find_gateway() -> Path | None:
-    """The program of `S3Gateway`, if somebody has built it."""
+    """Return the program of `S3Gateway`, or None if it is not built."""
     program = Path(os.environ.get(PROGRAM_VARIABLE) or Path(sys.prefix) / "bin" / "versitygw")
     return program if program.is_file() else None
 
@@ -51,7 +50,7 @@ class S3Server(ABC):
 
     @property
     def options(self) -> dict[str, str]:
-        """Storage options, as Penstock's destinations and delta-rs take them."""
+        """Storage options for Penstock's destinations and delta-rs."""
         return {
             "aws_endpoint": self.endpoint,
             "aws_allow_http": "true",
@@ -62,13 +61,13 @@ class S3Server(ABC):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same as variables of a process."""
+        """The same options as environment variables."""
         names = {"aws_endpoint": "AWS_ENDPOINT_URL"}
         return {names.get(name, name.upper()): value for name, value in self.options.items()}
 
     @abstractmethod
     def create_bucket(self, name: str) -> str:
-        """Make a bucket; gives its URL."""
+        """Create a bucket and return its URL."""
 
     @abstractmethod
     def _command(self) -> Sequence[str]: ...
@@ -107,7 +106,7 @@ class S3Server(ABC):
 
 
 class S3Emulator(S3Server):
-    """Buckets in the memory of a process of moto."""
+    """Buckets in the memory of a moto process."""
 
     def create_bucket(self, name: str) -> str:
         request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
@@ -135,8 +134,8 @@ class S3Gateway(S3Server):
     def _command(self) -> Sequence[str]:
         program = find_gateway()
         if program is None:
-            raise ServerUnavailable("versitygw is not here", hint="make s3-server")
-        # Not every file system has the extended attributes that it would keep metadata in.
+            raise ServerUnavailable("versitygw is not installed", hint="make s3-server")
+        # By default it keeps metadata in extended attributes, which not every file system has.
         backend = ["posix", "--sidecar", str(self._folder / "metadata"), str(self._buckets)]
         return [str(program), "--port", f"{_HOST}:{self.port}", "--region", _REGION, "--quiet", *backend]
 

@@ -1,7 +1,7 @@
-"""Values of every type that Postgres tables have, awkward ones first: what the oracle fills its tables with.
+"""Sample values of every Postgres type, awkward ones first, for the tables of the oracle.
 
-Values are Postgres literals. The first ones of each type are those that break lakes; `make` gives more of them,
-`unique` gives the n-th of a series without repeats (for keys), `large` one that is stored out of line (TOAST).
+Values are Postgres literals. The first ones of each type are the likely troublemakers; `make` returns more, `unique`
+returns the n-th of a series without repeats (for keys), `large` returns one that is stored out of line (TOAST).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import LiteralString
 import psycopg
 
 SCHEMA = "oracle"
-"""Holds the types that the samples need."""
+"""The schema of the types that the samples need."""
 
 SETUP: tuple[LiteralString, ...] = (
     "create schema if not exists oracle",
@@ -49,7 +49,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A type with values."""
+    """A type with sample values."""
 
     type: LiteralString
     values: tuple[str, ...]
@@ -57,17 +57,17 @@ class Sample:
     unique: Callable[[int], str] | None = None
     large: Callable[[Random], str] | None = None
     needs: LiteralString = ""
-    """A statement that works where the type exists; empty if it always does."""
+    """A statement that succeeds if the type exists; empty if it always does."""
 
     def value(self, random: Random) -> str:
-        """One of the values, or another of their kind."""
+        """Return one of the values, or a similar one."""
         if self.make is not None and random.random() < 0.6:
             return self.make(random)
         return random.choice(self.values)
 
 
 def available_samples(connection: psycopg.Connection) -> list[Sample]:
-    """Create what the samples need in a database; gives those that the server has."""
+    """Create what the samples need in a database; return the samples that the server supports."""
     for statement in SETUP:
         connection.execute(statement)
     for extension in ("citext", "hstore"):
@@ -91,7 +91,7 @@ def _word(random: Random) -> str:
 
 
 def _hex(random: Random, low: int = 1100, high: int = 4000) -> str:
-    """Text that no compression makes small: it is stored out of line."""
+    """Return text that does not compress, so that it is stored out of line."""
     return random.randbytes(random.randint(low, high)).hex()
 
 
@@ -120,7 +120,7 @@ def _unique_moment(number: int) -> str:
 
 
 def _elements(make: Callable[[Random], str], *, null: bool = True) -> Callable[[Random], str]:
-    """The text of an array of up to five such elements."""
+    """Return the text of an array with up to five such elements."""
 
     def array(random: Random) -> str:
         parts = [

@@ -1,11 +1,11 @@
-"""A trial: random tables, random writers, pipelines, SIGKILLs, and in the end the destination equals the source.
+"""A trial: pipelines replicate random writes while processes are killed; in the end the destination equals the source.
 
     python -m tests.support.trial --seed 7 --kills 6 --pipelines 2 --master 'local[2]' --ddl any
 
-Everything random comes from the seed: the tables, the statements and their order, whom a kill strikes and after how
-many statements. How far a pipeline is at that moment is up to the machine, so a seed that failed fails again often, not
-always. Victims are the pipeline's processes, and a writer's backend: its server then throws everybody out and recovers.
-A pipeline that has ended is started again, as its supervisor would.
+The seed determines the tables, the statements and their order, the victims of kills, and the number of statements
+before each kill. How far a pipeline is at that moment depends on the machine, so a failing seed fails again often, but
+not always. Victims are the pipeline's processes and the backends of writers; the server then ends all sessions and
+recovers. A pipeline that has ended is restarted, as a supervisor would do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _COLUMNS = """
 
 
 class Victim(StrEnum):
-    """Whom a kill strikes."""
+    """The process that is killed."""
 
     DRIVER = "driver"
     CAPTURE = "capture"
@@ -68,13 +68,13 @@ _NEEDS_SPARK = (Victim.JVM, Victim.WORKER)
 
 
 class Milestone(StrEnum):
-    """How far a pipeline is when statements begin to be counted."""
+    """How far a pipeline is when the count of statements begins."""
 
     STARTED = "started"
     RUNNING = "running"
-    """It has said that capture and apply are there; tables are being copied."""
+    """Capture and apply run; tables are being copied."""
     READY = "ready"
-    """All tables are."""
+    """All tables are ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +85,29 @@ class Kill:
     pipeline: int
     milestone: Milestone
     after: int
-    """Statements of the writers since the milestone."""
+    """The number of statements since the milestone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSettings:
-    """What is tried."""
+    """The settings of a trial."""
 
     seed: int
     kills: int = 5
     pipelines: int = 1
-    """Each with a slot, a spool and a destination of its own."""
+    """The number of pipelines, each with its own slot, spool and destination."""
     master: str | None = None
-    """Of Spark; None: tasks run in the pipelines' processes."""
+    """Spark's master; None runs tasks in the pipelines' processes."""
     size: Size = field(default_factory=lambda: Size(tables=6, columns=8, sessions=4, initial_rows=40))
     destination: str = "parquet"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of the destination."""
+    """Options of the destination."""
     ddl: Ddl = Ddl.NONE
-    """Tables that it stops are copied again."""
+    """What happens to columns; tables that this stops are copied again."""
 
     @property
     def command(self) -> str:
-        """What repeats it."""
+        """The command that repeats the trial."""
         master = f" --master '{self.master}'" if self.master else ""
         return (
             f"python -m tests.support.trial --seed {self.seed} --kills {self.kills} "
@@ -115,13 +115,13 @@ class TrialSettings:
         )
 
     def plan_kills(self) -> list[Kill]:
-        """By the seed."""
+        """Plan the kills from the seed."""
         random = Random(f"{self.seed}-kills")
         victims = {victim: odds for victim, odds in _LIKELIHOOD.items() if self.master or victim not in _NEEDS_SPARK}
         kills: list[Kill] = []
         for _ in range(self.kills):
             victim = random.choices([*victims], [*victims.values()])[0]
-            # The parts of a pipeline are not there from the beginning.
+            # Not all processes of a pipeline run from the start.
             whole = victim in (Victim.DRIVER, Victim.BACKEND)
             milestone = random.choice([*Milestone] if whole else [Milestone.RUNNING, Milestone.READY])
             after = random.choice([0, 30, 100, 300]) + random.randrange(60)
@@ -131,15 +131,15 @@ class TrialSettings:
 
 @dataclass(slots=True)
 class TrialReport:
-    """What happened."""
+    """What happened in a trial."""
 
     seed: int
     kills: Counter[str] = field(default_factory=Counter[str])
-    """By victim."""
+    """The number of kills, by victim."""
     missed: int = 0
-    """Where there was none of the kind just then."""
+    """Kills whose victim was not running at the time."""
     resyncs: int = 0
-    """Of tables whose columns changed in a way that their destination does not follow."""
+    """New copies of tables whose destination could not follow a change of columns."""
     starts: int = 0
     statements: int = 0
     transactions: int = 0
@@ -156,7 +156,7 @@ def run_trial(
     server: PostgresServer | None = None,
     readback_of: Callable[[DriveSettings], ReadBack] = lambda driven: ParquetReader(driven.lake),
 ) -> TrialReport:
-    """Run it; raises what went wrong, with the command that repeats it. `server` crashes: no other test may use it."""
+    """Run a trial; an error carries the command that repeats it. `server` crashes, so no other test may use it."""
     try:
         with ExitStack() as stack:
             server = server or stack.enter_context(PostgresServer())
@@ -172,7 +172,7 @@ def run_trials(
     note: Callable[[str, object], None],
     readback_of: Callable[[DriveSettings], ReadBack] = lambda driven: ParquetReader(driven.lake),
 ) -> None:
-    """Run all, then raise if any failed; `note` is told the seeds and what happened in all of them together."""
+    """Run all trials, then fail if any failed; `note` receives the seeds and the totals."""
     failures: list[str] = []
     reports: list[TrialReport] = []
     for settings in trials:
@@ -218,7 +218,7 @@ class _Trial:
         with writers:
             for kill in settings.plan_kills():
                 self._strike(kill, writers, len(tables))
-            # Not all ends with a copy: something is streamed after the last kill too.
+            # Changes must also stream after the last kill.
             for pipeline in self._pipelines:
                 self._settle(pipeline, len(tables))
             writers.wait_for_actions(writers.actions + 100)
@@ -248,7 +248,7 @@ class _Trial:
         self._revive()
         match kill.milestone:
             case Milestone.RUNNING:
-                # A part that was killed before may just take it down.
+                # An earlier kill may just be taking it down.
                 with suppress(PipelineEnded):
                     pipeline.wait_for("it to run", lambda seen: seen.applied is not None)
             case Milestone.READY:
@@ -271,7 +271,7 @@ class _Trial:
                 pipeline.start()
 
     def _finish(self, tables: Sequence[PlannedTable]) -> None:
-        """Writers have ended: everything arrives, and nothing is missing or there twice."""
+        """After the writers ended, check that every change arrived exactly once."""
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             end = current_position(connection)
         report, names = self._report, [table.name for table in tables]
@@ -288,7 +288,7 @@ class _Trial:
                 report.changes += check_exactly_once(readback)
 
     def _check_columns(self, readback: ReadBack) -> None:
-        """The last rows of all tables came after the last change of their columns: none is missing, none too many."""
+        """Check the columns; the last rows of all tables came after the last change of columns."""
         with psycopg.connect(self._dsn) as connection:
             wanted = dict(connection.execute(_COLUMNS).fetchall())
         for table in readback.tables():
@@ -298,9 +298,9 @@ class _Trial:
                 raise Discrepancy(f"{table} has the columns {sorted(found)} instead of {sorted(wanted[schema.name])}")
 
     def _settle(self, pipeline: PipelineProcess, count: int, end: Lsn | None = None) -> None:
-        """All tables ready, and at the end if there is one.
+        """Wait until all tables are ready, and have reached `end` if it is given.
 
-        A driver whose JVM was the last victim notices it with its next batch, ends, and is started again.
+        A driver whose JVM was killed last notices this with its next batch, ends, and is restarted.
         """
         for attempt in (1, 2):
             self._revive()
@@ -308,7 +308,7 @@ class _Trial:
                 self._wait_ready(pipeline, count)
                 if end is not None:
                     pipeline.wait_applied(end)
-                    # One that was still behind then gets the rest in a later round.
+                    # A table that was still behind catches up later.
                     self._wait_ready(pipeline, count)
                 return
             except PipelineEnded:
@@ -316,7 +316,7 @@ class _Trial:
                     raise
 
     def _wait_ready(self, pipeline: PipelineProcess, count: int) -> None:
-        """All tables ready. Those that were stopped are copied again, as often as it takes."""
+        """Wait until all tables are ready; stopped ones are copied again until they are."""
         if self._settings.ddl is Ddl.NONE:
             pipeline.wait_phases("ready", count, 2 * HANG_SECONDS)
             return
@@ -352,12 +352,14 @@ def _kill_one(backends: list[int]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """One trial, and its report as JSON."""
+    """Run one trial and print its report as JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.trial", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--pipelines", type=int, default=1)
-    parser.add_argument("--master", default=None, help="of Spark; without it tasks run in the pipelines' processes")
+    parser.add_argument(
+        "--master", default=None, help="Spark's master; by default tasks run in the pipelines' processes"
+    )
     parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)
     given = parser.parse_args(arguments)
     settings = TrialSettings(given.seed, given.kills, given.pipelines, given.master, ddl=Ddl(given.ddl))

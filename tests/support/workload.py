@@ -1,11 +1,10 @@
 """Random tables and random transactions on a real server, from a seed.
 
-One thread drives several sessions whose transactions interleave, so the seed decides what happens, also who would
-wait for whose lock: a statement that would wait gives up, and its savepoint or its transaction is rolled back.
-What was committed is counted on the way, and the tables are read at some points, with the position that goes with
-them: that is what capture is measured against.
+One thread drives several sessions whose transactions interleave, so the seed determines everything that happens, even
+lock conflicts: a statement that would wait gives up, and its savepoint or transaction is rolled back. The workload
+counts what it commits, and reads the tables at some points together with the position; capture is checked against that.
 
-Backends may be killed meanwhile, and so may the server: their transactions are gone, `reconnect` goes on from there.
+Backends and the server may be killed meanwhile: their transactions are lost, and `reconnect` continues.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from tests.support.samples import Sample
 LOCK_TIMEOUT = "30ms"
 MESSAGE_PREFIX = "oracle"
 _CONFLICTS = (psycopg.errors.LockNotAvailable, psycopg.errors.IntegrityError, psycopg.errors.DeadlockDetected)
-"""What sessions do to each other."""
+"""Errors that sessions cause each other."""
 _CONFLICTS_OF_DDL = (psycopg.errors.UndefinedColumn, psycopg.errors.ObjectInUse)
-"""Columns that somebody else has just changed, or of a table that has checks of its own pending."""
+"""Errors of DDL: another session changed the columns, or the table has pending checks."""
 _PREPARED = "select gid from pg_prepared_xacts where database = current_database()"
 
 _ADDED = "added "
-"""How the names of columns begin that a workload has added."""
+"""The prefix of columns that a workload added."""
 _ADDED_COLUMNS = """
     select a.attname, pg_catalog.format_type(a.atttypid, a.atttypmod)
     from pg_catalog.pg_attribute a join pg_catalog.pg_class c on c.oid = a.attrelid
@@ -48,19 +47,19 @@ _ADDED_SAMPLES = {
     "boolean": Sample("bool", ("t", "f")),
     "jsonb": Sample("jsonb", ('{"a": 1}', "null")),
 }
-"""By the server's names of their types."""
+"""Keyed by the server's type names."""
 
 Rows = list[tuple[str | None, ...]]
 
 
 class Ddl(StrEnum):
-    """What happens to the columns of tables, in the middle of transactions."""
+    """Changes of columns in the middle of transactions."""
 
     NONE = "none"
     ADDED = "added"
-    """Columns come, some of them with a value for the rows that are there, and get values."""
+    """Columns are added, some with a default for existing rows, and filled."""
     ANY = "any"
-    """Those that came get other names, or go again."""
+    """Added columns are also renamed or dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the tables held at a boundary."""
+    """The contents of the tables at a boundary."""
 
     boundary: Lsn
     rows: dict[str, Rows]
@@ -81,7 +80,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Truth:
-    """What happened, in the order of commits."""
+    """What happened, in commit order."""
 
     tables: list[PlannedTable]
     initial: Checkpoint
@@ -100,7 +99,7 @@ class _Session:
     changes: int = 0
     messages: int = 0
     savepoints: list[tuple[int, int]] = field(default_factory=list)
-    """Changes and messages when each was set."""
+    """The counts of changes and messages when each was set."""
 
 
 class Workload:
@@ -138,25 +137,25 @@ class Workload:
 
     @property
     def backends(self) -> list[int]:
-        """The server's processes for the sessions."""
+        """The process ids of the sessions' backends."""
         return [session.connection.info.backend_pid for session in self._sessions]
 
     def reconnect(self) -> None:
-        """Open the sessions anew that were lost, with their transactions. Raises if the server is not there yet."""
+        """Reopen lost sessions; raise if the server does not accept connections yet."""
         if self._observer.closed or self._observer.broken:
             self._observer = self._connect()
         for session in self._sessions:
             if session.connection.closed or session.connection.broken:
                 session.connection = self._connect(LOCK_TIMEOUT)
                 self._reset(session)
-        # An answer to PREPARE or COMMIT PREPARED that was lost.
+        # The answer to PREPARE or COMMIT PREPARED was lost.
         there = {name for (name,) in self._observer.execute(_PREPARED).fetchall()}
         self._prepared = [each for each in self._prepared if each[0] in there]
         for name in sorted(there - {name for name, _ in self._prepared}):
             self._observer.execute(sql.SQL("commit prepared {}").format(sql.Literal(name)))
 
     def create(self) -> Truth:
-        """Create the tables with their first rows; gives the truth to be completed by `run`."""
+        """Create the tables with their first rows; return the truth that `run` completes."""
         for table in self._tables:
             for statement in table.statements():
                 self._observer.execute(statement)
@@ -165,14 +164,14 @@ class Workload:
         return Truth(self._tables, self.look())
 
     def look(self) -> Checkpoint:
-        """The committed rows of all tables, as the server's text, and a boundary that goes with them."""
+        """Return the committed rows of all tables, as the server's text, with their boundary."""
         rows = {table.name: read_rows(self._observer, table.identifier, table.published) for table in self._tables}
         found = self._observer.execute("select pg_current_wal_insert_lsn()::text").fetchone()
         assert found is not None
         return Checkpoint(Lsn.parse(found[0]), rows)
 
     def run(self, truth: Truth) -> None:
-        """Do all actions, end what is open, and look at the tables one last time."""
+        """Run all actions, end open transactions, and read the tables one last time."""
         for _ in range(self._size.actions):
             self.act(truth)
             if self._random.random() < 0.03:
@@ -181,7 +180,7 @@ class Workload:
         truth.checkpoints.append(self.look())
 
     def end(self, truth: Truth) -> None:
-        """End what is open."""
+        """End all open transactions."""
         for session in self._sessions:
             if session.open:
                 self._end(session, truth)
@@ -190,12 +189,12 @@ class Workload:
         self._prepared.clear()
 
     def insert_everywhere(self) -> None:
-        """A row into each table: from here on the stream has said what their columns are now."""
+        """Insert a row into each table, so that the stream describes its current columns."""
         for table in self._tables:
             self._insert_new(table)
 
     def sweep(self, truth: Truth) -> None:
-        """Every value of every column: inserted, changed into the next one, and deleted in part."""
+        """Insert every sample value into every column, change it to the next, and delete some."""
         session = self._sessions[0]
         for table in self._tables:
             depth = max(len(_all_values(column)) for column in table.columns)
@@ -220,7 +219,7 @@ class Workload:
         )
 
     def _try_to_look(self, truth: Truth) -> None:
-        """Look, unless somebody is just truncating a table."""
+        """Read the tables, unless a session is truncating one."""
         self._observer.execute(f"set lock_timeout = '{LOCK_TIMEOUT}'".encode())
         try:
             truth.checkpoints.append(self.look())
@@ -230,7 +229,7 @@ class Workload:
             self._observer.execute("reset lock_timeout")
 
     def act(self, truth: Truth) -> None:
-        """One statement of one session, by chance."""
+        """Run one random statement in one session."""
         session = self._random.choice(self._sessions)
         if not session.open:
             session.connection.execute("begin")
@@ -278,12 +277,12 @@ class Workload:
         session.changes += self._insert(session.connection, table, self._random.choice([1, 1, 1, 2, 5]))
 
     def _do_big_insert(self, session: _Session) -> None:
-        """More than 64 kB at once: the server streams the transaction while it is open."""
+        """Write more than 64 kB, so that the server streams the open transaction."""
         table = self._random.choice(self._tables)
         session.changes += self._insert(session.connection, table, self._random.choice([40, 120, 250]))
 
     def _do_update(self, session: _Session) -> None:
-        """Change some columns that are no key, so that large values of the others are not sent."""
+        """Change some non-key columns, so that the server omits large values of the others."""
         table = self._changeable()
         columns = [column for column in table.columns if column.name not in table.key]
         if not columns:
@@ -293,7 +292,7 @@ class Workload:
         session.changes += self._update(session, table, [column.name for column in chosen], values, self._some())
 
     def _do_change_keys(self, session: _Session) -> None:
-        """Change the key of a row, or a part of it."""
+        """Change the key of a row, or part of it."""
         table = self._changeable()
         if not table.key:
             return
@@ -306,7 +305,7 @@ class Workload:
         session.changes += self._update(session, table, chosen, values, 1)
 
     def _do_move_keys(self, session: _Session) -> None:
-        """A chain of key changes of one row in one transaction; sometimes the first key is used again."""
+        """Change the key of one row several times in one transaction; sometimes reuse the first key."""
         table = self._changeable()
         if not table.key:
             return
@@ -357,7 +356,7 @@ class Workload:
         )
 
     def _do_fill_column(self, session: _Session) -> None:
-        """Give some rows a value in a column that was added."""
+        """Fill an added column in some rows."""
         table = self._changeable()
         for name, type_ in self._one_added(session, table):
             sample = _ADDED_SAMPLES[type_]
@@ -387,7 +386,7 @@ class Workload:
         return sql.Identifier(f"{_ADDED}{self._number}")
 
     def _one_added(self, session: _Session, table: PlannedTable) -> list[tuple[str, str]]:
-        """A column that was added and its type; none if there is none."""
+        """Return an added column and its type, or None."""
         found = session.connection.execute(_ADDED_COLUMNS, [table.name, f"{_ADDED}%"]).fetchall()
         return self._random.sample(found, min(1, len(found)))
 
@@ -398,7 +397,7 @@ class Workload:
         session.savepoints.append((session.changes, session.messages))
 
     def _do_roll_back_to(self, session: _Session) -> None:
-        """Roll back to any of the savepoints, not only the last; sometimes that one goes too."""
+        """Roll back to any savepoint, not only the last; sometimes release it too."""
         depth = self._random.randrange(len(session.savepoints))
         session.connection.execute(f"rollback to savepoint s{depth}".encode())
         session.changes, session.messages = session.savepoints[depth]
@@ -413,12 +412,12 @@ class Workload:
         del session.savepoints[depth:]
 
     def _do_message(self, session: _Session) -> None:
-        """A logical message: has no number of its own among the changes."""
+        """Emit a logical message, which does not count as a change."""
         session.connection.execute("select pg_logical_emit_message(true, %s, 'content')", [MESSAGE_PREFIX])
         session.messages += 1
 
     def _do_noise(self, session: _Session) -> None:
-        """What makes the server describe tables again although nothing has changed."""
+        """Make the server describe tables again although nothing has changed."""
         table = self._random.choice(self._tables).identifier
         self._observer.execute(f"set lock_timeout = '{LOCK_TIMEOUT}'".encode())
         noise = self._random.choice(
@@ -502,7 +501,7 @@ class Workload:
         return connection.execute(statement, rows).rowcount
 
     def _insert_new(self, table: PlannedTable) -> None:
-        """A row with a key that nobody has used, committed at once."""
+        """Insert a row with an unused key and commit it immediately."""
         self._insert(self._observer, table, 1, key=self._new_key(table, reuse=False))
 
     def _update(
@@ -519,7 +518,7 @@ class Workload:
     def _pick(
         self, session: _Session, table: PlannedTable, count: int, returning: Sequence[str] = ()
     ) -> list[tuple[str, ...]]:
-        """Lock some rows that nobody else has locked; their places, and the texts of some columns."""
+        """Lock some unlocked rows; return their ctids and the texts of some columns."""
         statement = sql.SQL(
             "select {} from {} order by hashtext(ctid::text || %s) limit %s for update skip locked"
         ).format(
@@ -554,7 +553,7 @@ class Workload:
         return column.sample.value(self._random)
 
     def _new_key(self, table: PlannedTable, *, reuse: bool = True) -> tuple[str, ...]:
-        """A key that was never used, rarely one that was."""
+        """Return an unused key, rarely a used one."""
         used = self._used[table.name]
         if reuse and used and self._random.random() < 0.05:
             return self._random.choice(used)
@@ -579,7 +578,7 @@ def _nth_value(column: PlannedColumn, number: int) -> str | None:
 
 
 def read_rows(connection: psycopg.Connection, table: sql.Identifier, columns: Sequence[str]) -> Rows:
-    """A table's rows as its types write them (a cast to text is not always the same: `bool`, `inet`)."""
+    """Return a table's rows as type output (a cast to text can differ: `bool`, `inet`)."""
     statement = sql.SQL("select {} from {}").format(sql.SQL(", ").join(sql.Identifier(name) for name in columns), table)
     result: Any = connection.pgconn.exec_(statement.as_bytes(connection))
     if result.status != pq.ExecStatus.TUPLES_OK:

@@ -1,10 +1,10 @@
-"""Random transactions in the background, for as long as they are needed: `Workload` in a thread of its own.
+"""Random transactions in the background: a `Workload` in its own thread.
 
     with Writers(dsn, Random(seed), tables, size) as writers:
         writers.wait_for_actions(500)
 
-What the sessions do comes from the seed alone, one statement after the other; how much of it has happened when
-something else happens does not. Lost connections are opened again, and counted.
+The seed determines what the sessions do, one statement after another, but not how this interleaves with anything else.
+Lost connections are reopened and counted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.support.planned_tables import PlannedTable, Size
 from tests.support.workload import Ddl, Truth, Workload
 
 HANG_SECONDS = 120.0
-"""Far longer than a server takes to recover, or a statement to end."""
+"""A guard, far longer than a recovery or a statement takes."""
 _PAUSE_SECONDS = 0.005
 _LOSSES = ("57", "08")
-"""Classes of SQLSTATE: the server ends or starts, the connection is gone. Without one it was cut off."""
+"""SQLSTATE classes of a lost connection or a server that stops or starts; an error without one is a cut connection."""
 
 
 class Writers:
-    """Sessions that change tables until the end of the `with` block; then what is open is ended."""
+    """Sessions that change tables until the end of the `with` block, which ends open transactions."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Writers:
         pause: float = _PAUSE_SECONDS,
         ddl: Ddl = Ddl.NONE,
     ) -> None:
-        """`pause` stands between two statements. Tables are created here, with their first rows."""
+        """Create the tables with their first rows; `pause` is the time between two statements."""
         self._workload = Workload(dsn, random, tables, size, truncates=truncates, ddl=ddl)
         self._pause = pause
         self._truth = self._workload.create()
@@ -63,31 +63,31 @@ class Writers:
             raise self._error
 
     def begin_truncates(self) -> None:
-        """From now on, tables are truncated too: a copy that runs then starts over."""
+        """From now on also truncate tables, which makes running copies restart."""
         self._workload.truncates = True
 
     @property
     def actions(self) -> int:
-        """How many statements there were."""
+        """The number of statements so far."""
         return self._actions
 
     @property
     def reconnects(self) -> int:
-        """How often connections were lost."""
+        """How many times connections were lost."""
         return self._reconnects
 
     @property
     def backends(self) -> list[int]:
-        """The server's processes for these sessions, as of now."""
+        """The current process ids of the sessions' backends."""
         return self._workload.backends
 
     @property
     def transactions(self) -> int:
-        """How many have committed; not those whose answer was lost."""
+        """The number of commits, without those whose answer was lost."""
         return len(self._truth.transactions)
 
     def wait_for_actions(self, count: int, timeout: float = HANG_SECONDS) -> None:
-        """Wait until there were so many in all; raises what has ended them."""
+        """Wait until `count` statements ran; raise the error that ended the writers."""
         with self._moved:
             if not self._moved.wait_for(lambda: self._actions >= count or self._error is not None, timeout):
                 raise TimeoutError(f"{self._actions} statements instead of {count} in {timeout:g} s")
@@ -110,7 +110,7 @@ class Writers:
                 self._moved.notify_all()
 
     def _through_losses(self, step: Callable[[Truth], None]) -> bool:
-        """Do something; False when connections were lost meanwhile. They are there again then, and it is not done."""
+        """Run an action; if connections are lost, reopen them and return False, without repeating it."""
         try:
             step(self._truth)
         except psycopg.OperationalError as error:
@@ -130,5 +130,5 @@ class Writers:
             except psycopg.OperationalError:
                 if time.monotonic() > deadline:
                     raise
-                # The server recovers; it is asked again until it answers.
+                # The server is recovering: retry until it answers.
                 time.sleep(0.05)
