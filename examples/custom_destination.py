@@ -1,12 +1,13 @@
-"""A destination of one's own, to copy and change: rows as JSON in a SQLite file, each change exactly once.
+"""A custom destination to copy and adapt: it writes rows as JSON to a SQLite file, each change exactly once.
 
-Use it in a config by its module and class, which must be importable where Penstock runs:
+Name its module and class in a config file; the module must be importable where Penstock runs:
 
     [destination]
     type = "custom_destination:SqliteRows"
     path = "replica.db"
 
-Or try it alone: `python examples/custom_destination.py` scripts a few transactions and prints the rows.
+To try it without a database, run `python examples/custom_destination.py`. It replays a few transactions and prints the
+rows.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ create index if not exists rows_by_key on rows (table_id, key);
 
 
 class SqliteRows(RowDestination):
-    """Rows as JSON by table and key. Positions are stored in the same transaction as the rows they belong to."""
+    """Store rows as JSON by table and key, and positions in the same transaction as their rows."""
 
     name = "sqlite"
-    # We keep positions (`flush` and `position` below), and rows as the source has them.
+    # This class stores positions (`flush` and `position` below), and rows as the source has them.
     capabilities = Capabilities(records_position=True, updates_rows=True, keeps_old_rows_while_copying=True)
 
     def __init__(self, path: str) -> None:
@@ -45,40 +46,40 @@ class SqliteRows(RowDestination):
         self._path = path
 
     def open(self, context: DestinationContext) -> None:
-        """Called once at the start. Refuse here what cannot work."""
+        """Open the file. Called once at the start; raise here if the options cannot work."""
         self._context = context
         # Calls come from several threads, one at a time.
         self._database = sqlite3.connect(self._path, check_same_thread=False)
         self._database.executescript(TABLES)
 
     def close(self) -> None:
-        """Called once at the end."""
+        """Close the file. Called once at the end."""
         self._database.close()
 
     def claim(self, table: TableSchema) -> None:
-        """One table has one writer."""
+        """Raise if another pipeline writes this table."""
         found = self._database.execute("select pipeline from tables where name = ?", (str(table),)).fetchone()
         if found is not None and found[0] != self._context.pipeline_id:
             raise ConfigError(f"{table} belongs to pipeline {found[0]!r}")
 
     def clear(self, table: TableSchema, attempt: str) -> None:
-        """A copy begins. Nothing is visible to others before `flush`, so the old rows stay readable until then."""
+        """Prepare for a copy. Readers see nothing before `flush`, so the old rows stay readable until then."""
         self._database.execute("delete from rows where table_id = ?", (table.table_id,))
         self._database.execute("delete from tables where name = ? or table_id = ?", (str(table), table.table_id))
         record = (str(table), table.table_id, self._context.pipeline_id, self._context.lineage, _columns(table))
         self._database.execute("insert into tables values (?, ?, ?, ?, null, ?)", record)
 
     def write(self, event: Event) -> None:
-        """Take one event. What you do not care about, ignore."""
+        """Apply one event; ignore those that do not matter here."""
         match event:
             case Relation():
                 self._take_columns(event.table)
             case Insert():
                 self._insert(event.table, event.row)
             case Update():
-                # Without `old` the key is the same as before.
+                # Without `old`, the key did not change.
                 before = self._remove(event.table, event.row if event.old is None else event.old)
-                # A cell that was not sent is not NULL: it stays as it was.
+                # An omitted value is not NULL: it keeps its old value.
                 sent = {name: value for name, value in event.row.items() if value is not Unchanged}
                 self._insert(event.table, sent, before)
             case Delete():
@@ -91,18 +92,18 @@ class SqliteRows(RowDestination):
                 pass
 
     def flush(self, positions: Mapping[int, Lsn]) -> None:
-        """Make it durable: the rows and how far they are, or neither."""
+        """Make the rows and their positions durable, both or neither."""
         for table_id, position in positions.items():
             record = (str(position), self._context.lineage, table_id)
             self._database.execute("update tables set position = ?, lineage = ? where table_id = ?", record)
         self._database.commit()
 
     def discard(self) -> None:
-        """Something failed: forget what was not flushed."""
+        """Undo everything since the last flush, after a failure."""
         self._database.rollback()
 
     def position(self, table_id: int) -> Lsn | None:
-        """How far a table is; changes that this covers are left out before `write`."""
+        """Return the position of a table; Penstock skips changes that it covers."""
         found = self._database.execute(
             "select position, lineage from tables where table_id = ? and pipeline = ?",
             (table_id, self._context.pipeline_id),
@@ -112,7 +113,7 @@ class SqliteRows(RowDestination):
         return Lsn.parse(found[0])
 
     def rows(self, table: str) -> list[dict[str, Any]] | None:
-        """For readers; not called by Penstock."""
+        """Return the rows of a table, for readers; Penstock does not call it."""
         found = self._database.execute("select table_id from tables where name = ?", (table,)).fetchone()
         if found is None:
             return None
@@ -129,7 +130,7 @@ class SqliteRows(RowDestination):
         self._database.execute("insert into rows values (?, ?, ?)", record)
 
     def _remove(self, table: TableSchema, identity: Row) -> dict[str, Any]:
-        """Remove the row that this identifies: one, also where a table has no key and several are equal."""
+        """Remove the identified row: exactly one, even if a table has no key and several rows are equal."""
         key = _key(table, {name: _cell(value) for name, value in identity.items()})
         found = self._database.execute(
             "select rowid, content from rows where table_id = ? and key = ? limit 1", (table.table_id, key)
@@ -140,7 +141,7 @@ class SqliteRows(RowDestination):
         return json.loads(found[1])
 
     def _take_columns(self, table: TableSchema) -> None:
-        """Follow columns by their number: names can move."""
+        """Follow columns by their number, because names can change."""
         self._require_copy(table.table_id)
         (text,) = self._database.execute("select columns from tables where table_id = ?", (table.table_id,)).fetchone()
         if text == _columns(table):
@@ -162,18 +163,18 @@ def _columns(table: TableSchema) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A value as JSON; a text that the column's type cannot hold (`infinity`) stays recognisable."""
+    """Return a value as JSON; an unrepresentable value (`infinity`) stays recognizable."""
     return {"text": value.text} if isinstance(value, Unrepresentable) else lossless(value)
 
 
 def _key(table: TableSchema, content: Mapping[str, Any]) -> str:
-    """The key's cells; the whole row where a table has no key."""
+    """Return the cells of the key, or the whole row if the table has no key."""
     names = [column.name for column in table.key] or sorted(content)
     return json.dumps([content[name] for name in names])
 
 
 def main() -> None:
-    """Script a few transactions, without a database, and print what is left."""
+    """Replay a few transactions without a database, and print the remaining rows."""
     from penstock.testing.destinations import ScriptedSource, make_context
     from penstock.testing.destinations.contract import ORDERS
 
