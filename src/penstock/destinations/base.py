@@ -1,24 +1,26 @@
 """The contract of a destination: what Penstock calls, when, and what the answers mean.
 
-Write one by implementing `Destination`; nothing has to be inherited. Whoever thinks in rows starts from
-`penstock.destinations.rows.RowDestination` instead. The reference to read is `penstock.destinations.parquet`; the suite
-that every destination must pass is `penstock.testing.destinations`.
+To write a destination, implement `Destination`; there is nothing to inherit from. For a destination that works row by
+row, subclass `penstock.destinations.rows.RowDestination` instead. `penstock.destinations.parquet` is the reference
+implementation, and `penstock.testing.destinations` is the test suite that every destination must pass.
 
 The life of a table, as its destination sees it:
 
-    drop_table_for_copy(schema, attempt)    fence what came before; old rows may stay readable
-    write_table_rows(schema, rows)          the table as it was at `rows.position`, whole
-    write_events(batch) …                   changes from there on, forever
-    drop_table_for_copy(schema, another)    and again, when the table has to be copied anew
+    drop_table_for_copy(schema, attempt)    fence off earlier attempts; old rows may stay readable
+    write_table_rows(schema, rows)          the whole table as of `rows.position`
+    write_events(batch) …                   every change after that position
+    drop_table_for_copy(schema, another)    the table has to be copied again
 
-**Repeats.** After a crash every call may come again, also when it had succeeded: a batch with the same boundaries, or
-with others. Whoever records a position together with the data leaves out what that covers (`penstock.lsn.is_in`, never
-a comparison of its own) and has every change exactly once. Whoever cannot gets changes at least once, in order.
+**Repeats.** After a crash Penstock may repeat any call, even one that succeeded; a batch may come again with the same
+boundaries or with others. A destination that records a position together with the data skips the changes that the
+position covers (`penstock.lsn.is_in`, never a comparison of its own) and so has every change exactly once. Any other
+destination gets changes at least once, in order.
 
-**Zombies.** A process that lost its lease, or a Spark task that runs twice, may still write when its successor works
-already. What belongs to an earlier attempt of a copy must not land in a later one, which is why attempts have names.
+**Zombies.** A process that lost its lease, or a Spark task that runs twice, may still write while its successor works.
+Writes of an earlier attempt must not reach the table of a later one; this is why attempts have names.
 
-**Durable** means that the data is there after a power cut. The source forgets what was said to be durable.
+**Durable** means that the data survives a power failure. Penstock lets the source discard what a destination has
+reported as durable.
 """
 
 from __future__ import annotations
@@ -51,54 +53,54 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a destination can do; decided once, before anything is written."""
+    """What a destination can do; fixed before anything is written."""
 
     records_position: bool = False
-    """It stores the position together with the data, atomically: replays change nothing (exactly once)."""
+    """It stores the position together with the data, atomically, so that a replay changes nothing (exactly once)."""
     updates_rows: bool = False
-    """It keeps a mirror: updates and deletes find their rows. Otherwise it keeps every change."""
+    """It mirrors the source: updates and deletes change existing rows. Otherwise it keeps every change."""
     keeps_old_rows_while_copying: bool = False
-    """Until a new copy is whole, readers see the rows of the old one."""
+    """Readers see the old rows until a new copy is complete."""
     fills_added_columns: bool = False
-    """Rows that are there get the value of a column that is added, where all have the same (`Column.missing`)."""
+    """Existing rows get the value of an added column if it is the same for all of them (`Column.missing`)."""
 
 
 class Tasks(Protocol):
-    """Runs functions where the data work is done: Spark tasks, or this process in tests."""
+    """Runs functions in Spark tasks, or in this process."""
 
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
-        """One job over all items, results in their order.
+        """Run one job over all items; return the results in the same order.
 
-        `function` and items pickle. An exception in one task fails the whole job, so where several tables share a
-        job errors are returned as values.
-        A task may run twice, also at the same time: it writes new files and changes none.
+        `function` and the items must pickle. An exception in one task fails the whole job, so functions of a job that
+        several tables share return errors as values. A task may run twice, even at the same time: it must write new
+        files and change none.
         """
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Jobs that this thread starts inside belong to a table's copy: they leave room for the changes of others."""
+        """Within the block, jobs of this thread belong to a copy and leave room for the changes of other tables."""
         ...
 
 
 class CopyRange(Protocol):
-    """A piece of a table that is copied; `index` identifies it within its attempt."""
+    """A part of a table to copy; `index` identifies it within its attempt."""
 
     @property
     def index(self) -> int: ...
 
 
 class RangeReader(Protocol):
-    """Reads ranges; the part of `CopyRows` that is shipped to tasks."""
+    """Reads ranges in tasks; the part of `CopyRows` that is sent to them."""
 
     def read(self, part: Any, /) -> Iterator[pa.RecordBatch]:
-        """The rows of one range, the same each time. Raises when the snapshot or the table behind it is gone."""
+        """Yield the rows of a range, the same on every call; raise if its snapshot or table no longer exists."""
         ...
 
 
 class CopyRows(Protocol):
     """A table as it was at a boundary, in ranges that can be read in parallel. All of it pickles.
 
-    The one that reads Postgres is `penstock.copy.rows.CopyRows`, which can also be a Spark data frame.
+    `penstock.copy.rows.CopyRows` reads Postgres, and can also be turned into a Spark data frame.
     """
 
     @property
@@ -107,92 +109,94 @@ class CopyRows(Protocol):
     def attempt(self) -> str: ...
     @property
     def position(self) -> Lsn:
-        """The boundary of the snapshot: changes that it does not cover come as events."""
+        """The boundary of the snapshot; changes after it arrive as events."""
         ...
 
     @property
     def arrow_schema(self) -> pa.Schema:
-        """Of every batch, also if there is none: the table's columns as in segments, and `_unrepresentable`."""
+        """The schema of every batch, even if there is none: the columns as in segments, and `_unrepresentable`."""
         ...
 
     @property
     def ranges(self) -> Sequence[CopyRange]:
-        """Each row is in exactly one; may be empty, and so may each of them."""
+        """Each row is in exactly one range. There may be no ranges, and a range may have no rows."""
         ...
 
     @property
     def reader(self) -> RangeReader: ...
 
     def arrow(self) -> Iterator[pa.RecordBatch]:
-        """All ranges, one after the other, in this process."""
+        """Read all ranges, one after the other, in this process."""
         ...
 
 
 class SourceRows(Protocol):
-    """Asks the source for rows as they are now; pickles, and is used in tasks."""
+    """Fetches current rows from the source, in tasks; pickles."""
 
     def fetch(self, schema: TableSchema, keys: pa.Table) -> pa.Table:
-        """The rows that have these keys now, in any order; a key whose row is not there is left out.
+        """Return the rows that have these keys now, in any order; keys without a row are left out.
 
-        `keys` has the key columns, and `_unrepresentable` where some of their cells need it. Both tables have the names
-        and types of segments, the answer always with `_unrepresentable`.
+        `keys` has the key columns, and `_unrepresentable` if a cell needs it. Names and types are those of segments;
+        the result always has `_unrepresentable`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DestinationContext:
-    """What a destination gets at start-up."""
+    """What a destination gets at startup."""
 
     pipeline_id: str
     lineage: str
-    """Names server, timeline and slot; positions of another lineage mean nothing."""
+    """Identifies server, timeline and slot; positions of another lineage are meaningless."""
     store: Store
     tasks: Tasks
     epoch: int = 0
-    """Of the lease: it grows with every process that takes over, so a lower one belongs to a process that lost it."""
+    """The number of the lease. It grows with every takeover: a lower one belongs to a process that lost the lease."""
     continues: str | None = None
-    """After a failover: the lineage that the server was shown to continue; its positions count too."""
+    """After a failover: the lineage that the server continues, whose positions are valid, too."""
     session: Any = None
-    """The Spark session; None where there is none."""
+    """The Spark session, or None."""
     source_rows: SourceRows | None = None
-    """For rows that arrive without some of their cells and replace none; None where nobody can be asked."""
+    """For new rows with omitted values; None if the source cannot be queried."""
 
     def knows(self, lineage: str) -> bool:
-        """Whether positions of this lineage mean something here."""
+        """Return True if positions of this lineage are valid."""
         return lineage in (self.lineage, self.continues)
 
 
 @dataclass(frozen=True, slots=True)
 class TableResult:
-    """What became of one table's part of a batch."""
+    """The result of one table's part of a batch."""
 
     durable: bool = True
-    """False: accepted. It is not sent again, unless a batch fails as a whole; it is durable when the answer to a later
-    batch says so, which may name tables that are not in that batch. While nothing else happens such batches come
-    without any table. Until then the source keeps it."""
+    """False means accepted: the part is not sent again unless a whole batch fails. It becomes durable when the result
+    of a later batch says so; that result may name tables that the batch does not contain. While there are no changes,
+    Penstock sends batches without tables. Until the part is durable, the source keeps its changes."""
     error: PenstockError | None = None
-    """This table failed; the others are not concerned. Its position did not move: the part comes again, as a whole,
-    when the table is tried again, and nothing after it comes before. The error's class says whether that happens by
-    itself. A destination that records positions has written nothing of the part that readers can see."""
+    """This table failed; the others are not affected. Its position has not moved. Penstock sends the whole part again
+    when the table is retried, and nothing after it before. The class of the error says whether Penstock retries by
+    itself. A destination that records positions shows readers nothing of a failed part.
+
+    Never an error that concerns all tables: raise that for the whole batch instead (`WriteHandle.result`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """The answer to a batch. A table that it does not name is durable."""
+    """The result of a batch. Tables that it does not name are durable."""
 
     tables: Mapping[int, TableResult] = field(default_factory=dict[int, TableResult])
 
     def of(self, table_id: int) -> TableResult:
-        """The answer for one table."""
+        """Return the result of one table."""
         return self.tables.get(table_id, TableResult())
 
     @classmethod
     def failures(cls, errors: Mapping[int, PenstockError]) -> WriteResult:
-        """Return the answer of a batch in which these tables failed and all others are durable.
+        """Return the result of a batch in which these tables failed and all others are durable.
 
-        Raises an error among them that concerns all tables (`refusals.concerns_all_tables`): returned as the error of a
-        table, it would stop every table one by one instead of making the apply worker wait.
+        If one of the errors concerns all tables (`refusals.concerns_all_tables`), raise it instead: returned for single
+        tables, it would stop each of them, and after `error_hold` each would need a new copy.
         """
         for error in errors.values():
             if concerns_all_tables(error):
@@ -201,124 +205,128 @@ class WriteResult:
 
 
 class WriteHandle(Protocol):
-    """A batch under way. One is enough for destinations that work while they are called: `completed`."""
+    """A batch in progress. Destinations that write synchronously return `completed(…)`."""
 
     def result(self, timeout: float | None = None) -> WriteResult:
-        """Wait for the answer; TimeoutError when it takes longer.
+        """Wait for the result; raise `TimeoutError` after `timeout` seconds.
 
-        Raises what concerns all tables: the destination is out of reach, or misconfigured. Then nothing is known to be
-        durable, and the batch comes again.
+        Raises an error that concerns all tables. `DestinationUnavailable` (unreachable, disk full) makes the apply
+        worker wait and send the batch again; no table is stopped, and nothing is lost however long it takes. An error
+        that is not retried, such as `ConfigError` (access denied), stops the output. Either way nothing of the batch
+        counts as durable.
         """
         ...
 
 
 def completed(result: WriteResult | None = None) -> WriteHandle:
-    """The handle of a batch that is written already."""
+    """Return the handle of a batch that is already written."""
     future: Future[WriteResult] = Future()
     future.set_result(result or WriteResult())
     return future
 
 
 class Destination(Protocol):
-    """Where changes land.
+    """Where a tables output writes.
 
-    Methods are called on the driver, from several threads: `write_events` from the apply worker and from table sync
-    workers that catch up, the copy methods from table sync workers, for different tables at the same time. For one
-    table calls never overlap, and a batch's result is known before anything else is asked for one of its tables, unless
-    that is the next batch of the same worker.
+    Penstock calls the methods on the driver, from several threads: `write_events` from the apply worker and from table
+    sync workers that catch up, the copy methods from table sync workers, for different tables at the same time. Calls
+    for one table never overlap. Penstock waits for the result of a batch before it makes another call for one of its
+    tables; only the same worker's next batch may come earlier.
     """
 
     @property
     def name(self) -> str:
-        """For logs and messages."""
+        """The name used in logs and messages."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """The same from the first call on, before `startup` too."""
+        """Constant, and known before `startup`."""
         ...
 
     def startup(self, context: DestinationContext) -> None:
-        """Called once, before anything else, with the lease held.
+        """Prepare for work; called once, first, with the lease held.
 
-        Refuses what cannot work (no access, a format from the future, a foreign table) by an error that says what to
-        do: this is the moment at which a person still looks.
+        Raise an error that says what to do if the destination cannot work: no access, a newer format, another
+        pipeline's data. At this moment the operator is still watching.
         """
         ...
 
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
-        """A new copy of the table begins: whatever an earlier attempt still writes must not land any more.
+        """Begin a new copy of a table: from now on, ignore what earlier attempts still write.
 
-        Old rows may stay readable until the new copy is whole. Does nothing when there is nothing, nor when it is
-        called again with the same attempt. `schema` is the table's as it is now. A table that belongs to another
-        pipeline is refused.
+        Old rows may stay readable until the new copy is complete. Do nothing if the table does not exist or the
+        attempt is the current one. `schema` is the table's current schema. Raise `TableOwned` if the table belongs to
+        another pipeline.
         """
         ...
 
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
-        """Write the table as it was at `rows.position`, durably; called once per attempt, also for an empty table.
+        """Write the table as it was at `rows.position`, durably; called once per attempt, even for an empty table.
 
-        What tasks write is identified by (attempt, range, index), never by content: two equal batches of a table
-        without a key are two batches. When it returns, the table exists with exactly these rows, and its recorded
-        position is `rows.position`. When it raises, readers see nothing of it, and the next attempt has another name.
+        Identify what tasks write by attempt, range and number, never by content: two equal batches of a table without a
+        key are two batches. On return the table has exactly these rows, and its recorded position is `rows.position`.
+        After an error readers see nothing of this copy, and the next attempt has another name.
         """
         ...
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
-        """Write a batch: whole transactions, for each table in order.
+        """Write a batch of whole transactions, in order for each table.
 
-        Changes that a table's recorded position covers are left out. The next batch may come before this one's result
-        is asked for. To raise here means the same as a handle that raises.
+        Skip changes that a table's recorded position covers. The next batch may come before the result of this one was
+        read. An error raised here has the same meaning as one raised by the handle.
         """
         ...
 
     def position(self, table_id: int) -> Lsn | None:
-        """The boundary that is recorded with a table's data; None if there is none, or it is of another lineage."""
+        """Return the position recorded with a table's data; None if there is none or it is of another lineage."""
         ...
 
     def shutdown(self) -> None:
-        """Called once, after the last result; what was accepted and is not durable will come again."""
+        """Stop; called once, after the last result. Changes that were accepted but not durable will be sent again."""
         ...
 
 
 class PinnedTable(Protocol):
-    """The rows of a table as they are now, and stay for whoever reads them, whatever is written meanwhile."""
+    """The rows of a table as they are now; later writes do not change what its reader sees."""
 
     @property
     def schema(self) -> TableSchema:
-        """The source's schema that the rows have: columns are followed by its attribute numbers."""
+        """The source's schema of the rows; columns are identified by attribute number."""
         ...
 
     @property
     def parts(self) -> Sequence[Any]:
-        """Pieces that can be read in parallel; each row is in exactly one. They pickle."""
+        """Parts that can be read in parallel; each row is in exactly one. They pickle."""
         ...
 
     @property
     def reader(self) -> RangeReader:
-        """Reads a part: columns with the names that segments of `schema` have (`penstock.changes.segment`), and
-        `_unrepresentable` where there is some. Types may be those of the destination, as long as they hold the same
-        values. Pickles, and is what tasks are shipped."""
+        """Reads a part, in tasks; pickles.
+
+        Columns have the names of segments of `schema` (`penstock.changes.segment`), with `_unrepresentable` if needed.
+        Types may be the destination's own if they hold the same values.
+        """
         ...
 
     def close(self) -> None:
-        """Nobody reads it any more."""
+        """Release the rows after the last read."""
         ...
 
 
 @runtime_checkable
 class ReadableDestination(Protocol):
-    """A destination whose tables can be compared with the source; `startup` is not needed for it."""
+    """A destination whose tables `penstock verify` can compare with the source, without calling `startup`."""
 
     @property
     def keeps_versions(self) -> bool:
-        """Whether what was pinned stays readable while the writer goes on; otherwise it waits until `close`."""
+        """True if pinned rows stay readable during writes; otherwise the apply worker waits until `close`."""
         ...
 
     def pin(self, schema: TableSchema) -> PinnedTable | None:
-        """The table as it is at this moment; None if there is none. Nobody writes it while this is called.
+        """Return the table as it is now, or None if it does not exist.
 
-        Called from another process than the one that writes; `schema` says which table is meant. Raises
-        `NotComparable` where the rows are not those of the source, by intention.
+        Called in another process than the one that writes, while that does not write this table. Raise `NotComparable`
+        if the destination intentionally holds other rows than the source.
         """
         ...

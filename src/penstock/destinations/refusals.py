@@ -1,6 +1,6 @@
-"""The errors of destinations: one function per situation, so that each says the same everywhere.
+"""The errors of destinations: one function per situation, so that each has one text.
 
-An error names tables, files and types of errors; never the value of a cell, which the texts of other people's
+An error names tables, files and types of errors, but never the value of a cell, which the texts of other libraries'
 exceptions may contain.
 """
 
@@ -44,8 +44,8 @@ def concerns_all_tables(error: PenstockError) -> bool:
 
 
 def out_of_reach(destination: str, what: str) -> PenstockError:
-    """The destination does not answer now; tried again."""
-    return DestinationUnavailable(f"{destination} is out of reach: {what}")
+    """The destination does not respond; retried."""
+    return DestinationUnavailable(f"{destination} is unreachable: {what}")
 
 
 def require_mounted(marker: Path | None) -> None:
@@ -58,33 +58,33 @@ def require_mounted(marker: Path | None) -> None:
 
 
 def busy(table: str) -> PenstockError:
-    """Other writers were faster, again and again; tried again."""
+    """Other writers were faster every time; retried."""
     return TableBusy(f"{table}: other writers keep committing to this table", table=table)
 
 
 def rejected(table: str, what: str, *, hint: str = "") -> PenstockError:
-    """The destination does not take what was sent; a person has to look."""
+    """The destination cannot store a table or its changes."""
     return TableRejected(f"{table} was rejected: {what}", hint=hint, table=table)
 
 
 def unusable(what: str, *, hint: str = "") -> PenstockError:
-    """The destination cannot work as it is configured."""
+    """The destination cannot work with this configuration."""
     return ConfigError(what, hint=hint)
 
 
 def foreign_table(table: str, owner: str, pipeline_id: str) -> PenstockError:
     """Another pipeline writes this table."""
     return TableOwned(
-        f"{table} belongs to pipeline {owner!r} at the destination; {pipeline_id!r} must not write it",
+        f"{table} belongs to pipeline {owner!r} at the destination, so pipeline {pipeline_id!r} cannot write it",
         table=table,
         owner=owner,
     )
 
 
 def fenced_copy(table: str, attempt: str) -> PenstockError:
-    """A write of an earlier attempt came after a newer one had begun."""
+    """A write of an earlier attempt came after a newer one had started."""
     return IllegalTransition(
-        f"{table}: a newer copy has begun; attempt {attempt} must not write any more",
+        f"{table}: a newer copy has started, so attempt {attempt} can no longer write",
         hint="Nothing is lost: the newer copy has all rows.",
         table=table,
         attempt=attempt,
@@ -93,22 +93,22 @@ def fenced_copy(table: str, attempt: str) -> PenstockError:
 
 def other_writer(table: str) -> PenstockError:
     """Another process of the same pipeline has taken the table over."""
-    return LeaseLost(f"{table}: another process writes it now; what this one has written since does not count")
+    return LeaseLost(f"{table}: another process writes this table now")
 
 
 def not_copied(table: str) -> PenstockError:
-    """Changes came for a table that has no copy here."""
+    """Changes came for a table that was never completely copied."""
     return IllegalTransition(
-        f"{table} has no complete copy at the destination, so changes cannot be added to it",
-        hint="Copy the table again; if its files were removed by hand, this brings them back.",
+        f"{table} has no complete copy at the destination, so changes cannot be applied",
+        hint=f"Copy the table again, also if its files were deleted: {RESYNC}.",
         table=table,
     )
 
 
 def other_lineage(table: str, recorded: str, current: str) -> PenstockError:
-    """What is there came from another server, timeline or slot."""
+    """The rows at the destination came from another server, timeline or slot."""
     return LineageChanged(
-        f"{table} has positions of {recorded} at the destination, which mean nothing for {current}",
+        f"{table} has a position of {recorded} at the destination, but the source is {current}",
         hint=f"Copy the table again: {RESYNC}.",
         table=table,
         stored=recorded,
@@ -117,28 +117,28 @@ def other_lineage(table: str, recorded: str, current: str) -> PenstockError:
 
 
 def unknown_row(table: str, what: str) -> PenstockError:
-    """A change does not fit the rows that are there."""
+    """A change does not match the rows at the destination."""
     return PenstockError(
         f"{table}: {what}",
-        hint="The copy and the changes do not fit together: copy the table again, and please report it.",
+        hint=f"The copy and the changes contradict each other. Copy the table again, and please report this: {RESYNC}.",
         table=table,
     )
 
 
 def unreadable(table: str, table_id: int, error: BaseException) -> PenstockError:
-    """A table's changes cannot be read from the spool."""
+    """The changes of a table cannot be read from the spool."""
     if is_passing(error):
-        return DestinationUnavailable(f"{table}: its changes cannot be read now ({_said(error)})", table=table)
+        return DestinationUnavailable(f"{table}: its changes cannot be read: {_said(error)}", table=table)
     return PenstockError(
-        f"{table}: its changes cannot be read ({type(error).__name__})",
-        hint="Check the spool's disk; the spool can be deleted while the pipeline is stopped, nothing is lost.",
+        f"{table}: its changes cannot be read from the spool ({type(error).__name__})",
+        hint="Check the disk of the spool. While the pipeline is stopped you can delete the spool; nothing is lost.",
         table=table,
         table_id=table_id,
     )
 
 
 def unexpected(table: str, error: BaseException) -> PenstockError:
-    """Wrap an error that nobody foresaw: it stops its table. Its text may hold values, so only its type is told."""
+    """Return the error of a table for any exception; only its type is named, since its text may contain values."""
     if isinstance(error, PenstockError):
         return error
     if is_passing(error):
@@ -147,13 +147,13 @@ def unexpected(table: str, error: BaseException) -> PenstockError:
         return PenstockError(f"{table}: {_said(error)}", table=table)
     return PenstockError(
         f"{table}: {type(error).__name__} while writing",
-        hint="The destination's own log may say more; the text of the error is left out, as it may contain data.",
+        hint="The destination's log may have details; the text of the error is left out because it may contain data.",
         table=table,
     )
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return True for faults of a disk, machine or network that pass; the write is tried again until they have."""
+    """Return True for a fault of a disk, machine or network that time or an operator heals."""
     return isinstance(error, OSError) and (error.errno in _PASSING or isinstance(error, TimeoutError))
 
 

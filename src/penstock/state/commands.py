@@ -1,4 +1,4 @@
-"""The part of a store that carries commands from people to whoever drives the pipeline, and the answers back."""
+"""The part of a store about commands: requests to the process that runs the pipeline, and its answers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class CommandKind(StrEnum):
     RESYNC = "resync"
     """Copy tables again."""
     ROLLBACK = "rollback"
-    """Let errored tables go on from where they stopped."""
+    """Resume errored tables where they stopped."""
     PAUSE = "pause"
     RESUME = "resume"
     VERIFY = "verify"
-    """Bring tables to one position, so that they can be compared with the source."""
+    """Hold tables at one position, to compare them with the source."""
     REFRESH = "refresh"
-    """Look at the publication again."""
+    """Load the publication again."""
     REBUILD_INDEX = "rebuild_index"
-    """Build search indexes anew, beside those that serve; `options["indexes"]` names them, none means all."""
+    """Rebuild search indexes beside those that serve; `options["indexes"]` names them, none means all."""
 
 
 class CommandStatus(StrEnum):
-    """How far a command is: pending → accepted → done or refused; or refused at once."""
+    """The status of a command: pending → accepted → done or refused; or refused at once."""
 
     PENDING = "pending"
     ACCEPTED = "accepted"
@@ -54,9 +54,9 @@ class Command:
     number: int
     kind: CommandKind
     tables: tuple[str, ...]
-    """As people write them; empty means all. The driver finds out which tables are meant."""
+    """Names or patterns; empty means all. The process that runs the pipeline resolves them."""
     options: Mapping[str, Any]
-    """Plain values only."""
+    """JSON values only."""
     status: CommandStatus
     reason: str | None
     requested_by: str
@@ -65,7 +65,7 @@ class Command:
 
     @property
     def answered(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """True if the command is done or refused."""
         return self.status in (CommandStatus.DONE, CommandStatus.REFUSED)
 
 
@@ -114,14 +114,14 @@ class CommandStore(StoreCore):
 
         def work(transaction: Transaction) -> list[Command]:
             waiting = transaction.rows(CommandRecord, status=CommandStatus.PENDING.value)
-            # Accepted by a driver that is gone: nobody else will answer.
+            # Accepted by an earlier process, which will never answer.
             orphaned = transaction.rows(CommandRecord, status=CommandStatus.ACCEPTED.value)
             taken = [*waiting, *(record for record in orphaned if record.epoch != epoch)]
             accepted = [replace(record, status=CommandStatus.ACCEPTED.value, epoch=epoch) for record in taken]
             transaction.put(accepted)
             return [_to_command(record) for record in sorted(accepted, key=lambda each: each.number)]
 
-        # Asked every second, and nearly always in vain: no write transaction for that.
+        # Called every second and nearly always without result: avoid the write transaction.
         if not self.read(_has_open):
             return []
         return self.write(work)
@@ -129,13 +129,13 @@ class CommandStore(StoreCore):
     def answer_command(self, number: int, status: CommandStatus, reason: str | None = None) -> Command:
         """Answer a command: done, or refused with the reason. A second answer changes nothing."""
         if status not in (CommandStatus.DONE, CommandStatus.REFUSED):
-            raise ValueError("a command is answered with done or refused")
+            raise ValueError("the answer to a command is done or refused")
         text = None if reason is None else storable_text(reason)
 
         def work(transaction: Transaction) -> Command:
             found = next(iter(transaction.rows(CommandRecord, number=number)), None)
             if found is None:
-                raise StateError(f"there is no command {number}")
+                raise StateError(f"command {number} does not exist")
             if _to_command(found).answered:
                 return _to_command(found)
             answer = replace(found, status=status.value, reason=text, answered_at=transaction.now())

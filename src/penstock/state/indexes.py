@@ -1,8 +1,8 @@
-"""The part of a store that remembers how search indexes were built, and what is still to be done for them.
+"""The part of a store about search indexes: how they were built, and the work left for them.
 
-A build fills a fresh generation of an index, range by range; what it has done survives the process. `WANTED` says that
-the index has to be built anew and nothing of it exists, `FILLING` that its generation is there, `SEEDED` that it
-serves. Another build of the same index forgets the ranges and removals of the one before.
+A build fills a new generation of an index, range by range; finished ranges survive the process. `WANTED`: the index has
+to be built and nothing exists yet. `FILLING`: its generation exists. `SEEDED`: it serves. A new build of the same index
+deletes the ranges and removals of the one before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.state.records import IndexBuildRecord, IndexRangeRecord, IndexWork
 
 
 class IndexStatus(StrEnum):
-    """How far the last build of an index is."""
+    """The status of the last build of an index."""
 
     WANTED = "wanted"
     FILLING = "filling"
@@ -26,12 +26,12 @@ class IndexStatus(StrEnum):
 
 
 class WorkKind(StrEnum):
-    """What is still to be done."""
+    """The kinds of work left for an index."""
 
     REMOVAL = "removal"
-    """Documents went while their index was built: they are looked at again when its ranges are done."""
+    """Documents were deleted during the build: they are checked again when its ranges are done."""
     FAN_OUT = "fan_out"
-    """A change concerns so many documents that others do not wait for them."""
+    """A change affects so many documents that it is processed apart from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,21 @@ class IndexBuild:
 
     index: str
     build: str
-    """Names it among all builds of the index."""
+    """Identifies the build among all builds of the index."""
     fingerprint: str
-    """Of the specification that it is for; empty when its documents cannot be trusted any more."""
+    """The fingerprint of its specification; empty if its documents can no longer be trusted."""
     status: IndexStatus
     reason: str = ""
-    """Why it was built anew, for people."""
+    """Why it was rebuilt, for display."""
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Plain values: the ranges, and the generation that they go to."""
+    """JSON values: the ranges and their generation."""
     changed: int = 0
-    """How many documents changes have written to the index since the build began."""
+    """Number of documents that changes have written since the build started."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexWork:
-    """Something that is still to be done for an index."""
+    """Work left for an index."""
 
     index: str
     number: int
@@ -135,7 +135,7 @@ class IndexStore(StoreCore):
 
         `changed` documents are added to the count of the index's build.
         """
-        # By the clock: to ask for the last number would read all that waits.
+        # Numbered by the clock: finding the last number would read all waiting work.
         first = time.time_ns()
         records = [IndexWorkRecord(index, first + place, kind.value, dict(each)) for place, each in enumerate(details)]
 

@@ -1,9 +1,14 @@
-"""One driver per pipeline: a lease that is renewed while its holder lives, and an epoch that fences off everybody else.
+"""The lease: one process runs a pipeline, and an epoch fences off all others.
 
-The lease is a row with a time at which it runs out, by the database's clock. Whoever takes it raises the epoch; every
-write carries the epoch of its lease and is refused when a newer one exists. So a process that was stopped, cut off or
-asleep while another took over changes nothing any more, whatever it still believes. On its own side the holder counts
-from *before* each renewal, with a clock that goes on while the machine sleeps, and stops when the time is over.
+The lease is a row that expires, by the database's clock, unless its holder renews it. Each process that acquires it
+raises the epoch. Every write carries the epoch of its lease and is refused when a newer one exists, so a process that
+was stopped, disconnected or asleep while another took over can change nothing. The holder itself counts from *before*
+each renewal, with a clock that keeps running while the machine sleeps, and stops when the lease has expired.
+
+A process that was killed cannot release its lease. On the same machine nobody has to wait until it expires: the process
+table tells whether the holder still runs. That is trusted only if everything is comparable: the same boot, the same
+process namespace (two containers can have the same host name and pid) and the start time of the process (pids are
+reused).
 """
 
 from __future__ import annotations
@@ -31,19 +36,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process, as it is named in a lease."""
+    """The process that holds a lease."""
 
     host: str
     pid: int
     machine: str
-    """The boot and the process namespace; empty where the system does not say."""
+    """The boot and the process namespace; empty if unknown."""
     started: str
-    """When the process began, in the kernel's own measure; empty where the system does not say."""
+    """The start time of the process in kernel ticks; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseInfo:
-    """Who drives the pipeline, for people who ask."""
+    """Who holds the lease, for display."""
 
     epoch: int
     host: str
@@ -51,14 +56,14 @@ class LeaseInfo:
     since: datetime
     expires: datetime
     gone: bool
-    """It has run out, or its process has ended: the next to ask gets it."""
+    """The lease has expired or its process has ended: any process can acquire it."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since:%Y-%m-%d %H:%M:%S %Z}"
 
 
 class Lease:
-    """A lease that is held, and renewed by a thread of its own until `release`."""
+    """A lease that this process holds; its own thread renews it until `release`."""
 
     def __init__(
         self,
@@ -87,14 +92,14 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing may be written under this lease any more."""
+        """True if nothing may be written under this lease any more."""
         return self._reason is not None
 
     def check(self) -> None:
-        """Raise `LeaseLost` unless the lease is held now. Cheap; for whoever writes anything anywhere."""
+        """Raise `LeaseLost` unless the lease is held now. Cheap: call it before every write."""
         if self._reason is None and _now() < self._deadline:
             return
-        # Late, perhaps only because the machine slept: the renewal decides.
+        # Perhaps the machine only slept: the renewal decides.
         with self._changed:
             self._wanted.set()
             self._changed.wait_for(lambda: self._reason is not None or _now() < self._deadline, self.ttl / 3)
@@ -104,7 +109,7 @@ class Lease:
             raise self._error()
 
     def mark_lost(self, reason: str) -> None:
-        """Nothing is written from now on; `on_lost` is called by the lease's thread."""
+        """Refuse all writes from now on; the lease's thread calls `on_lost`."""
         with self._changed:
             if self._reason is None:
                 self._reason = reason
@@ -115,7 +120,7 @@ class Lease:
             self._wanted.set()
 
     def release(self) -> None:
-        """Give the lease back, so that the next process need not wait. May be called twice."""
+        """Release the lease, so that the next process does not have to wait. May be called again."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -126,20 +131,20 @@ class Lease:
             if not self.lost:
                 self._database.run(self._give_back)
         except PenstockError as error:
-            logger.warning("lease not given back, it will run out: %s", error)
+            logger.warning("lease not released, it will expire: %s", error)
         finally:
             if self._reason is None:
-                self._reason = "it was given back"
+                self._reason = "it was released"
             self._database.close()
 
     def verify(self, transaction: Transaction) -> None:
-        """Inside a transaction: refuse to go on if there is a newer epoch."""
+        """Raise `LeaseLost`, within a transaction, if there is a newer epoch."""
         record = _read(transaction)
         if record is None or record.epoch != self.epoch or record.holder != self._token:
             newer = describe(record, transaction.now())
             raise LeaseLost(
                 f"the lease of epoch {self.epoch} is over: "
-                + (f"the pipeline is driven by {newer}" if newer else "it was given back"),
+                + (f"{newer} runs the pipeline" if newer else "it was released"),
                 epoch=self.epoch,
             )
 
@@ -147,11 +152,11 @@ class Lease:
         now = transaction.now()
         record = _read(transaction)
         if record is not None and record.holder == self._token:
-            return record.epoch  # the answer to an earlier attempt got lost
+            return record.epoch  # the answer to an earlier attempt was lost
         current = describe(record, now)
         if current is not None and not current.gone and not self._take_over:
             raise LeaseHeld(
-                f"the pipeline is driven by {current}",
+                f"{current} runs the pipeline",
                 host=current.host,
                 pid=current.pid,
                 since=current.since,
@@ -215,7 +220,7 @@ def take_lease(
     take_over: bool = False,
     on_lost: Callable[[LeaseLost], None] | None = None,
 ) -> Lease:
-    """Take the lease, waiting up to `wait` seconds for another holder; the lease owns `database` from then on."""
+    """Acquire the lease, waiting up to `wait` seconds for another holder; the lease then owns `database`."""
     deadline = _now() + wait
     while True:
         try:
@@ -231,12 +236,12 @@ def take_lease(
 
 
 def read_lease(transaction: Transaction) -> LeaseInfo | None:
-    """Who drives the pipeline now; None if nobody does."""
+    """Return who holds the lease, or None."""
     return describe(_read(transaction), transaction.now())
 
 
 def describe(record: PipelineRecord | None, now: datetime) -> LeaseInfo | None:
-    """A lease's row in words; None if nobody holds it."""
+    """Return who holds a lease, from its record, or None."""
     if record is None or record.holder is None or record.since is None or record.expires is None:
         return None
     holder = Holder(record.host or "", record.pid or 0, record.machine or "", record.started or "")
@@ -245,12 +250,12 @@ def describe(record: PipelineRecord | None, now: datetime) -> LeaseInfo | None:
 
 
 def this_process() -> Holder:
-    """The process that asks."""
+    """Return this process."""
     return Holder(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()) or "")
 
 
 def is_gone(holder: Holder) -> bool:
-    """Whether the process has certainly ended; false when one cannot know."""
+    """Return True if the process has certainly ended, False if that is unknown."""
     if not holder.machine or not holder.started or holder.machine != _machine():
         return False
     try:
@@ -258,7 +263,7 @@ def is_gone(holder: Holder) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        pass  # it belongs to somebody else; what /proc says decides, if it says anything
+        pass  # another user's process: /proc decides
     started = _started(holder.pid)
     return started is not None and started != holder.started
 
@@ -280,7 +285,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """The start time of a process; `ended` for one that only waits to be collected, None where /proc is silent."""
+    """Return the start time of a process; `ended` for a zombie, None without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""State in memory: gone with the process. For tests, for trying things out, and as the simplest example of a store."""
+"""State in memory, lost with the process: for tests and experiments, and as the simplest example of a store."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Tables = dict[str, dict[tuple[Any, ...], Record]]
 
 @dataclass(slots=True)
 class MemoryState:
-    """What several stores of one process can share, as several processes share a file."""
+    """State that several stores of one process share, as several processes share a file."""
 
     pipelines: dict[str, Tables] = field(default_factory=dict[str, Tables])
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 class MemoryStore(Store):
-    """A store without anything behind it; stores over the same `MemoryState` see each other's writes."""
+    """A store in memory; stores over the same `MemoryState` see each other's writes."""
 
     def __init__(self, pipeline_id: str = "default", state: MemoryState | None = None) -> None:
         super().__init__(MemoryDatabase(pipeline_id, MemoryState() if state is None else state))
@@ -51,11 +51,11 @@ class MemoryDatabase:
         return MemoryDatabase(self.pipeline_id, self._state)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class MemoryTransaction:
-    """A draft that replaces the records when all went well."""
+    """A draft that replaces the records on commit."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables

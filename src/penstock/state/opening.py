@@ -1,4 +1,4 @@
-"""Which store a URL means."""
+"""Opening the store that a URL names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HINT = (
 
 
 def open_store(url: str, pipeline_id: str) -> Store:
-    """The store of a pipeline: `memory:`, `sqlite:///path` (relative; four slashes: absolute) or `postgresql://…`."""
+    """Return the store of a pipeline: `memory:`, `sqlite:///path` (four slashes: absolute) or `postgresql://…`."""
     scheme, _, rest = url.partition(":")
     if scheme == "memory" and not rest:
         return MemoryStore(pipeline_id)
@@ -27,11 +27,11 @@ def open_store(url: str, pipeline_id: str) -> Store:
         return SqliteStore(_checked(Path(rest[3:])), pipeline_id)
     if scheme in ("postgresql", "postgres"):
         return PostgresStore(url, pipeline_id)
-    raise ConfigError("the state URL is of an unknown kind", hint=_HINT)
+    raise ConfigError("the state URL has an unknown scheme", hint=_HINT)
 
 
 def file_beside(url: str, suffix: str) -> Path | None:
-    """The SQLite file of what is kept beside the state of this URL, `:memory:` included; None: in its own database."""
+    """Return the SQLite file for data kept beside the state, `:memory:` included; None if the state is in Postgres."""
     if url == "memory:":
         return Path(":memory:")
     if not url.startswith(_SQLITE):
@@ -45,7 +45,7 @@ def _checked(path: Path) -> Path:
     absolute = Path("/") / path
     if not path.parent.is_dir() and absolute.parent.is_dir():
         raise ConfigError(
-            f"there is no folder {str(path.parent)!r} here",
-            hint=f"For the one at the root, write four slashes: sqlite:///{absolute}",
+            f"the folder {str(path.parent)!r} does not exist",
+            hint=f"For an absolute path write four slashes: sqlite:///{absolute}",
         )
     return path

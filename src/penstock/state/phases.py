@@ -1,10 +1,10 @@
-"""The phases of a table, from its discovery to being followed for good: plain values, and how they are stored.
+"""The phases of a table, from discovery to `Ready`: plain values, and how they are stored.
 
     Init → DataSync → FinishedCopy → SyncWait → Catchup{lsn} → SyncDone{lsn} → Ready          Errored{…}
 
-`SyncWait` and `Catchup` live in memory only: they are a conversation between two threads, and after a crash there is
-nobody to continue it. What may follow what is in `transitions.py`, what holds back progress in `positions.py`;
-docs/concepts/phases.md tells the whole story.
+`SyncWait` and `Catchup` exist in memory only: they are a conversation between two threads, which a crash ends.
+`transitions.py` has the legal transitions, `positions.py` the rules for progress; docs/concepts/phases.md explains
+both.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class Owner(StrEnum):
     """Who sets a phase."""
 
     PIPELINE = "pipeline"
-    """The start of a pipeline, the publication's changes, and commands of people."""
+    """The start of the pipeline, changes of the publication, and commands."""
     TABLE_SYNC = "table_sync"
     APPLY = "apply"
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What happens after an error: `Retry.TIMED` at `next_retry`, or `Retry.OPERATOR` (a person decides)."""
+    """What happens after an error: a retry at `next_retry` (`Retry.TIMED`), or nothing until the operator decides."""
 
     retry: Retry = Retry.OPERATOR
     next_retry: datetime | None = None
 
     def __post_init__(self) -> None:
         if (self.retry is Retry.TIMED) != (self.next_retry is not None):
-            raise ValueError("a timed retry, and only that, has a time")
+            raise ValueError("a timed retry has a time, any other has none")
 
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """Discovered, or to be copied again."""
+    """Discovered, or waiting to be copied again."""
 
     name: ClassVar[str] = "init"
     owner: ClassVar[Owner] = Owner.PIPELINE
@@ -49,7 +49,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class DataSync:
-    """A copy runs."""
+    """Being copied."""
 
     name: ClassVar[str] = "data_sync"
     owner: ClassVar[Owner] = Owner.TABLE_SYNC
@@ -57,7 +57,7 @@ class DataSync:
 
 @dataclass(frozen=True, slots=True)
 class FinishedCopy:
-    """The copy is durable; its worker applies what has changed since the snapshot."""
+    """The copy is durable; the table sync worker applies the changes since the snapshot."""
 
     name: ClassVar[str] = "finished_copy"
     owner: ClassVar[Owner] = Owner.TABLE_SYNC
@@ -65,7 +65,7 @@ class FinishedCopy:
 
 @dataclass(frozen=True, slots=True)
 class SyncWait:
-    """The worker is close enough and waits to hear where apply takes over."""
+    """The table sync worker is close to the apply worker and waits for the boundary of the hand-over."""
 
     name: ClassVar[str] = "sync_wait"
     owner: ClassVar[Owner] = Owner.TABLE_SYNC
@@ -73,7 +73,7 @@ class SyncWait:
 
 @dataclass(frozen=True, slots=True)
 class Catchup:
-    """Apply takes the table over at `lsn`; the worker has to bring it exactly there."""
+    """The apply worker takes the table over at `lsn`; the table sync worker brings it exactly there."""
 
     lsn: Lsn
     name: ClassVar[str] = "catchup"
@@ -82,7 +82,7 @@ class Catchup:
 
 @dataclass(frozen=True, slots=True)
 class SyncDone:
-    """All below `lsn` is durable at the destination; apply takes the table from there."""
+    """Everything below `lsn` is durable at the destination; the apply worker continues from there."""
 
     lsn: Lsn
     name: ClassVar[str] = "sync_done"
@@ -91,42 +91,41 @@ class SyncDone:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Apply follows the table."""
+    """The apply worker applies the changes of the table."""
 
     name: ClassVar[str] = "ready"
     owner: ClassVar[Owner] = Owner.APPLY
 
 
 Sound: TypeAlias = Init | DataSync | FinishedCopy | SyncDone | Ready
-"""What a table can be in the store when it is not Errored, and so what an error can have interrupted."""
+"""The stored phases other than Errored; an error interrupts one of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errored:
-    """The table stopped, the others went on. With a `position` it can continue there, until that is lost."""
+    """The table stopped; the others continue. It can resume at `position`, unless that is None or lost."""
 
     reason: str
     solution: str | None
     retry_policy: RetryPolicy
     previous: Sound
-    """Where it was when it failed; never another Errored."""
+    """The phase in which it failed; never another Errored."""
     since: datetime
-    """When it first failed; what `error_hold` counts from."""
+    """When it first failed; `error_hold` counts from then."""
     position: Lsn | None = None
-    """The boundary up to which the table is durable, and which it holds back progress at; None if it has to be copied
-    anyway."""
+    """Where the table is durable and holds back progress; None if it has to be copied anyway."""
     position_lost: bool = False
-    """Progress has passed the table, so its changes are gone: only a new copy is legal."""
+    """Progress has passed the table, so its changes are lost: only a new copy is legal."""
     attempts: int = 0
-    """Retries so far, for the back-off."""
+    """Number of retries so far, for the back-off."""
     name: ClassVar[str] = "errored"
     owner: ClassVar[Owner] = Owner.TABLE_SYNC
-    """Apply sets it too, for tables that it follows."""
+    """The apply worker sets it, too, for its tables."""
 
     def __post_init__(self) -> None:
         followed = isinstance(self.previous, SyncDone | Ready)
         if isinstance(self.previous, Errored) or followed != (self.position is not None):
-            raise ValueError("a table that apply followed keeps a position when it fails, any other has none")
+            raise ValueError("a table that failed in SyncDone or Ready has a position, any other has none")
         if self.position_lost and self.position is None:
             raise ValueError("there is no position to lose")
         object.__setattr__(self, "reason", storable_text(self.reason))
@@ -134,13 +133,13 @@ class Errored:
 
     @property
     def holds(self) -> bool:
-        """Whether progress waits for this table."""
+        """True if progress waits for this table."""
         return self.position is not None and not self.position_lost
 
 
 TableReplicationPhase: TypeAlias = Init | DataSync | FinishedCopy | SyncWait | Catchup | SyncDone | Ready | Errored
 StoredPhase: TypeAlias = Sound | Errored
-"""The phases that are persisted."""
+"""The phases that are stored."""
 
 _PLAIN: dict[str, type[Init | DataSync | FinishedCopy | Ready]] = {
     kind.name: kind for kind in (Init, DataSync, FinishedCopy, Ready)
@@ -154,21 +153,21 @@ class PhaseRecord:
     phase: StoredPhase
     at: datetime
     epoch: int
-    """Of the lease under which it was set."""
+    """The lease under which it was set."""
 
 
 def is_persisted(phase: TableReplicationPhase) -> bool:
-    """Whether the phase survives a crash."""
+    """Return True if the phase survives a crash."""
     return not isinstance(phase, SyncWait | Catchup)
 
 
 def stored_form(phase: TableReplicationPhase) -> StoredPhase:
-    """What the store has while a table is in `phase`."""
+    """Return the phase that the store has while a table is in `phase`."""
     return FinishedCopy() if isinstance(phase, SyncWait | Catchup) else phase
 
 
 def phase_to_json(phase: StoredPhase) -> dict[str, Any]:
-    """What belongs to a phase besides its name, in plain values."""
+    """Return the details of a phase besides its name, as JSON values."""
     if isinstance(phase, SyncDone):
         return {"lsn": str(phase.lsn)}
     if isinstance(phase, Errored):
@@ -188,7 +187,7 @@ def phase_to_json(phase: StoredPhase) -> dict[str, Any]:
 
 
 def phase_from_json(name: str, details: dict[str, Any]) -> StoredPhase:
-    """The phase of this name with what `phase_to_json` gave."""
+    """Return the phase with this name and the details from `phase_to_json`."""
     if name != Errored.name:
         return _sound_from_json(name, details)
     next_retry, position = details["next_retry"], details["position"]
@@ -205,7 +204,7 @@ def phase_from_json(name: str, details: dict[str, Any]) -> StoredPhase:
 
 
 def storable_text(text: str) -> str:
-    """Text of unknown origin without what no store takes: NUL and half characters."""
+    """Replace characters that a store cannot hold: NUL and lone surrogates."""
     return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
 
 
@@ -213,7 +212,7 @@ def _sound_from_json(name: str, details: dict[str, Any]) -> Sound:
     if name == SyncDone.name:
         return SyncDone(Lsn.parse(details["lsn"]))
     if name not in _PLAIN:
-        raise StateError(f"the state names a phase that is not known: {name!r}")
+        raise StateError(f"unknown phase in the state: {name!r}")
     return _PLAIN[name]()
 
 

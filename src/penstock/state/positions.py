@@ -1,7 +1,7 @@
-"""How far everything is: the rules for progress, acknowledgement and restart, on plain values.
+"""The rules for progress, acknowledgement and restart, on plain values.
 
-All positions are boundaries; `penstock.lsn` compares them. P is apply's own position, A the highest position that was
-ever stored or handed to capture.
+All positions are boundaries; `penstock.lsn` compares them. P is the apply worker's position, A the highest position
+that was ever stored or handed to capture.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from penstock.state.phases import Catchup, Errored, Ready, SyncDone, TableReplic
 
 
 def table_position(applied: Lsn, first_pending: Lsn | None) -> Lsn:
-    """position(T): the boundary before the first change that is not durable yet; P if there is none.
+    """Return a table's position: the boundary before its first change that is not durable; P if there is none.
 
-    `first_pending` is the start of that change's commit record, which is a boundary too: it is not in itself.
+    `first_pending` is the start of that change's commit record, which is a boundary before the change.
     """
     return applied if first_pending is None else first_pending
 
 
 def held_at(phase: TableReplicationPhase, position: Lsn | None) -> Lsn | None:
-    """Where a table holds back progress; None if it does not.
+    """Return where a table holds back progress, or None if it does not.
 
-    `position` is the worker's in Catchup and apply's in SyncDone and Ready; None for a table in SyncDone that apply
-    has not taken over yet, which holds at the hand-over. An errored table holds where it stopped, until it is lost.
+    `position` is the table sync worker's in Catchup and the apply worker's in SyncDone and Ready. It is None for a
+    table in SyncDone that the apply worker has not taken over yet, which holds at the hand-over. An errored table holds
+    where it stopped, until its position is lost.
     """
     match phase:
         case SyncDone(lsn):
@@ -40,27 +41,28 @@ def held_at(phase: TableReplicationPhase, position: Lsn | None) -> Lsn | None:
 
 
 def progress(applied: Lsn, tables: Iterable[tuple[TableReplicationPhase, Lsn | None]]) -> Lsn:
-    """What may be stored, and then acknowledged: the minimum of P and of what every table is held at.
+    """Return the position that may be stored and then acknowledged: the minimum of P and of every table's hold.
 
-    Never beyond P: while all tables copy, a minimum over nothing would be everything.
+    P bounds it: while all tables are being copied no table holds anything.
     """
     held = (held_at(phase, position) for phase, position in tables)
     return earliest(applied, *(position for position in held if position is not None))
 
 
 def acknowledgement(stored: Lsn, applied: Lsn, received: Lsn) -> Lsn:
-    """What the server may forget: what is stored, and neither beyond P nor beyond what it has sent."""
+    """Return what the server may discard: at most what is stored, applied and received."""
     return earliest(stored, applied, received)
 
 
 def start_position(confirmed: Lsn, stored: Lsn | None) -> Lsn:
-    """Where replication starts: the stored position may lead (the acknowledgement was lost), and so may the slot's.
+    """Return where replication starts: the later of the slot's position and the stored one.
 
-    Only for a stored position of the same lineage: see `penstock.source.lineage`.
+    The stored position is ahead if its acknowledgement was lost. It must be of the same lineage
+    (`penstock.source.lineage`).
     """
     return confirmed if stored is None else furthest(confirmed, stored)
 
 
 def table_start(start: Lsn, recorded: Lsn | None) -> Lsn:
-    """Where a table starts: what its destination, or the store, has recorded for it is skipped."""
+    """Return where a table starts: changes below its recorded position are skipped."""
     return start if recorded is None else furthest(start, recorded)

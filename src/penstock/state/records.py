@@ -1,8 +1,10 @@
-"""What is in the store's tables, row by row, and what a database has to do for us.
+"""The records of a store, and the contract of the database that keeps them.
 
-Rules and caches are written once, over `Transaction`; a database only keeps records. A record is a frozen dataclass
-whose fields are the columns of its table; `pipeline_id` stands before the key of each, and is no field: a transaction
-belongs to one pipeline.
+`Store` has all rules and caches; a database only keeps records. A record is a frozen dataclass whose fields are the
+columns of its table. Every table also has `pipeline_id`, as the first column of its key; it is not a field because a
+transaction belongs to one pipeline.
+
+To keep the state elsewhere, implement `Database` and `Transaction`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from penstock.lsn import Lsn
 
 
 class ColumnKind(Enum):
-    """How a column's values look in Python."""
+    """The kinds of columns: str, int, `Lsn`, JSON values, datetime."""
 
     TEXT = "text"
     INTEGER = "integer"
@@ -30,7 +32,7 @@ class ColumnKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Base of all records."""
+    """The base of all records."""
 
     table: ClassVar[str]
     key: ClassVar[tuple[str, ...]] = ()
@@ -38,7 +40,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecord(Record):
-    """The lease: who drives the pipeline. `holder` is None when nobody does; the epoch only grows."""
+    """The lease. `holder` is None while it is free; the epoch only grows."""
 
     table: ClassVar[str] = "pipelines"
     epoch: int
@@ -66,7 +68,7 @@ class TableStateRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class PhaseHistoryRecord(Record):
-    """A phase that a table had; `ring` is its sequence modulo the length of the history."""
+    """An earlier phase of a table; `ring` is its sequence modulo the length of the history."""
 
     table: ClassVar[str] = "table_state_history"
     key: ClassVar[tuple[str, ...]] = ("table_id", "ring")
@@ -93,7 +95,7 @@ class TableSchemaRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class ProgressRecord(Record):
-    """A worker's progress; `table_id` is 0 for apply."""
+    """Progress; there is one record, with worker `apply` and table 0."""
 
     table: ClassVar[str] = "replication_progress"
     key: ClassVar[tuple[str, ...]] = ("worker", "table_id")
@@ -105,7 +107,7 @@ class ProgressRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class TablePositionRecord(Record):
-    """How far a table is durable."""
+    """The boundary up to which a table is durable."""
 
     table: ClassVar[str] = "table_positions"
     key: ClassVar[tuple[str, ...]] = ("table_id",)
@@ -116,7 +118,7 @@ class TablePositionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class CommandRecord(Record):
-    """A command; `token` tells a repeated request from a second one."""
+    """A command; `token` distinguishes a repeated request from a second one."""
 
     table: ClassVar[str] = "commands"
     key: ClassVar[tuple[str, ...]] = ("number",)
@@ -135,7 +137,7 @@ class CommandRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class PublicationRecord(Record):
-    """What a publication looked like when it was last acted upon."""
+    """The membership of a publication when it was last acted upon."""
 
     table: ClassVar[str] = "publications"
     key: ClassVar[tuple[str, ...]] = ("name",)
@@ -145,7 +147,7 @@ class PublicationRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class IndexBuildRecord(Record):
-    """How a search index was built last, or is being built."""
+    """The last build of a search index."""
 
     table: ClassVar[str] = "index_builds"
     key: ClassVar[tuple[str, ...]] = ("index_name",)
@@ -161,7 +163,7 @@ class IndexBuildRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class IndexRangeRecord(Record):
-    """A range of a build that is done."""
+    """A finished range of a build."""
 
     table: ClassVar[str] = "index_ranges"
     key: ClassVar[tuple[str, ...]] = ("index_name", "build", "part")
@@ -173,7 +175,7 @@ class IndexRangeRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class IndexWorkRecord(Record):
-    """Keys or changes of an index that something is still to be done about."""
+    """Work left for an index."""
 
     table: ClassVar[str] = "index_work"
     key: ClassVar[tuple[str, ...]] = ("index_name", "number")
@@ -221,28 +223,28 @@ class Layout:
 
 @cache
 def layout_of(kind: type[Record]) -> Layout:
-    """How a record's table looks."""
+    """Return the columns of a record's table."""
     hints = get_type_hints(kind)
     names = tuple(column.name for column in fields(kind))
     return Layout(names, tuple(_kind_of(hints[name]) for name in names), kind.key)
 
 
 def _kind_of(annotation: Any) -> ColumnKind:
-    """The kind of a field by its annotation, with or without `| None`."""
+    """Return the kind of a field from its annotation, with or without `| None`."""
     if get_origin(annotation) is UnionType:
         annotation = next(part for part in get_args(annotation) if part is not NoneType)
     return _KINDS[get_origin(annotation) or annotation]
 
 
 class Transaction(Protocol):
-    """One transaction on the records of one pipeline: all of it is kept, or nothing."""
+    """One atomic transaction on the records of one pipeline."""
 
     def now(self) -> datetime:
-        """The database's clock: the one that leases of all processes are measured by."""
+        """Return the time of the database's clock, which measures the leases of all processes."""
         ...
 
     def rows(self, kind: type[RecordT], **values: Any) -> list[RecordT]:
-        """The records whose columns have these values, in the order of their key."""
+        """Return the records whose columns have these values, ordered by key."""
         ...
 
     def put(self, records: Iterable[Record]) -> None:
@@ -250,27 +252,27 @@ class Transaction(Protocol):
         ...
 
     def delete(self, kind: type[Record], **values: Any) -> int:
-        """Remove the records whose columns have these values; gives their number."""
+        """Delete the records whose columns have these values; return their number."""
         ...
 
 
 class Database(Protocol):
-    """Where the records of a pipeline are. Thread-safe: transactions of one object run one after the other."""
+    """The records of one pipeline. Thread-safe: transactions of one object run one after the other."""
 
     pipeline_id: str
 
     def run(self, work: Callable[[Transaction], ResultT], *, writing: bool = True) -> ResultT:
-        """Run `work` in a transaction that no other writer of the pipeline interleaves with, and commit durably.
+        """Run `work` in a transaction, serialised with all other writers of the pipeline, and commit durably.
 
-        `work` may run again when the connection breaks, even after a commit whose answer was lost: it reads before
-        it writes, and so notices. What it raises rolls back.
+        After a lost connection `work` may run again, even if its commit had succeeded; it reads before it writes, and
+        so notices. An exception in `work` rolls the transaction back and is raised.
         """
         ...
 
     def another(self) -> Database:
-        """The same records by a way of its own, which does not wait for this object's transactions."""
+        """Return another database object for the same records, which does not wait for this one's transactions."""
         ...
 
     def close(self) -> None:
-        """Give up connections; may be called twice."""
+        """Close all connections; may be called again."""
         ...

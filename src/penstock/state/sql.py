@@ -22,23 +22,23 @@ _NAME = re.compile(r"(\d{4})_(\w+)\.sql")
 
 
 class Dialect(Protocol):
-    """What differs between the two."""
+    """The differences between SQLite and Postgres."""
 
     prefix: str
     """Before each table's name: the schema, quoted, or nothing."""
     placeholder: str
 
     def encode(self, kind: ColumnKind, value: Any) -> Any:
-        """A value, not None, as the driver takes it."""
+        """Return a value other than None as the driver takes it."""
         ...
 
     def decode(self, kind: ColumnKind, value: Any) -> Any:
-        """The reverse."""
+        """Return a value as the driver gave it, in Python."""
         ...
 
 
 class Cursor(Protocol):
-    """What is asked of a driver's cursor."""
+    """The part of a driver's cursor that is used."""
 
     @property
     def rowcount(self) -> int: ...
@@ -46,7 +46,7 @@ class Cursor(Protocol):
 
 
 class SqlTransaction:
-    """A transaction that somebody has opened and will commit."""
+    """A transaction that its database has opened and will commit."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class SqlTransaction:
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step, from the version before it to its number."""
+    """One step, from the version before its number to its number."""
 
     number: int
     name: str
@@ -110,12 +110,12 @@ class Migration:
 
     @property
     def statements(self) -> list[str]:
-        """One by one; a statement ends with a semicolon at the end of a line."""
+        """Its statements; each ends with a semicolon at the end of a line."""
         return [each.strip() for each in self.sql.split(";\n") if each.strip()]
 
 
 def load_migrations(dialect: str) -> list[Migration]:
-    """Those of a folder in `migrations/`, in order."""
+    """Return the migrations in a folder of `migrations/`, in order."""
     found: list[Migration] = []
     for file in files("penstock.state").joinpath("migrations", dialect).iterdir():
         match = _NAME.fullmatch(file.name)
@@ -125,11 +125,11 @@ def load_migrations(dialect: str) -> list[Migration]:
 
 
 def pending(migrations: Sequence[Migration], version: int, where: str) -> list[Migration]:
-    """What is missing at `version`; `StateNewer` if that is beyond what we know."""
+    """Return the migrations after `version`; raise `StateNewer` if the version is unknown."""
     newest = max((each.number for each in migrations), default=0)
     if version > newest:
         raise StateNewer(
-            f"the state in {where} has version {version}; this Penstock knows versions up to {newest}",
+            f"the state in {where} has version {version}, but this Penstock knows versions up to {newest}",
             found=version,
             known=newest,
         )
@@ -137,18 +137,18 @@ def pending(migrations: Sequence[Migration], version: int, where: str) -> list[M
 
 
 def check_unused(holders: Sequence[tuple[str, str, int, datetime]], where: str) -> None:
-    """Refuse to migrate what is in use; `holders` are (pipeline, host, pid, since) of leases that are held."""
+    """Raise `LeaseHeld` if the state is in use; `holders` are (pipeline, host, pid, since) of held leases."""
     for pipeline_id, host, pid, since in holders:
         raise LeaseHeld(
-            f"the state in {where} must be migrated, but pipeline {pipeline_id!r} is driven by process {pid} on {host}",
-            hint="Stop it, then start the new version.",
+            f"the state in {where} must be migrated, but process {pid} on {host} runs pipeline {pipeline_id!r}",
+            hint="Stop that process, then start the new version.",
             host=host,
             pid=pid,
             since=since,
         )
 
 
-# All names below are those of the records' own fields and tables, none comes from outside.
+# All names below are names of records and their fields; none comes from outside.
 
 
 @cache

@@ -1,7 +1,7 @@
-"""What may follow what: the rules of coordination as functions from values to values.
+"""Which phase may follow which: the rules of coordination, as functions from values to values.
 
-Workers, stores and the model that explores the protocol exhaustively all call these; none of them has a copy. A step
-that is not allowed raises `IllegalTransition`. Nothing here reads a clock, a store or a server.
+Workers, stores and the model that explores the protocol exhaustively all call these. A transition that is not allowed
+raises `IllegalTransition`. Nothing here reads a clock, a store or a server.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from penstock.state.phases import (
 )
 
 _RESYNC = f"Copy the table again: {RESYNC}."
-_TOO_LATE = f"It held back progress for too long. When the cause is gone, copy the table again: {RESYNC}."
+_TOO_LATE = f"The table held back progress for too long. Fix the cause, then copy the table again: {RESYNC}."
 
 
 def discover(current: StoredPhase | None) -> StoredPhase:
-    """A table is in the publication: one that is new starts at Init, a known one stays what it is."""
+    """A table is in the publication: a new one starts at Init, a known one keeps its phase."""
     return Init() if current is None else current
 
 
 def start_copy(current: TableReplicationPhase) -> DataSync:
-    """A copy begins, or begins again after an attempt that did not get through."""
+    """A copy starts, or restarts after a failed attempt."""
     if not isinstance(current, Init | DataSync | FinishedCopy):
-        raise _illegal(current, DataSync.name, "only a table that was reset to Init is copied")
+        raise _illegal(current, DataSync.name, "a table is copied only after it was reset to Init")
     return DataSync()
 
 
 def finish_copy(current: TableReplicationPhase) -> FinishedCopy:
-    """All of the copy is durable at the destination."""
+    """The whole copy is durable at the destination."""
     if not isinstance(current, DataSync):
         raise _illegal(current, FinishedCopy.name)
     return FinishedCopy()
 
 
 def wait_for_apply(current: TableReplicationPhase) -> SyncWait:
-    """The worker is within one batch of apply."""
+    """The table sync worker is within one batch of the apply worker."""
     if not isinstance(current, FinishedCopy):
         raise _illegal(current, SyncWait.name)
     return SyncWait()
 
 
 def hand_over(current: TableReplicationPhase, *, snapshot: Lsn, applied: Lsn, acknowledged: Lsn) -> Catchup:
-    """Apply names the boundary from which it takes the table: max(S, P, A).
+    """The apply worker names the boundary at which it takes the table over: max(S, P, A).
 
-    `snapshot` S: the copy already has what is below. `applied` P: apply has already passed that. `acknowledged` A,
-    the highest position ever stored or handed to capture: after a crash the server sends nothing below it.
+    `snapshot` S: the copy has everything below. `applied` P: the apply worker has passed it. `acknowledged` A, the
+    highest position ever stored or handed to capture: after a crash the server sends nothing below it.
     """
     if not isinstance(current, SyncWait):
         raise _illegal(current, Catchup.name)
@@ -68,28 +68,28 @@ def hand_over(current: TableReplicationPhase, *, snapshot: Lsn, applied: Lsn, ac
 
 
 def finish_catchup(current: TableReplicationPhase, durable: Lsn) -> SyncDone:
-    """The worker has brought the table to the boundary that apply named; `durable` is how far it is."""
+    """The table sync worker has reached the boundary of the hand-over; `durable` is the table's position."""
     if not isinstance(current, Catchup):
         raise _illegal(current, SyncDone.name)
     if not reaches(durable, current.lsn):
-        raise _illegal(current, SyncDone.name, f"the table is durable up to {durable} only, not {current.lsn}")
+        raise _illegal(current, SyncDone.name, f"the table is durable only up to {durable}, not {current.lsn}")
     return SyncDone(current.lsn)
 
 
 def may_be_ready(current: TableReplicationPhase, durable: Lsn) -> bool:
-    """Whether a table in SyncDone is Ready now that apply has it durable up to `durable`."""
+    """Return True if a table in SyncDone is Ready once it is durable up to `durable`."""
     return isinstance(current, SyncDone) and reaches(durable, current.lsn)
 
 
 def become_ready(current: TableReplicationPhase, durable: Lsn) -> Ready:
-    """Apply has taken the table over, and holds it at a boundary not before the hand-over."""
+    """The apply worker has taken the table over, at or after the boundary of the hand-over."""
     if not may_be_ready(current, durable):
-        raise _illegal(current, Ready.name, f"apply has it durable up to {durable}")
+        raise _illegal(current, Ready.name, f"it is durable up to {durable}")
     return Ready()
 
 
 def apply_takes(current: TableReplicationPhase, commit_lsn: int) -> bool:
-    """Whether a change whose commit record starts at `commit_lsn` is apply's to write, and not the worker's."""
+    """Return True if the apply worker, not the table sync worker, writes a change with this commit LSN."""
     if isinstance(current, SyncDone):
         return not is_in(commit_lsn, current.lsn)
     return isinstance(current, Ready)
@@ -105,11 +105,11 @@ def fail(
     position: Lsn | None = None,
     after: Errored | None = None,
 ) -> Errored:
-    """The table stops. `position` is how far it is durable; needed where apply follows it, ignored before that.
+    """The table stops. `position` is the boundary up to which it is durable; required in SyncDone and Ready.
 
-    A table that fails again keeps what it had: where it was, since when, and its position, or that it is lost. The
-    same holds for one that was rolled back from the error `after` and has not moved since: a table that fails at
-    every retry does not hold progress for ever.
+    A table that fails again keeps its previous phase, the time of the first failure and its position, or that it is
+    lost. So does a table that was rolled back from the error `after` and has not advanced since: a table that fails at
+    every retry does not hold back progress forever.
     """
     if isinstance(current, Errored):
         policy = RetryPolicy() if current.position_lost else retry_policy
@@ -120,7 +120,7 @@ def fail(
     assert not isinstance(previous, Errored)
     if isinstance(previous, SyncDone | Ready):
         if position is None:
-            raise _illegal(current, Errored.name, "a table that is followed keeps its position when it fails")
+            raise _illegal(current, Errored.name, "a table that fails in SyncDone or Ready needs a position")
         if isinstance(previous, SyncDone):
             position = furthest(position, previous.lsn)
     else:
@@ -131,31 +131,31 @@ def fail(
 
 
 def lose_position(current: TableReplicationPhase) -> Errored:
-    """The hold is over. To be stored *before* progress passes the table; afterwards only a new copy is legal."""
+    """The hold has ended. Store this *before* progress passes the table; afterwards only a new copy is legal."""
     if not isinstance(current, Errored) or current.position is None:
-        raise _illegal(current, "errored with its position lost", "it holds no position")
-    # What was advised before may lead to a rollback, which is not legal any more.
+        raise _illegal(current, "errored with its position lost", "it has no position")
+    # The earlier solution may suggest a rollback, which is no longer legal.
     return replace(current, position_lost=True, retry_policy=RetryPolicy(), solution=_TOO_LATE)
 
 
 def roll_back(current: TableReplicationPhase) -> Init | SyncDone:
-    """The phase from which an Errored table goes on, by a person's or a timer's decision.
+    """Return the phase from which an Errored table resumes, on request or at a timed retry.
 
-    Never another Errored, and never Ready: a table that apply followed comes back as SyncDone at the position it
-    holds, from where apply takes it, and is Ready again when nothing is missing. Before that there is nothing to go
-    back to but the beginning. When its position is lost, only `resync` helps.
+    Never another Errored, and never Ready: a table with a position comes back as SyncDone at that position, and becomes
+    Ready when the apply worker has caught up. Any other table starts again from Init. A table whose position is lost
+    can only be resynced.
     """
     if not isinstance(current, Errored):
-        raise _illegal(current, "an earlier phase", "only an errored table is rolled back")
+        raise _illegal(current, "an earlier phase", "only an errored table can be rolled back")
     if current.position_lost:
         raise IllegalTransition(
-            "the changes since the error are gone: going on would leave a gap", hint=_RESYNC, current=current.name
+            "the changes since the error are lost, so resuming would leave a gap", hint=_RESYNC, current=current.name
         )
     return Init() if current.position is None else SyncDone(current.position)
 
 
 def retry_is_due(current: TableReplicationPhase, now: datetime) -> bool:
-    """Whether a timed retry should roll the table back now."""
+    """Return True if it is time to retry the table."""
     if not isinstance(current, Errored) or current.position_lost:
         return False
     policy = current.retry_policy
@@ -163,19 +163,19 @@ def retry_is_due(current: TableReplicationPhase, now: datetime) -> bool:
 
 
 def resync(current: StoredPhase | None) -> Init:
-    """A new copy, legal from everywhere: asked for by a person, or because changes were lost."""
+    """A new copy, on request or because changes were lost; legal in every phase."""
     del current
     return Init()
 
 
 def after_crash(current: TableReplicationPhase) -> StoredPhase:
-    """What a table is at the next start: what was not handed over is copied again, all else stays."""
+    """Return the phase at the next start: a table that was not handed over is copied again, others keep theirs."""
     stored = stored_form(current)
     return stored if isinstance(stored, SyncDone | Ready | Errored) else Init()
 
 
 def is_legal(current: TableReplicationPhase | None, new: TableReplicationPhase) -> bool:
-    """Whether `new` may follow `current`; staying the same always may."""
+    """Return True if `new` may follow `current`; every phase may follow itself."""
     if current == new or isinstance(new, Init):
         return True
     match new:
@@ -198,9 +198,9 @@ def is_legal(current: TableReplicationPhase | None, new: TableReplicationPhase) 
 
 
 def check_stored(current: StoredPhase | None, new: TableReplicationPhase) -> StoredPhase:
-    """What a store lets through: legal steps, where those between FinishedCopy and SyncDone were in memory."""
+    """Return `new` if a store may set it; the phases between FinishedCopy and SyncDone are never stored."""
     if isinstance(new, SyncWait | Catchup):
-        raise _illegal(current, new.name, "it is not stored: it lives in the memory of the workers")
+        raise _illegal(current, new.name, "this phase is never stored")
     through_memory = isinstance(current, FinishedCopy) and isinstance(new, SyncDone)
     if not through_memory and not is_legal(current, new):
         raise _illegal(current, new.name)
@@ -211,7 +211,7 @@ def _may_be_errored(current: TableReplicationPhase, new: Errored) -> bool:
     if isinstance(current, Errored):
         kept = (current.previous, current.position, current.since) == (new.previous, new.position, new.since)
         return kept and new.position_lost >= current.position_lost
-    # A lost position follows a held one: nobody may skip the step that is stored before progress moves.
+    # A position is held before it is lost: the loss is stored before progress passes the table.
     return stored_form(current) == new.previous and not new.position_lost
 
 

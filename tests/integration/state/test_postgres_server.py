@@ -73,7 +73,7 @@ def test_state_in_use_is_not_migrated(database: Database) -> None:
     later = PostgresDatabase(SourceSettings(database.dsn), "other")
     with PostgresStore(database.dsn, "p") as store:
         store.acquire_lease()
-        with pytest.raises(LeaseHeld, match="pipeline 'p' is driven by"):
+        with pytest.raises(LeaseHeld, match="runs pipeline 'p'"):
             later.migrate(migrations)
         store.update_table_replication_state(1, Init())
     later.migrate(migrations)

@@ -205,7 +205,7 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nobody_there_is_an_error_that_is_tried_again() -> None:
     destination = HttpDestination("http://127.0.0.1:9", retry_seconds=0.1)
-    with pytest.raises(PenstockError, match="out of reach") as caught:
+    with pytest.raises(PenstockError, match="unreachable") as caught:
         destination.startup(make_context())
     assert caught.value.retry is Retry.TIMED
     assert pickle.loads(pickle.dumps(caught.value)).message == caught.value.message

@@ -31,7 +31,7 @@ def full(*_: object, **__: object) -> None:
 
 
 def away(*_: object, **__: object) -> None:
-    raise DestinationUnavailable("the store is out of reach")
+    raise DestinationUnavailable("the store is unreachable")
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_receiver_that_does_not_answer_fails_the_batch(source: ScriptedSource)
         destination.startup(make_context())
         copied(destination, source)
         change_both(source)
-    with pytest.raises(DestinationUnavailable, match="out of reach"):
+    with pytest.raises(DestinationUnavailable, match="unreachable"):
         destination.write_events(source.batch()).result()
 
 
