@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from penstock.capture import CaptureProcess, Reading
 from penstock.changes.steps import Segment
 from penstock.lsn import reaches
@@ -19,7 +21,7 @@ def test_house_is_kept_while_the_server_is_down(own_stream):
         write_rows(stream, 20, 50)
         stream.wait_captured(capture, stream.flushed_position())
         segments = [step for entry in reader.entries(reader.begin) for step in entry.steps if isinstance(step, Segment)]
-        assert all(reader.path(segment).exists() for segment in segments)
+        assert all(Path(segment.path).exists() for segment in segments)
         stream.database.server.stop()
         wait_for(lambda: capture.status.reading is Reading.RETRYING, "the connection to break")
         holds = Holds(SpoolFolder(stream.folder / "one"))
@@ -27,7 +29,7 @@ def test_house_is_kept_while_the_server_is_down(own_stream):
         wait_for(lambda: holds.confirmed("tables", 1), "an answer to a copy")
         end = reader.captured
         reader.readers.advance("tables", end)
-        wait_for(lambda: not any(reader.path(segment).exists() for segment in segments), "segments to go")
+        wait_for(lambda: not any(Path(segment.path).exists() for segment in segments), "segments to go")
         assert capture.status.reading is not Reading.STREAMING
         stream.database.server.start()
         wait_for(lambda: capture.status.reading is Reading.STREAMING, "the connection")

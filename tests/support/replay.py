@@ -143,9 +143,9 @@ def _check_entry(before: Entry | None, entry: Entry) -> None:
 def _check_segment(segment: Segment, rows: Sequence[Change]) -> None:
     keys = [row.key for row in rows]
     if not keys or len(keys) != segment.rows or keys[0] != segment.first or keys[-1] != segment.last:
-        raise Discrepancy(f"{segment.file} has rows that differ from its record")
+        raise Discrepancy(f"{segment.path} has rows that differ from its record")
     if any(after <= before for before, after in pairwise(keys)):
-        raise Discrepancy(f"{segment.file} is not in order")
+        raise Discrepancy(f"{segment.path} is not in order")
 
 
 def _check_whole(entry: Entry, changes: Sequence[Change]) -> None:
@@ -175,7 +175,7 @@ def _read_segment(reader: SpoolReader, segment: Segment, schema: TableSchema) ->
     table = reader.read(segment)
     expected = [*layout.arrow_schema.names, *([UNREPRESENTABLE] if UNREPRESENTABLE in table.column_names else [])]
     if table.column_names != expected:
-        raise Discrepancy(f"{segment.file} has columns {table.column_names}, not {expected}")
+        raise Discrepancy(f"{segment.path} has columns {table.column_names}, not {expected}")
     kept: list[dict[str, str]] = [{}] * table.num_rows
     if UNREPRESENTABLE in table.column_names:
         kept = [_texts_by_name(cell) for cell in table.column(UNREPRESENTABLE).to_pylist()]

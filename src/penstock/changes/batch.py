@@ -9,64 +9,19 @@ where they run. A batch may arrive again after a crash, with other boundaries: w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.frames import frame_of_files, spark_columns
-from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, require_representable
-from penstock.changes.steps import Message, Segment, Step, Truncation
-from penstock.lsn import Lsn, OrderKey, are_in, furthest, is_in, reaches
+from penstock.changes.segment import UNREPRESENTABLE
+from penstock.changes.steps import Entry, Message, Segment, Truncation
+from penstock.lsn import Lsn, furthest, is_in, reaches
 from penstock.schema import TableSchema
-
-_THREADS_FROM_BYTES = 1 << 20
-"""Handing the columns of a small file to threads takes as long as reading it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentFile:
-    """A segment, or the part of it between two boundaries."""
-
-    path: str
-    rows: int
-    """Of the whole file."""
-    bytes: int
-    after: Lsn | None = None
-    """Changes that this boundary covers are not meant; None when there are none in the file."""
-    until: Lsn | None = None
-    """Changes that this boundary does not cover are not meant; None when there are none in the file."""
-    refused_of: str | None = None
-    """The table's name, if cells that their type cannot hold are refused (`out_of_range = "error"`) and there are some
-    in the file; None otherwise."""
-
-    def read(self, columns: list[str] | None = None) -> pa.Table:
-        """The rows that are meant. Raises `ValueOutOfRange` if one of them has a cell that is refused."""
-        whole = self.after is None and self.until is None
-        needed = [] if whole else [COMMIT_LSN]
-        if self.refused_of is not None:
-            needed.append(UNREPRESENTABLE)
-        wanted = None if columns is None else list(dict.fromkeys([*columns, *needed]))
-        with pq.ParquetFile(self.path) as file:
-            table = file.read(columns=wanted, use_threads=self.bytes >= _THREADS_FROM_BYTES)
-        if not whole:
-            table = self._cut(table)
-        if self.refused_of is not None:
-            require_representable(table, self.refused_of)
-        return table if columns is None or table.column_names == columns else table.select(columns)
-
-    def _cut(self, table: pa.Table) -> pa.Table:
-        commits = table.column(COMMIT_LSN).to_numpy()
-        keep = np.ones(len(commits), np.bool_)
-        if self.after is not None:
-            keep &= ~are_in(commits, self.after)
-        if self.until is not None:
-            keep &= are_in(commits, self.until)
-        return table.filter(pa.array(keep))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +30,12 @@ class Rows:
 
     schema: TableSchema
     version: str
-    segments: tuple[SegmentFile, ...]
-    unrepresentable: int = 0
-    """Rows with cells whose type cannot hold them."""
+    segments: tuple[Segment, ...]
+
+    @property
+    def unrepresentable(self) -> int:
+        """Rows with cells whose type cannot hold them, in all of the files."""
+        return sum(segment.unrepresentable for segment in self.segments)
 
     def arrow(self) -> Iterator[pa.Table]:
         """Read the segments, one at a time."""
@@ -92,7 +50,7 @@ class Rows:
         must see the spool under the same path. Raises `ValueOutOfRange` if a cell is refused.
         """
         for segment in self.segments:
-            if segment.refused_of is not None:
+            if segment.refuses and segment.unrepresentable:
                 # Rare, and one narrow column: here, because Spark would say it as an error of its own.
                 segment.read([])
         # Segments with the same boundaries are one scan: in most batches there is one, or two.
@@ -111,16 +69,6 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Truncate:
-    """The table was emptied."""
-
-    key: OrderKey
-    commit_time: int
-    cascade: bool
-    restart_identity: bool
-
-
-@dataclass(frozen=True, slots=True)
 class SchemaChange:
     """The rows that follow have another schema than those before, or than the table has at the destination."""
 
@@ -131,7 +79,7 @@ class SchemaChange:
     """Of the new schema: names the order key from which on it holds."""
 
 
-TableStep = Rows | Truncate | SchemaChange
+TableStep = Rows | Truncation | SchemaChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,32 +119,14 @@ class EventBatch:
         return sum(table.row_count for table in self.tables)
 
 
-class EntryLike(Protocol):
-    """What a batch is made of: entries of the spool."""
-
-    @property
-    def begin(self) -> Lsn: ...
-    @property
-    def end(self) -> Lsn: ...
-    @property
-    def transactions(self) -> int: ...
-    @property
-    def first_commit_time(self) -> int: ...
-    @property
-    def last_commit_time(self) -> int: ...
-    @property
-    def steps(self) -> tuple[Step, ...]: ...
-
-
 def build_batch(
-    entries: Iterable[EntryLike],
+    entries: Iterable[Entry],
     *,
     begin: Lsn,
     end: Lsn,
     positions: Mapping[int, Lsn],
     schemas: Mapping[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
-    root: Path,
     refuse_unrepresentable: bool = False,
 ) -> EventBatch:
     """The changes between two boundaries, of the tables in `positions` and from their positions on.
@@ -215,16 +145,17 @@ def build_batch(
                 continue
             after = furthest(begin, positions[step.table_id])
             if isinstance(step, Truncation):
-                if not is_in(step.key.commit_lsn, after) and is_in(step.key.commit_lsn, end):
-                    names[step.table_id] = step.table
-                    steps.setdefault(step.table_id, []).append(
-                        Truncate(step.key, step.commit_time, step.cascade, step.restart_identity)
-                    )
-                continue
-            file = _part(step, after, end, root, refuse_unrepresentable)
-            if file is not None:
-                names[step.table_id] = step.table
-                _append_rows(steps.setdefault(step.table_id, []), step, file, current, schema_of)
+                if is_in(step.key.commit_lsn, after) or not is_in(step.key.commit_lsn, end):
+                    continue
+                steps.setdefault(step.table_id, []).append(step)
+            else:
+                segment = step.between(after, end)
+                if segment is None:
+                    continue
+                if refuse_unrepresentable:
+                    segment = replace(segment, refuses=True)
+                _append_rows(steps.setdefault(step.table_id, []), segment, current, schema_of)
+            names[step.table_id] = step.table
     timed = [entry for entry in entries if entry.transactions]
     return EventBatch(
         begin=begin,
@@ -236,24 +167,9 @@ def build_batch(
     )
 
 
-def _part(segment: Segment, after: Lsn, until: Lsn, root: Path, refuse: bool) -> SegmentFile | None:
-    """The part of a segment between two boundaries; None if there is none."""
-    if is_in(segment.last.commit_lsn, after) or not is_in(segment.first.commit_lsn, until):
-        return None
-    return SegmentFile(
-        path=str(root / segment.file),
-        rows=segment.rows,
-        bytes=segment.bytes,
-        after=after if is_in(segment.first.commit_lsn, after) else None,
-        until=until if not is_in(segment.last.commit_lsn, until) else None,
-        refused_of=segment.table if refuse and segment.unrepresentable else None,
-    )
-
-
 def _append_rows(
     steps: list[TableStep],
     segment: Segment,
-    file: SegmentFile,
     current: dict[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
 ) -> None:
@@ -264,7 +180,6 @@ def _append_rows(
         current[segment.table_id] = schema
     last = steps[-1] if steps else None
     if isinstance(last, Rows) and last.schema == schema:
-        unrepresentable = last.unrepresentable + segment.unrepresentable
-        steps[-1] = Rows(schema, last.version, (*last.segments, file), unrepresentable)
+        steps[-1] = replace(last, segments=(*last.segments, segment))
     else:
-        steps.append(Rows(schema, segment.version, (file,), segment.unrepresentable))
+        steps.append(Rows(schema, segment.version, (segment,)))

@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from penstock.changes.batch import Rows, SegmentFile
+from penstock.changes.batch import Rows
 from penstock.changes.segment import COMMIT_TIME, OLD, OP, UNCHANGED, UNREPRESENTABLE, Operation, field_names
+from penstock.changes.steps import Segment
 from penstock.changes.texts import Texts, split_texts
 from penstock.schema import ReplicaIdentity, TableSchema
 
@@ -113,7 +114,7 @@ def _read_step(step: Rows, schema: TableSchema, constants: Mapping[str, pa.Scala
     return ChangeColumns(schema, operations, times, rows, texts, not_sent, old_at, old, old_texts)
 
 
-def _columns(segment: SegmentFile, wanted: set[str]) -> list[str] | None:
+def _columns(segment: Segment, wanted: set[str]) -> list[str] | None:
     """What to read of a file, of which only some have texts, or an old identity; None is all."""
     if segment.bytes < _SMALL_BYTES:
         # To look first would take longer than to read what nobody needs.

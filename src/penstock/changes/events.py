@@ -16,7 +16,7 @@ segments that overlap, not the size of the entry.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -39,7 +39,7 @@ from penstock.changes.segment import (
     Operation,
     field_names,
 )
-from penstock.changes.steps import Segment, Step, Truncation
+from penstock.changes.steps import Entry, Segment, Step, Truncation
 from penstock.lsn import Lsn, OrderKey, are_in, is_in
 from penstock.schema import TableSchema
 
@@ -180,16 +180,9 @@ class SegmentReader(Protocol):
         ...
 
 
-class Steps(Protocol):
-    """Whole transactions; an entry of the spool is one."""
-
-    @property
-    def steps(self) -> Sequence[Step]: ...
-
-
 def iterate_events(
     reader: SegmentReader,
-    entries: Iterable[Steps],
+    entries: Iterable[Entry],
     *,
     after: Lsn | None = None,
     tables: Callable[[Segment | Truncation], bool] | None = None,
@@ -199,10 +192,10 @@ def iterate_events(
     `after` is a boundary: transactions that it covers are left out. `tables` says of which tables changes are wanted.
     Entries are taken one at a time and may come from a generator that waits for them.
     """
-    versions: dict[int, str] = {}
+    schemas: dict[int, TableSchema] = {}
     for entry in entries:
         wanted = [step for step in entry.steps if _is_wanted(step, after, tables)]
-        yield from _frame_transactions(_merge(_sources(reader, wanted, after)), versions)
+        yield from _frame_transactions(_merge(_sources(reader, wanted, after)), schemas)
 
 
 def _is_wanted(step: Step, after: Lsn | None, tables: Callable[[Segment | Truncation], bool] | None) -> bool:
@@ -211,9 +204,6 @@ def _is_wanted(step: Step, after: Lsn | None, tables: Callable[[Segment | Trunca
         return False
     return isinstance(step, steps.Message) or tables is None or tables(step)
 
-
-_Item = tuple[Change, str]
-"""A change, and the schema version of its row; empty if it is none."""
 
 # A message has the key of the change behind it, and stands before it.
 _BEFORE, _AT = 0, 1
@@ -226,18 +216,18 @@ class _Source:
     key: OrderKey
     rank: int
     number: int
-    items: Iterator[_Item]
-    item: _Item | None = None
+    changes: Iterator[Change]
+    change: Change | None = None
 
     def __lt__(self, other: _Source) -> bool:
         return (self.key, self.rank, self.number) < (other.key, other.rank, other.number)
 
     def advance(self) -> bool:
-        """Take the next item; False when there is none."""
-        self.item = next(self.items, None)
-        if self.item is not None:
-            self.key = self.item[0].key
-        return self.item is not None
+        """Take the next change; False when there is none."""
+        self.change = next(self.changes, None)
+        if self.change is not None:
+            self.key = self.change.key
+        return self.change is not None
 
 
 def _sources(reader: SegmentReader, wanted: list[Step], after: Lsn | None) -> list[_Source]:
@@ -247,10 +237,10 @@ def _sources(reader: SegmentReader, wanted: list[Step], after: Lsn | None) -> li
             sources.append(_Source(step.first, _AT, len(sources), _iterate_segment(reader, step, after)))
         elif isinstance(step, steps.Message):
             event = Message(step.key, _to_datetime(step.commit_time), step.xid, step.prefix, step.content)
-            sources.append(_Source(step.key, _BEFORE, len(sources), iter([(event, "")])))
+            sources.append(_Source(step.key, _BEFORE, len(sources), iter([event])))
     truncations = sorted((step for step in wanted if isinstance(step, Truncation)), key=lambda step: step.key)
     for key, group in groupby(truncations, key=lambda step: step.key):
-        sources.append(_Source(key, _AT, len(sources), iter([(_truncate(list(group)), "")])))
+        sources.append(_Source(key, _AT, len(sources), iter([_truncate(list(group))])))
     return sources
 
 
@@ -266,36 +256,38 @@ def _truncate(group: list[Truncation]) -> Truncate:
     )
 
 
-def _merge(sources: list[_Source]) -> Iterator[_Item]:
+def _merge(sources: list[_Source]) -> Iterator[Change]:
     heapq.heapify(sources)
     while sources:
         source = sources[0]
-        if source.item is not None:
-            yield source.item
+        if source.change is not None:
+            yield source.change
         if source.advance():
             heapq.heapreplace(sources, source)
         else:
             heapq.heappop(sources)
 
 
-def _frame_transactions(items: Iterator[_Item], versions: dict[int, str]) -> Iterator[Event]:
+def _frame_transactions(changes: Iterator[Change], schemas: dict[int, TableSchema]) -> Iterator[Event]:
     """Put begins, commits and relations where they belong; an entry holds whole transactions."""
     opened: Begin | None = None
-    for change, version in items:
+    for change in changes:
         if opened is None or opened.commit_lsn != change.key.commit_lsn:
             if opened is not None:
                 yield Commit(opened.commit_lsn, opened.commit_time, opened.xid)
             opened = Begin(change.key.commit_lsn, change.commit_time, change.xid)
             yield opened
-        if isinstance(change, Insert | Update | Delete) and versions.get(change.table.table_id) != version:
-            versions[change.table.table_id] = version
-            yield Relation(change.key, change.table)
+        if isinstance(change, Insert | Update | Delete):
+            table, known = change.table, schemas.get(change.table.table_id)
+            if known is not table and known != table:
+                yield Relation(change.key, table)
+            schemas[table.table_id] = table
         yield change
     if opened is not None:
         yield Commit(opened.commit_lsn, opened.commit_time, opened.xid)
 
 
-def _iterate_segment(reader: SegmentReader, segment: Segment, after: Lsn | None) -> Iterator[_Item]:
+def _iterate_segment(reader: SegmentReader, segment: Segment, after: Lsn | None) -> Iterator[Change]:
     rows = reader.read(segment)
     schema = reader.schema(segment)
     first = 0
@@ -303,8 +295,7 @@ def _iterate_segment(reader: SegmentReader, segment: Segment, after: Lsn | None)
         # In commit order, so what is in stands in front.
         first = int(np.count_nonzero(are_in(rows.column(COMMIT_LSN).to_numpy(), after)))
     for start in range(first, rows.num_rows, SLICE_ROWS):
-        for change in _convert(rows.slice(start, SLICE_ROWS), schema):
-            yield change, segment.version
+        yield from _convert(rows.slice(start, SLICE_ROWS), schema)
 
 
 def _convert(rows: pa.Table, schema: TableSchema) -> Iterator[Insert | Update | Delete]:

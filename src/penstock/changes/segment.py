@@ -125,7 +125,7 @@ def count_unrepresentable(rows: pa.Table) -> int:
     return rows.num_rows - rows.column(UNREPRESENTABLE).null_count
 
 
-def require_representable(rows: pa.Table, table: str) -> None:
+def require_representable(rows: pa.Table, table: str, table_id: int) -> None:
     """Under the policy `error`: refuse rows that have such cells, naming the columns and never a value."""
     if count_unrepresentable(rows):
         entries = pc.list_flatten(rows.column(UNREPRESENTABLE).cast(pa.list_(_ENTRY_TYPE)))
@@ -135,5 +135,6 @@ def require_representable(rows: pa.Table, table: str) -> None:
             hint='Choose another out_of_range policy ("keep" loses nothing) and roll the table back; or correct the '
             "values at the source and copy the table again, because those that were sent stay what they are.",
             table=table,
+            table_id=table_id,
             columns=columns,
         )

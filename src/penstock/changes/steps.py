@@ -1,10 +1,23 @@
-"""What happens to a table in order: rows, truncates, and what the source's own code said in between."""
+"""The steps of a table: rows (segments), truncations, and logical messages between them.
+
+The same objects flow from the spool to a destination. A `Segment` names a file and the keys of its changes; a batch
+narrows it to the part between two boundaries. Nothing is read before `Segment.read`. Everything here pickles, so that
+tasks read rows where they run.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.lsn import OrderKey
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, require_representable
+from penstock.lsn import Lsn, OrderKey, are_in, earliest, furthest, is_in
+
+_THREADS_FROM_BYTES = 1 << 20
+"""Handing the columns of a small file to threads takes as long as reading it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +28,64 @@ class Segment:
     table: str
     """Namespace and name, for people."""
     version: str
-    """Of the table's schema."""
-    file: str
-    """Relative to the spool."""
+    """Of the table's schema: the order key from which it is valid."""
+    path: str
     rows: int
+    """In the whole file."""
     bytes: int
     first: OrderKey
+    """No change in the file comes before this key; in the spool, that of the first change."""
     last: OrderKey
+    """No change in the file comes after this key; in the spool, that of the last change."""
     unrepresentable: int = 0
     """Rows with cells whose type cannot hold them; their texts are in `_unrepresentable`."""
+    after: Lsn | None = None
+    """Changes before this boundary are left out; None if there are none in the file."""
+    until: Lsn | None = None
+    """Changes after this boundary are left out; None if there are none in the file."""
+    refuses: bool = False
+    """Reading a row with an unrepresentable value raises (`out_of_range = "error"`)."""
+
+    def between(self, after: Lsn | None, until: Lsn | None = None) -> Segment | None:
+        """The part between two boundaries; None if the keys show that there is none."""
+        if after is not None and is_in(self.last.commit_lsn, after):
+            return None
+        if until is not None and not is_in(self.first.commit_lsn, until):
+            return None
+        if after is None or not is_in(self.first.commit_lsn, after):
+            after = self.after
+        elif self.after is not None:
+            after = furthest(self.after, after)
+        if until is None or is_in(self.last.commit_lsn, until):
+            until = self.until
+        elif self.until is not None:
+            until = earliest(self.until, until)
+        return replace(self, after=after, until=until)
+
+    def read(self, columns: list[str] | None = None) -> pa.Table:
+        """The rows between the boundaries. Raises `ValueOutOfRange` if one has a value that is refused."""
+        whole = self.after is None and self.until is None
+        checked = self.refuses and self.unrepresentable > 0
+        wanted = columns
+        if wanted is not None:
+            needed = [*([] if whole else [COMMIT_LSN]), *([UNREPRESENTABLE] if checked else [])]
+            wanted = list(dict.fromkeys([*wanted, *needed]))
+        with pq.ParquetFile(self.path) as file:
+            table = file.read(columns=wanted, use_threads=self.bytes >= _THREADS_FROM_BYTES)
+        if not whole:
+            table = self._narrow(table)
+        if checked:
+            require_representable(table, self.table, self.table_id)
+        return table if columns is None or table.column_names == columns else table.select(columns)
+
+    def _narrow(self, table: pa.Table) -> pa.Table:
+        commits = table.column(COMMIT_LSN).to_numpy()
+        keep = np.ones(len(commits), np.bool_)
+        if self.after is not None:
+            keep &= ~are_in(commits, self.after)
+        if self.until is not None:
+            keep &= are_in(commits, self.until)
+        return table.filter(pa.array(keep))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +113,26 @@ class Message:
 
 
 Step = Segment | Truncation | Message
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Whole transactions between two boundaries, in commit order: one record of the spool's log."""
+
+    number: int
+    begin: Lsn
+    end: Lsn
+    transactions: int = 0
+    first_commit_time: int = 0
+    last_commit_time: int = 0
+    """Unix microseconds, by the source's clock."""
+    steps: tuple[Step, ...] = ()
+    """The steps of one table are in the order of its changes."""
+
+    @property
+    def rows(self) -> int:
+        return sum(step.rows for step in self.steps if isinstance(step, Segment))
+
+    @property
+    def bytes(self) -> int:
+        return sum(step.bytes for step in self.steps if isinstance(step, Segment))

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from penstock.changes.batch import EventBatch, Rows, SchemaChange, SegmentFile, TableChanges, TableStep, Truncate
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
 from penstock.changes.events import Event, Row, Unrepresentable, iterate_events
-from penstock.changes.segment import COMMIT_LSN, ORDINAL, UNREPRESENTABLE, field_names
-from penstock.changes.steps import Segment, Step, Truncation
+from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, field_names
+from penstock.changes.steps import Entry, Segment, Step, Truncation
 from penstock.destinations.refusals import unreadable
 from penstock.errors import ValueOutOfRange
-from penstock.lsn import Lsn, OrderKey, is_in, reaches
+from penstock.lsn import Lsn, is_in, reaches
 from penstock.schema import TableSchema
 
 PositionOf = Callable[[int], Lsn | None]
@@ -25,18 +25,42 @@ PositionOf = Callable[[int], Lsn | None]
 
 def batch_events(batch: EventBatch, position_of: PositionOf | None = None) -> Iterator[Event]:
     """The events of a batch, all tables merged; what `position_of` a table covers is left out."""
-    reader = _BatchReader()
-    steps: list[Step] = []
-    for table in batch.tables:
-        position = None if position_of is None else position_of(table.table_id)
-        steps += reader.add(leave_out(table, position, batch.begin))
-    return iterate_events(reader, [_Entry(tuple(steps))])
+    tables = [
+        leave_out(table, None if position_of is None else position_of(table.table_id), batch.begin)
+        for table in batch.tables
+    ]
+    return _events(batch, tables)
 
 
 def table_events(batch: EventBatch, table: TableChanges, position: Lsn | None) -> Iterator[Event]:
     """The events of one table; what its recorded position covers is left out."""
-    reader = _BatchReader()
-    return iterate_events(reader, [_Entry(tuple(reader.add(leave_out(table, position, batch.begin))))])
+    return _events(batch, [leave_out(table, position, batch.begin)])
+
+
+def _events(batch: EventBatch, tables: list[TableChanges]) -> Iterator[Event]:
+    reader = _SegmentReader()
+    steps: list[Step] = []
+    for table in tables:
+        for step in table.steps:
+            if isinstance(step, Rows):
+                steps += step.segments
+                reader.schemas |= dict.fromkeys(step.segments, step.schema)
+            elif isinstance(step, Truncation):
+                steps.append(step)
+    return iterate_events(reader, [Entry(0, batch.begin, batch.end, steps=tuple(steps))])
+
+
+@dataclass(slots=True)
+class _SegmentReader:
+    """Reads the segments of a batch for `iterate_events`."""
+
+    schemas: dict[Segment, TableSchema] = field(default_factory=dict[Segment, TableSchema])
+
+    def read(self, segment: Segment) -> pa.Table:
+        return read_segment(segment)
+
+    def schema(self, segment: Segment) -> TableSchema:
+        return self.schemas[segment]
 
 
 def leave_out(table: TableChanges, position: Lsn | None, begin: Lsn) -> TableChanges:
@@ -53,7 +77,7 @@ def leave_out(table: TableChanges, position: Lsn | None, begin: Lsn) -> TableCha
             change = step
             continue
         left = _rows_after(step, position) if isinstance(step, Rows) else step
-        if left is None or (isinstance(left, Truncate) and is_in(left.key.commit_lsn, position)):
+        if left is None or (isinstance(left, Truncation) and is_in(left.key.commit_lsn, position)):
             continue
         if change is not None:
             kept.append(change)
@@ -62,15 +86,14 @@ def leave_out(table: TableChanges, position: Lsn | None, begin: Lsn) -> TableCha
     return replace(table, steps=tuple(kept))
 
 
-def read_segment(file: SegmentFile, rows: Rows, columns: list[str] | None = None) -> pa.Table:
-    """Read a file of a step; an error says of which table."""
+def read_segment(segment: Segment, columns: list[str] | None = None) -> pa.Table:
+    """Read a segment; an error says of which table."""
     try:
-        return file.read(columns)
-    except ValueOutOfRange as error:
-        error.facts["table_id"] = rows.schema.table_id
+        return segment.read(columns)
+    except ValueOutOfRange:
         raise
     except Exception as error:
-        raise unreadable(str(rows.schema), rows.schema.table_id, error) from error
+        raise unreadable(segment.table, segment.table_id, error) from error
 
 
 def copied_rows(batch: pa.RecordBatch | pa.Table, schema: TableSchema) -> Iterator[Row]:
@@ -92,56 +115,12 @@ def copied_rows(batch: pa.RecordBatch | pa.Table, schema: TableSchema) -> Iterat
 
 def _rows_after(rows: Rows, position: Lsn) -> Rows | None:
     """The part of the rows that a position does not cover; None if there is none."""
-    segments = tuple(
-        segment
-        for segment in (_after(segment, position) for segment in rows.segments)
-        if segment.after is None or read_segment(segment, rows, [COMMIT_LSN]).num_rows
-    )
+    narrowed = (segment.between(position) for segment in rows.segments)
+    segments = tuple(segment for segment in narrowed if segment is not None and not _is_empty(segment))
     return replace(rows, segments=segments) if segments else None
 
 
-def _after(segment: SegmentFile, position: Lsn) -> SegmentFile:
-    if segment.after is not None and reaches(segment.after, position):
-        return segment
-    return replace(segment, after=position)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    steps: tuple[Step, ...]
-
-
-@dataclass(slots=True)
-class _BatchReader:
-    """Gives the segments of a batch the form that `iterate_events` merges."""
-
-    files: dict[str, tuple[SegmentFile, Rows]] = field(default_factory=dict[str, tuple[SegmentFile, Rows]])
-
-    def add(self, table: TableChanges) -> Iterator[Step]:
-        for step in table.steps:
-            if isinstance(step, Rows):
-                for file in step.segments:
-                    segment = self._segment(table, step, file)
-                    if segment is not None:
-                        yield segment
-            elif isinstance(step, Truncate):
-                yield Truncation(
-                    table.table_id, table.table, step.key, step.commit_time, 0, step.cascade, step.restart_identity
-                )
-
-    def _segment(self, table: TableChanges, rows: Rows, file: SegmentFile) -> Segment | None:
-        keys = read_segment(file, rows, [COMMIT_LSN, ORDINAL])
-        if keys.num_rows == 0:
-            return None
-        name = f"{len(self.files)}"
-        self.files[name] = (file, rows)
-        first, last = (
-            OrderKey(Lsn(keys.column(COMMIT_LSN)[at].as_py()), keys.column(ORDINAL)[at].as_py()) for at in (0, -1)
-        )
-        return Segment(table.table_id, table.table, rows.version, name, keys.num_rows, file.bytes, first, last)
-
-    def read(self, segment: Segment) -> pa.Table:
-        return read_segment(*self.files[segment.file])
-
-    def schema(self, segment: Segment) -> TableSchema:
-        return self.files[segment.file][1].schema
+def _is_empty(segment: Segment) -> bool:
+    """Whether no change lies between the boundaries. Keys tell, unless both boundaries lie inside of the file."""
+    inside = segment.after is not None and segment.until is not None
+    return inside and not read_segment(segment, [COMMIT_LSN]).num_rows

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from penstock.changes.batch import EventBatch, Rows, Truncate
+from penstock.changes.batch import EventBatch, Rows
 from penstock.changes.segment import (
     COMMIT_LSN,
     OLD,
@@ -28,6 +28,7 @@ from penstock.changes.segment import (
     Operation,
     field_names,
 )
+from penstock.changes.steps import Truncation
 from penstock.schema import TableSchema
 from penstock.source.patterns import TableName
 
@@ -112,7 +113,7 @@ def changes_in_pieces(batch: EventBatch, wanted: Mapping[TableName, WantedColumn
     Which documents a change affects follows from the row's own values, so the rows of one transaction may be resolved
     in several pieces. Truncated tables come first: their links are forgotten before new ones are stored.
     """
-    emptied = {table.table for table in batch.tables if any(isinstance(step, Truncate) for step in table.steps)}
+    emptied = {table.table for table in batch.tables if any(isinstance(step, Truncation) for step in table.steps)}
     truncated = frozenset(name for name in wanted if str(name) in emptied)
     rows: list[RowChanges] = []
     xids: set[int] = set()

@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from penstock.changes.steps import Message, Segment
+from penstock.changes.steps import Entry, Message, Segment
 from penstock.errors import PositionGone
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
-from penstock.spool.entries import Entry
 from penstock.spool.folder import SpoolFolder
 from penstock.spool.log import LogTail
 from penstock.spool.registry import Readers
@@ -96,14 +94,10 @@ class SpoolReader:
         """One version of a table's schema."""
         return self._schemas.load(table_id, version)
 
-    def path(self, segment: Segment) -> Path:
-        return self._folder.root / segment.file
-
     def read(self, segment: Segment) -> pa.Table:
         """A segment's rows."""
         try:
-            with pq.ParquetFile(self.path(segment)) as file:
-                return file.read()
+            return segment.read()
         except FileNotFoundError:
             raise PositionGone(
                 f"a segment of {segment.table} was released already", position=segment.first.commit_lsn

@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.changes.steps import Segment
+from penstock.changes.steps import Entry, Segment
 from penstock.lsn import Lsn, earliest, is_in, reaches
 from penstock.spool.disk import is_disk_full
-from penstock.spool.entries import Entry
 from penstock.spool.folder import SpoolFolder
 from penstock.spool.log import parse
 from penstock.spool.registry import Hold, Holds
@@ -92,7 +91,7 @@ class Retention:
                     if step.table_id in holds and not is_in(step.last.commit_lsn, holds[step.table_id]):
                         kept.setdefault(step.table_id, []).append(step)
                     else:
-                        (self._folder.root / step.file).unlink(missing_ok=True)
+                        Path(step.path).unlink(missing_ok=True)
             if kept:
                 self._held.append((entry, kept))
             else:
@@ -104,7 +103,7 @@ class Retention:
             entry, kept = self._held.popleft()
             for table_id in [table_id for table_id in kept if table_id not in holds]:
                 for segment in kept.pop(table_id):
-                    (self._folder.root / segment.file).unlink(missing_ok=True)
+                    Path(segment.path).unlink(missing_ok=True)
             if kept:
                 self._held.append((entry, kept))
             else:
@@ -141,12 +140,12 @@ class Retention:
             return
         passed = earliest(floor, *holds.values())
         for part, following in itertools.pairwise(self._folder.log_parts()):
-            if not reaches(passed, _begin_of(following)):
+            if not reaches(passed, _begin_of(following, self._folder.root)):
                 return
             part.unlink(missing_ok=True)
 
 
-def _begin_of(part: Path) -> Lsn:
+def _begin_of(part: Path, root: Path) -> Lsn:
     with open(part, "rb") as file:
-        entries, _ = parse(file.readline())
+        entries, _ = parse(file.readline(), root)
     return entries[0].begin if entries else Lsn((1 << 64) - 1)

@@ -23,15 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.segment import count_unrepresentable
-from penstock.changes.steps import Message, Segment, Step, Truncation
+from penstock.changes.steps import Entry, Message, Segment, Step, Truncation
 from penstock.errors import SpoolCorrupt, SpoolInUse
 from penstock.lsn import Lsn, OrderKey, furthest, reaches
 from penstock.schema import TableSchema
 from penstock.source.lineage import Lineage
 from penstock.spool.disk import DiskGuard, Stopping, append, is_disk_full
-from penstock.spool.entries import Entry, to_line
 from penstock.spool.folder import SpoolFolder, read_file, remove_damaged, replace_file
-from penstock.spool.log import read_parts
+from penstock.spool.log import read_parts, to_line
 from penstock.spool.registry import Readers
 from penstock.spool.retention import Retention
 from penstock.spool.schemas import SchemaVersions
@@ -155,7 +154,7 @@ class SpoolWriter:
                 table_id=schema.table_id,
                 table=str(schema),
                 version=version,
-                file=str(path.relative_to(self._settings.path)),
+                path=str(path),
                 rows=rows.num_rows,
                 bytes=size,
                 first=first,
@@ -238,7 +237,7 @@ class SpoolWriter:
         self._segment_count = 0
 
     def _append(self, entry: Entry) -> None:
-        line = to_line(entry)
+        line = to_line(entry, self._folder.root)
         path = self._part()
         size = path.stat().st_size if path.exists() else 0
         self.disk.run(lambda: append(path, line), lambda: path.exists() and os.truncate(path, size))
@@ -293,7 +292,7 @@ class SpoolWriter:
         for before, after in itertools.pairwise(entries):
             if before.end != after.begin or before.number >= after.number:
                 raise SpoolCorrupt(f"entry {after.number} does not follow entry {before.number}")
-        named = {Path(step.file).parent.name for entry in entries for step in entry.steps if isinstance(step, Segment)}
+        named = {Path(step.path).parent.name for entry in entries for step in entry.steps if isinstance(step, Segment)}
         for folder in self._folder.segments.iterdir():
             if folder.name not in named:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -48,7 +48,6 @@ class BatchWriter:
         types: TypeSettings | None = None,
     ) -> None:
         self.reader = SpoolReader(spool)
-        self._spool = spool
         self._store = store
         self._destination = destination
         self._settings = settings
@@ -83,7 +82,6 @@ class BatchWriter:
             positions=unsent,
             schemas=self._schemas_at(unsent),
             schema_of=self.reader.load_schema,
-            root=self._spool,
             refuse_unrepresentable=self._refuses,
         )
         durable = dict.fromkeys(positions, end)

@@ -70,7 +70,6 @@ class Stream:
             positions=dict.fromkeys(tables, begin),
             schemas={},
             schema_of=reader.load_schema,
-            root=self.settings.spool.path,
         )
 
 

@@ -58,7 +58,6 @@ def batch(database: Any, tmp_path: Path) -> EventBatch:
         positions={table_id: boundaries[0]},
         schemas={},
         schema_of=reader.load_schema,
-        root=spool.path,
     )
 
 

@@ -29,8 +29,9 @@ def batch(folder: Path, *, begin: int = 0, end: int = 300, refuse: bool = True) 
         for at, kept in ((GOOD, None), (BAD, [("at", "infinity")]))
     ]
     fields = segment_layout(SCHEMA).arrow_schema.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE))
-    pq.write_table(pa.Table.from_pylist(rows, schema=fields), folder / "s.parquet")
-    segment = Segment(1, "public.t", "v", "s.parquet", 2, 100, OrderKey(GOOD, 0), OrderKey(BAD, 0), unrepresentable=1)
+    path = folder / "s.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema=fields), path)
+    segment = Segment(1, "public.t", "v", str(path), 2, 100, OrderKey(GOOD, 0), OrderKey(BAD, 0), unrepresentable=1)
     return build_batch(
         [Entry(1, Lsn(0), Lsn(300), 2, 1, 1, (segment,))],
         begin=Lsn(begin),
@@ -38,7 +39,6 @@ def batch(folder: Path, *, begin: int = 0, end: int = 300, refuse: bool = True) 
         positions={1: Lsn(begin)},
         schemas={1: SCHEMA},
         schema_of=lambda table_id, version: SCHEMA,
-        root=folder,
         refuse_unrepresentable=refuse,
     )
 

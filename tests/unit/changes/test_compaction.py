@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.changes.batch import Rows, Truncate
+from penstock.changes.batch import Rows
 from penstock.changes.columns import read_changes
 from penstock.changes.compaction import LIVE, KnownRows, compact, keys_of
 from penstock.changes.events import Unchanged
 from penstock.changes.segment import field_names
+from penstock.changes.steps import Truncation
 from penstock.changes.texts import join_texts, split_texts
 from penstock.destinations.batch_events import batch_events
 from penstock.destinations.mirror import MirrorTable
@@ -37,7 +38,7 @@ class Lake:
 
     def apply(self, steps: list[Any]) -> None:
         for step in steps:
-            if isinstance(step, Truncate):
+            if isinstance(step, Truncation):
                 self.rows, self.texts = self.rows.slice(0, 0), {}
             elif isinstance(step, Rows):
                 self._apply(step)

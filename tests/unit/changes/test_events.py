@@ -66,11 +66,11 @@ class FakeReader:
     opened: list[str] = field(default_factory=list)
 
     def read(self, segment: Segment) -> pa.Table:
-        self.opened.append(segment.file)
-        return self.tables[segment.file]
+        self.opened.append(segment.path)
+        return self.tables[segment.path]
 
     def schema(self, segment: Segment) -> TableSchema:
-        return self.schemas[segment.file]
+        return self.schemas[segment.path]
 
     def add(self, schema: TableSchema, changes: list[dict[str, Any]], version: str = "v1") -> Segment:
         """A segment with these changes; `_op` of the table is called `_op#3` here."""

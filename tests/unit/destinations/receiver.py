@@ -23,7 +23,7 @@ from penstock.changes.events import (
     Update,
     iterate_events,
 )
-from penstock.changes.steps import Segment
+from penstock.changes.steps import Entry, Segment
 from penstock.destinations.batch_events import copied_rows
 from penstock.destinations.http import read_bodies
 from penstock.destinations.mirror import MirrorTable
@@ -189,11 +189,6 @@ def _copied(request: Request) -> list[Row]:
     return [_row(line, "row", "unrepresentable", "unchanged") for line in map(json.loads, request.body.splitlines())]
 
 
-@dataclass
-class _Steps:
-    steps: tuple[Any, ...]
-
-
 class _Reader:
     def __init__(self, rows: Any, schema: TableSchema) -> None:
         self.rows, self.table = rows, schema
@@ -212,7 +207,7 @@ def _arrow_events(body: bytes, schema: TableSchema) -> Any:
         elif step.step == "rows":
             key = OrderKey(Lsn(0), 0)
             segment = Segment(schema.table_id, str(schema), "v", "f", step.rows.num_rows, 0, key, key)
-            events = iterate_events(_Reader(step.rows, step.schema), [_Steps((segment,))])
+            events = iterate_events(_Reader(step.rows, step.schema), [Entry(0, Lsn(0), Lsn(0), steps=(segment,))])
             yield from (each for each in events if isinstance(each, Relation | Insert | Update | Delete))
 
 

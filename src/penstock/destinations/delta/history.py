@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.changes.batch import Rows, Truncate
+from penstock.changes.batch import Rows
 from penstock.changes.columns import unsent_cells
 from penstock.changes.segment import (
     COMMIT_LSN,
@@ -22,6 +22,7 @@ from penstock.changes.segment import (
     Operation,
     field_names,
 )
+from penstock.changes.steps import Truncation
 from penstock.changes.texts import join_texts, split_texts
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.delta.layout import TableLayout
@@ -37,14 +38,14 @@ _OPERATIONS = (None, *(operation.name.lower() for operation in Operation))
 _TIME = pa.timestamp("us", "UTC")
 
 
-def history_rows(steps: Sequence[Rows | Truncate], layout: TableLayout) -> pa.Table:
+def history_rows(steps: Sequence[Rows | Truncation], layout: TableLayout) -> pa.Table:
     """The changes of a batch, in order."""
     parts: list[pa.Table] = []
     for step in steps:
-        if isinstance(step, Truncate):
+        if isinstance(step, Truncation):
             parts.append(_truncated(step))
         else:
-            parts += [_changes(read_segment(segment, step), step.schema, layout) for segment in step.segments]
+            parts += [_changes(read_segment(segment), step.schema, layout) for segment in step.segments]
     has_texts = any(UNREPRESENTABLE in part.column_names for part in parts)
     schema = pa.schema([field for field in layout.schema if has_texts or field.name != UNREPRESENTABLE])
     return pa.concat_tables([fit(part, schema) for part in parts]) if parts else schema.empty_table()
@@ -62,7 +63,7 @@ def copied_rows(rows: pa.Table, position: Lsn) -> pa.Table:
     return rows
 
 
-def _truncated(step: Truncate) -> pa.Table:
+def _truncated(step: Truncation) -> pa.Table:
     row = {
         OP: [TRUNCATED],
         COMMIT_LSN: [int(step.key.commit_lsn)],

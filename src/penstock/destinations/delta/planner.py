@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep, Truncate
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
 from penstock.changes.segment import field_names
+from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import leave_out
 from penstock.destinations.delta.actions import Add
@@ -75,7 +76,7 @@ def plan_table(
     if not left.steps:
         return None
     layout, constants = _layout_after(version.state.layout, left)
-    steps = tuple(step for step in left.steps if isinstance(step, Rows | Truncate))
+    steps = tuple(step for step in left.steps if isinstance(step, Rows | Truncation))
     files = tuple(LiveFile.of(add) for add in version.snapshot.files.values())
     storage = table.log.storage
     work = TableWork(
@@ -90,7 +91,7 @@ def plan_table(
         constants,
     )
     # Of a mirror nothing is left after a truncate.
-    gone = mode is Mode.MIRROR and any(isinstance(step, Truncate) for step in steps)
+    gone = mode is Mode.MIRROR and any(isinstance(step, Truncation) for step in steps)
     fills = backfills(changes.table, storage, layout, files, constants) if constants and not gone else ()
     end = position if reaches(position, batch.end) else batch.end
     return Plan(table, version, replace(version.state, layout=layout), end, work, fills)

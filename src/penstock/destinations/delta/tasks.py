@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.changes.batch import Rows, Truncate
+from penstock.changes.batch import Rows
 from penstock.changes.columns import ChangeColumns, read_changes
 from penstock.changes.compaction import NetChanges, compact
+from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
@@ -41,7 +42,7 @@ class TableWork:
     """Of the table's folder."""
     layout: TableLayout
     """After the batch."""
-    steps: tuple[Rows | Truncate, ...]
+    steps: tuple[Rows | Truncation, ...]
     files: tuple[LiveFile, ...]
     """All that the table has."""
     deletion_vectors: bool = True
@@ -89,7 +90,7 @@ def _append(work: TableWork) -> Written:
 def _mirror(work: TableWork) -> Written:
     """Rows before a truncate do not matter, neither those of the lake nor those of the batch."""
     watch = _Watch()
-    truncates = [number for number, step in enumerate(work.steps) if isinstance(step, Truncate)]
+    truncates = [number for number, step in enumerate(work.steps) if isinstance(step, Truncation)]
     steps = _rows(work.steps[truncates[-1] + 1 :] if truncates else work.steps)
     files = () if truncates else work.files
     gone = tuple(file.path for file in work.files) if truncates else ()
@@ -107,7 +108,7 @@ def _mirror(work: TableWork) -> Written:
 
 def _keep_deleted(work: TableWork) -> Written:
     """Deleted rows stay."""
-    if any(isinstance(step, Truncate) for step in work.steps):
+    if any(isinstance(step, Truncation) for step in work.steps):
         return _truncate_softly(work)
     watch = _Watch()
     changes = _read(work, _rows(work.steps))
@@ -122,7 +123,7 @@ def _keep_deleted(work: TableWork) -> Written:
 def _truncate_softly(work: TableWork) -> Written:
     """A truncate deletes all rows that there are, so every file is written anew; once, also for several of them."""
     watch = _Watch()
-    truncates = [step for step in work.steps if isinstance(step, Truncate)]
+    truncates = [step for step in work.steps if isinstance(step, Truncation)]
     pending: list[tuple[pa.Table, pa.Array | None]] = []
     matches: list[FileMatch] = []
     for number, steps in enumerate(_between_truncates(work.steps)):
@@ -184,15 +185,15 @@ def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
     return changes.fitted(work.layout.renames, work.layout.fit)
 
 
-def _rows(steps: Sequence[Rows | Truncate]) -> list[Rows]:
+def _rows(steps: Sequence[Rows | Truncation]) -> list[Rows]:
     return [step for step in steps if isinstance(step, Rows)]
 
 
-def _between_truncates(steps: Sequence[Rows | Truncate]) -> list[list[Rows]]:
+def _between_truncates(steps: Sequence[Rows | Truncation]) -> list[list[Rows]]:
     """The rows before the first truncate, between the first and the second, and so on."""
     parts: list[list[Rows]] = [[]]
     for step in steps:
-        if isinstance(step, Truncate):
+        if isinstance(step, Truncation):
             parts.append([])
         else:
             parts[-1].append(step)

@@ -17,8 +17,9 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, Truncate
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
 from penstock.changes.events import Begin, Commit, Relation
+from penstock.changes.steps import Truncation
 from penstock.destinations.batch_events import copied_rows, read_segment, table_events
 from penstock.destinations.json_lines import copied_row_to_json, event_to_json
 from penstock.lsn import Lsn, OrderKey
@@ -113,15 +114,15 @@ def relation_to_json(schema: TableSchema) -> str:
     return json.dumps(record | {"definition": schema_to_json(schema)}, ensure_ascii=False, separators=(",", ":"))
 
 
-def _write_step(file: IO[bytes], step: Rows | Truncate | SchemaChange) -> None:
+def _write_step(file: IO[bytes], step: Rows | Truncation | SchemaChange) -> None:
     match step:
         case Rows():
             for segment in step.segments:
-                _write_stream(file, _rows_metadata(step.schema), read_segment(segment, step))
+                _write_stream(file, _rows_metadata(step.schema), read_segment(segment))
         case SchemaChange():
             metadata = {STEP: "schema", SCHEMA: json.dumps(schema_to_json(step.new))}
             _write_stream(file, metadata, pa.table({}))
-        case Truncate():
+        case Truncation():
             metadata = {STEP: "truncate", KEY: f"{step.key.commit_lsn} {step.key.ordinal}"}
             _write_stream(file, metadata, pa.table({}))
 

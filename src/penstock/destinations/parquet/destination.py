@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from penstock.changes.batch import EventBatch, Rows, SchemaChange, SegmentFile, TableChanges
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
+from penstock.changes.steps import Segment
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.batch_events import leave_out
 from penstock.destinations.parquet.folder import Generation, Origin, RootFolder, TableFolder
@@ -326,9 +327,9 @@ class ParquetDestination:
         return self._context
 
 
-def _parts(segments: tuple[SegmentFile, ...]) -> list[tuple[SegmentFile, ...]]:
+def _parts(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
     """Consecutive segments that make a file of a good size."""
-    parts: list[list[SegmentFile]] = []
+    parts: list[list[Segment]] = []
     size = 0
     for segment in segments:
         if not parts or size + segment.bytes > _PART_BYTES:

@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.changes.steps import Segment
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.parquet.manifests import (
+    DataFile,
     Manifest,
     ManifestKind,
     from_json,
@@ -31,6 +33,7 @@ from penstock.destinations.parquet.manifests import (
     put_if_absent,
     to_json,
 )
+from penstock.lsn import OrderKey
 from penstock.schema import TableSchema
 
 _REMOVED = "removed-"
@@ -75,6 +78,19 @@ class Generation:
         """What it began with."""
         record: dict[str, Any] = json.loads((self.path / "generation.json").read_text())
         return Origin(**record)
+
+    def segment(self, manifest: Manifest, file: DataFile, schema: TableSchema, version: str) -> Segment:
+        """A file of changes as what `penstock.changes` reads; all its changes are between the manifest's boundaries."""
+        return Segment(
+            schema.table_id,
+            str(schema),
+            version,
+            str(self.data / file.name),
+            file.rows,
+            file.bytes,
+            OrderKey(manifest.begin, 0),
+            OrderKey(manifest.position, 0),
+        )
 
     def numbers(self) -> list[int]:
         """Of the manifests, in order."""

@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from penstock.changes.batch import Truncate
+from penstock.changes.steps import Truncation
 from penstock.durable import sync_folder
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
@@ -59,7 +59,7 @@ class NewSchema:
     """Empty for that of the copy."""
 
 
-ManifestStep = DataFile | NewSchema | Truncate
+ManifestStep = DataFile | NewSchema | Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _step_to_json(step: ManifestStep) -> dict[str, Any]:
             return {"file": step.name, "rows": step.rows, "bytes": step.bytes}
         case NewSchema():
             return {"schema": schema_to_json(step.schema), "version": step.version}
-        case Truncate():
+        case Truncation():
             return {
                 "truncate": str(step.key.commit_lsn),
                 "ordinal": step.key.ordinal,
@@ -167,9 +167,13 @@ def _step_from_json(record: dict[str, Any]) -> ManifestStep:
         return DataFile(record["file"], record["rows"], record["bytes"])
     if "schema" in record:
         return NewSchema(schema_from_json(record["schema"]), record["version"])
-    return Truncate(
-        OrderKey(Lsn.parse(record["truncate"]), record["ordinal"]),
-        record["commit_time"],
-        record["cascade"],
-        record["restart_identity"],
+    # Which table it is of is not in the record: a manifest is of one table.
+    return Truncation(
+        table_id=0,
+        table="",
+        key=OrderKey(Lsn.parse(record["truncate"]), record["ordinal"]),
+        commit_time=record["commit_time"],
+        xid=0,
+        cascade=record["cascade"],
+        restart_identity=record["restart_identity"],
     )

@@ -18,10 +18,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from penstock.changes.batch import Rows, SegmentFile, Truncate
+from penstock.changes.batch import Rows
 from penstock.changes.columns import read_changes
 from penstock.changes.compaction import KnownRows, NetChanges, compact, keys_of
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, field_names
+from penstock.changes.steps import Truncation
 from penstock.changes.texts import Texts, join_texts, split_texts
 from penstock.destinations.base import RangeReader
 from penstock.destinations.parquet.folder import Generation
@@ -167,12 +168,11 @@ def pin_generation(generation: Generation) -> PinnedParquet:
             match step:
                 case NewSchema():
                     current = step.schema
-                case Truncate():
+                case Truncation():
                     # Nothing from before it counts.
                     copied, steps = [], []
                 case DataFile():
-                    file = SegmentFile(str(generation.data / step.name), step.rows, step.bytes)
-                    steps.append(Rows(current, "", (file,)))
+                    steps.append(Rows(current, "", (generation.segment(manifest, step, current, ""),)))
     names = dict(zip((column.attnum for column in copied_schema.columns), field_names(copied_schema), strict=True))
     reader = CurrentReader(
         schema=current,

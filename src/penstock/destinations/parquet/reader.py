@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.changes.batch import EventBatch, Rows, SegmentFile, TableChanges, TableStep, Truncate
+from penstock.changes.batch import EventBatch, Rows, TableChanges, TableStep
+from penstock.changes.steps import Truncation
 from penstock.destinations.batch_events import copied_rows, table_events
 from penstock.destinations.mirror import MirrorTable
 from penstock.destinations.parquet.folder import Generation, RootFolder
@@ -91,12 +93,12 @@ def _apply(mirror: MirrorTable, generation: Generation, manifest: Manifest, curr
     for step in manifest.steps:
         match step:
             case DataFile():
-                file = SegmentFile(str(generation.data / step.name), step.rows, step.bytes)
-                steps.append(Rows(current.schema, current.version, (file,)))
+                segment = generation.segment(manifest, step, current.schema, current.version)
+                steps.append(Rows(current.schema, current.version, (segment,)))
             case NewSchema():
                 current = step
-            case Truncate():
-                steps.append(step)
+            case Truncation():
+                steps.append(replace(step, table_id=current.schema.table_id, table=str(current.schema)))
     changes = TableChanges(current.schema.table_id, str(current.schema), tuple(steps))
     batch = EventBatch(manifest.begin, manifest.position, 0, 0, 0, (changes,))
     for event in table_events(batch, changes, None):

@@ -82,7 +82,7 @@ def _segments(rows: Rows) -> Iterator[pa.Table]:
     """The segments' rows with the same columns in each: only some have `_unrepresentable`."""
     has_texts = any(UNREPRESENTABLE in pq.read_schema(segment.path).names for segment in rows.segments)
     for segment in rows.segments:
-        table = read_segment(segment, rows)
+        table = read_segment(segment)
         if has_texts and UNREPRESENTABLE not in table.column_names:
             nothing = pa.nulls(table.num_rows, UNREPRESENTABLE_TYPE)
             table = table.append_column(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE), nothing)

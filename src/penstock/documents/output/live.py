@@ -76,7 +76,6 @@ class LiveChanges:
     ) -> None:
         """`name` is the reader's in the spool. `altered` hears that a table is not what was compiled for."""
         self._name = name
-        self._spool = spool
         self._reader = SpoolReader(spool)
         self._settings = settings
         self._store = store
@@ -148,7 +147,6 @@ class LiveChanges:
             positions=dict.fromkeys(tables, self._position),
             schemas={},
             schema_of=self._reader.load_schema,
-            root=self._spool,
         )
 
     def _is_altered(self, entries: Sequence[Entry], indexes: Indexes) -> bool:

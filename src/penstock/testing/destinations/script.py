@@ -38,7 +38,7 @@ from penstock.changes.segment import (
     field_names,
     segment_layout,
 )
-from penstock.changes.steps import Segment, Step, Truncation
+from penstock.changes.steps import Entry, Segment, Step, Truncation
 from penstock.destinations.base import DestinationContext, Tasks
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, OrderKey, is_in
@@ -127,16 +127,6 @@ class _Change:
     old: Row | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    begin: Lsn
-    end: Lsn
-    transactions: int
-    first_commit_time: int
-    last_commit_time: int
-    steps: tuple[Step, ...]
-
-
 @dataclass(slots=True)
 class ScriptedTransaction:
     """Changes of one transaction."""
@@ -179,7 +169,7 @@ class ScriptedSource:
         self._folder = folder
         self._start = self._position = start
         self._pending: list[ScriptedTransaction] = []
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._schemas: dict[tuple[int, str], TableSchema] = {}
         self._began: dict[int, list[tuple[Lsn, str]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +211,6 @@ class ScriptedSource:
             positions=dict.fromkeys(tables, begin) if positions is None else positions,
             schemas={table_id: self._schema_at(table_id, begin) for table_id in tables},
             schema_of=lambda table_id, version: self._schemas[table_id, version],
-            root=self._folder,
         )
 
     def _version(self, schema: TableSchema) -> str:
@@ -256,7 +245,9 @@ class ScriptedSource:
             if run:
                 steps.append(self._write_segment(run))
         begin = self._entries[-1].end if self._entries else self._start
-        self._entries.append(_Entry(begin, self._position, len(self._pending), _TIME, _TIME, tuple(steps)))
+        self._entries.append(
+            Entry(len(self._entries), begin, self._position, len(self._pending), _TIME, _TIME, tuple(steps))
+        )
         self._pending = []
 
     def _write_segment(self, run: list[_Change]) -> Segment:
@@ -266,7 +257,7 @@ class ScriptedSource:
         pq.write_table(table, path)
         first, last = run[0].key, run[-1].key
         return Segment(
-            schema.table_id, str(schema), run[0].version, path.name, len(run), path.stat().st_size, first, last,
+            schema.table_id, str(schema), run[0].version, str(path), len(run), path.stat().st_size, first, last,
             unrepresentable=table.num_rows - table.column(UNREPRESENTABLE).null_count
             if UNREPRESENTABLE in table.column_names
             else 0,
