@@ -26,11 +26,10 @@ from penstock.destinations.base import Destination, DestinationContext, Tasks
 from penstock.errors import IllegalTransition, LeaseLost, PenstockError, Retry, SourceError
 from penstock.lsn import Lsn
 from penstock.retry import Backoff
+from penstock.source.catalog import sort_by_size
 from penstock.source.connections import Role, connect
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Lineage, current_position
 from penstock.source.publications import Membership, changes_between
-from penstock.source.sizes import sort_by_size
-from penstock.source.wal import current_position
 from penstock.state import (
     Command,
     CommandKind,

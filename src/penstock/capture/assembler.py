@@ -11,13 +11,12 @@ rolled-back sub-transactions: by the same code, with the same ordinals as if it 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.capture import scan as wire
+from penstock.capture import parcels
 from penstock.capture.block import Block, Cut, DecodedPart, Mark, RowIndex, Transaction
 from penstock.capture.messages import (
     StreamCommit,
@@ -28,30 +27,14 @@ from penstock.capture.messages import (
     parse_stream_start,
     parse_truncate,
 )
-from penstock.capture.relations import RelationMap, SchemaResolver
-from penstock.capture.scan import HEADER, Parcel, Scan
+from penstock.capture.parcels import HEADER, Parcel, Scan
+from penstock.capture.relations import CatalogResolver, RelationMap
 from penstock.capture.streams import OpenStreams
 from penstock.changes.steps import Message, Truncation
 from penstock.errors import DecodeError
 from penstock.lsn import Lsn, OrderKey, furthest
-from penstock.schema import TableSchema
+from penstock.spool import SpoolWriter
 from penstock.values import TypeSettings
-
-
-class EntrySink(Protocol):
-    """Where whole transactions go. Called from one thread; the spool's writer is one."""
-
-    def write_rows(self, schema: TableSchema, rows: pa.Table, first: OrderKey, last: OrderKey) -> None:
-        """Add consecutive changes of a table to the entry that is being made."""
-        ...
-
-    def write_step(self, step: Truncation | Message) -> None:
-        """Add what is not a row to the entry that is being made."""
-        ...
-
-    def publish(self, end: Lsn, *, transactions: int, commit_times: tuple[int, int]) -> None:
-        """Make the entry visible; it ends at this boundary. Entries without rows or steps move the position only."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +58,7 @@ class Assembler:
     """One connection's messages; a new connection starts with a new one."""
 
     def __init__(
-        self, sink: EntrySink, resolver: SchemaResolver, streams: OpenStreams, settings: AssemblerSettings
+        self, sink: SpoolWriter, resolver: CatalogResolver, streams: OpenStreams, settings: AssemblerSettings
     ) -> None:
         self._sink = sink
         self._settings = settings
@@ -107,23 +90,23 @@ class Assembler:
         base = self._block.add_bytes(parcel.raw)
         done = 0
         # Few: relations, truncates, borders of streamed runs. Rows, begins and commits lie between them.
-        for index in np.flatnonzero(wire.IS_SINGLE[scan.kind]).tolist():
+        for index in np.flatnonzero(parcels.IS_SINGLE[scan.kind]).tolist():
             kind = int(scan.kind[index])
             if self._streaming is not None:
-                if kind == wire.STREAM_STOP:
+                if kind == parcels.STREAM_STOP:
                     self._set_aside(scan, parcel, done, index)
                     self._streaming = None
                     done = index + 1
-                elif kind == wire.RELATION:
+                elif kind == parcels.RELATION:
                     relation = parse_relation(scan.message(index), streamed=True)
                     self._relations.announce(relation.table_id, self._streaming)
-                elif kind in (wire.STREAM_START, wire.STREAM_COMMIT, wire.STREAM_ABORT):
+                elif kind in (parcels.STREAM_START, parcels.STREAM_COMMIT, parcels.STREAM_ABORT):
                     raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
                 continue
             self._take_run(scan, base, done, index)
             self._take_single(kind, scan.message(index))
             done = index + 1
-            if kind == wire.STREAM_COMMIT:
+            if kind == parcels.STREAM_COMMIT:
                 # Its own bytes came behind this parcel's, or emptied the block. Rows lie in the order of their bytes,
                 # so what follows is needed again.
                 behind = int(scan.end[index])
@@ -197,10 +180,10 @@ class Assembler:
         if first >= last:
             return
         kind = scan.kind[first:last]
-        begins = first + np.flatnonzero(kind == wire.BEGIN)
-        commits = first + np.flatnonzero(kind == wire.COMMIT)
+        begins = first + np.flatnonzero(kind == parcels.BEGIN)
+        commits = first + np.flatnonzero(kind == parcels.COMMIT)
         self._require_nesting(begins, commits)
-        is_row = wire.IS_ROW[kind]
+        is_row = parcels.IS_ROW[kind]
         rows_before = np.concatenate(([0], np.cumsum(is_row)))
         opened = self._open
         before = self._block.transactions - 1
@@ -291,23 +274,23 @@ class Assembler:
     # Messages that are few
 
     def _take_single(self, kind: int, message: bytes) -> None:
-        if kind == wire.RELATION:
+        if kind == parcels.RELATION:
             at = None if self._open is None else OrderKey(self._open.commit_lsn, self._ordinal)
             self._relations.describe(parse_relation(message), at=at)
-        elif kind == wire.TRUNCATE:
+        elif kind == parcels.TRUNCATE:
             if self._open is None:
                 raise DecodeError("a truncate outside of a transaction", offset=0)
             self._take_truncate(message, self._open)
-        elif kind == wire.MESSAGE:
+        elif kind == parcels.MESSAGE:
             self._take_message(message, self._open)
-        elif kind == wire.STREAM_START:
+        elif kind == parcels.STREAM_START:
             if self._open is not None:
                 raise DecodeError("a streamed run inside of a transaction", offset=0)
             self._streaming = parse_stream_start(message).xid
             self._streams.start(self._streaming)
-        elif kind == wire.STREAM_COMMIT:
+        elif kind == parcels.STREAM_COMMIT:
             self._take_stream_commit(parse_stream_commit(message))
-        elif kind == wire.STREAM_ABORT:
+        elif kind == parcels.STREAM_ABORT:
             abort = parse_stream_abort(message)
             self._streams.abort(abort.xid, abort.subtransaction_xid)
             if abort.xid == abort.subtransaction_xid:
@@ -370,20 +353,20 @@ class Assembler:
         scan = Scan(parcel)
         base = self._block.add_bytes(parcel.raw)
         done = 0
-        for index in np.flatnonzero(wire.IS_SINGLE[scan.kind]).tolist():
+        for index in np.flatnonzero(parcels.IS_SINGLE[scan.kind]).tolist():
             self._replay_rows(scan, base, done, index, transaction.xid, aborted)
             done = index + 1
             kind, message = int(scan.kind[index]), scan.message(index)
-            if kind == wire.RELATION:
+            if kind == parcels.RELATION:
                 # Kept even if its sub-transaction was rolled back: the server does not send it again.
                 relation = parse_relation(message, streamed=True)
                 at = OrderKey(transaction.commit_lsn, self._ordinal)
                 self._relations.describe(relation, transaction=transaction.xid, at=at)
             elif int.from_bytes(message[1:5], "big") in aborted:
                 continue
-            elif kind == wire.TRUNCATE:
+            elif kind == parcels.TRUNCATE:
                 self._take_truncate(message, transaction, transaction.xid)
-            elif kind == wire.MESSAGE:
+            elif kind == parcels.MESSAGE:
                 self._take_message(message, transaction, transaction.xid)
             else:
                 raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
@@ -392,7 +375,7 @@ class Assembler:
     def _replay_rows(
         self, scan: Scan, base: int, first: int, last: int, stream: int, aborted: NDArray[np.int64]
     ) -> None:
-        rows = first + np.flatnonzero(wire.IS_ROW[scan.kind[first:last]])
+        rows = first + np.flatnonzero(parcels.IS_ROW[scan.kind[first:last]])
         if len(aborted) and len(rows):
             rows = rows[~np.isin(scan.uint32(rows, 1), aborted)]
         if not len(rows):

@@ -15,8 +15,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.capture.relations import Lane
-from penstock.capture.waves import Buffer, WaveRows, decode_rows
+from penstock.capture.waves import WaveRows, decode_rows
 from penstock.changes.steps import Message, Truncation
+from penstock.changes.wire import Buffer
 from penstock.lsn import Lsn, OrderKey
 from penstock.values import OutOfRange
 

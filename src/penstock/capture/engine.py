@@ -19,9 +19,8 @@ from typing import Any
 import psycopg
 
 from penstock.capture.assembler import Assembler, AssemblerSettings
-from penstock.capture.queue import ParcelQueue
-from penstock.capture.resolver import CatalogResolver
-from penstock.capture.scan import Parcel
+from penstock.capture.parcels import Parcel, ParcelQueue
+from penstock.capture.relations import CatalogResolver
 from penstock.capture.session import ReplicationSession, StartOptions
 from penstock.capture.streams import OpenStreams
 from penstock.errors import PenstockError, PositionAhead, Retry, SlotUnusable

@@ -29,7 +29,7 @@ from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Rea
 from penstock.errors import CaptureStopped, PenstockError, Retry, SpoolDiskFull
 from penstock.lsn import Lsn, reaches
 from penstock.retry import Backoff
-from penstock.spool.disk import is_disk_full
+from penstock.spool.folder import is_disk_full
 
 logger = logging.getLogger(__name__)
 

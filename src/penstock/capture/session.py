@@ -23,8 +23,8 @@ import psycopg
 from psycopg import pq
 
 from penstock.capture.messages import POSTGRES_EPOCH_MICROSECONDS
-from penstock.capture.queue import ParcelQueue
-from penstock.capture.scan import PADDING, Parcel
+from penstock.capture.parcels import Parcel, ParcelQueue
+from penstock.changes.wire import PADDING
 from penstock.errors import DecodeError, ServerUnavailable
 from penstock.lsn import Lsn, furthest, reaches
 from penstock.schema import quote_identifier, quote_literal

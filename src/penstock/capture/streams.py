@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.capture.scan import PADDING, Parcel
+from penstock.capture.parcels import Parcel
+from penstock.changes.wire import PADDING
 from penstock.errors import DecodeError
-from penstock.spool.disk import DiskGuard, append
+from penstock.spool.folder import DiskGuard, append
 
 MEMORY_BYTES = 1 << 20
 """Per transaction; more is written to its file."""

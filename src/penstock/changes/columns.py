@@ -17,9 +17,18 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from penstock.changes.batch import Rows
-from penstock.changes.segment import COMMIT_TIME, OLD, OP, UNCHANGED, UNREPRESENTABLE, Operation, field_names
+from penstock.changes.segment import (
+    COMMIT_TIME,
+    OLD,
+    OP,
+    UNCHANGED,
+    UNREPRESENTABLE,
+    Operation,
+    Texts,
+    field_names,
+    split_texts,
+)
 from penstock.changes.steps import Segment
-from penstock.changes.texts import Texts, split_texts
 from penstock.schema import ReplicaIdentity, TableSchema
 
 _Column = TypeVar("_Column")

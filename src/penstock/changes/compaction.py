@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.changes.columns import ChangeColumns, concatenate_texts
 from penstock.changes.keys import row_keys
-from penstock.changes.segment import Operation
-from penstock.changes.texts import Texts
+from penstock.changes.segment import Operation, Texts
 
 LIVE = np.iinfo(np.int64).min
 """In `gone_at`: the row is there."""

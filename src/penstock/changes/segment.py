@@ -18,9 +18,11 @@ A cell that was not sent is NULL here and means nothing: only `_unchanged` tells
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -39,6 +41,9 @@ UNREPRESENTABLE = "_unrepresentable"
 
 RESERVED = (OP, COMMIT_LSN, ORDINAL, COMMIT_TIME, XID, UNCHANGED, OLD, UNREPRESENTABLE)
 UNREPRESENTABLE_TYPE = pa.map_(pa.string(), pa.string())
+Texts = Mapping[str, pa.Array]
+"""Column → the server's texts of the cells that the column's type cannot hold, NULL elsewhere. Columns without such
+cells are left out. A file has all texts of a row in one map; here each text can follow its cell."""
 _ENTRY_TYPE = pa.struct([pa.field("key", pa.string(), nullable=False), pa.field("value", pa.string())])
 
 
@@ -138,3 +143,44 @@ def require_representable(rows: pa.Table, table: str, table_id: int) -> None:
             table_id=table_id,
             columns=columns,
         )
+
+
+def split_texts(rows: pa.Table) -> Texts:
+    """The texts of a table's rows, by the name that stands in the map."""
+    if UNREPRESENTABLE not in rows.column_names:
+        return {}
+    maps: pa.Array = rows.column(UNREPRESENTABLE).combine_chunks()
+    if isinstance(maps, pa.ChunkedArray):
+        maps = maps.chunk(0) if maps.num_chunks else pa.nulls(0, UNREPRESENTABLE_TYPE)
+    if maps.null_count == len(maps):
+        return {}
+    entries = pc.list_flatten(maps.cast(pa.list_(pa.struct([("key", pa.string()), ("value", pa.string())]))))
+    counts = pc.fill_null(pc.list_value_length(maps.cast(pa.list_(entries.type))), 0).to_numpy(zero_copy_only=False)
+    owners = np.repeat(np.arange(len(maps)), counts)
+    names, values = pc.struct_field(entries, 0), pc.struct_field(entries, 1)
+    found: dict[str, pa.Array] = {}
+    for name in names.unique().to_pylist():
+        where = np.flatnonzero(pc.equal(names, name).to_numpy(zero_copy_only=False))
+        at = np.full(len(maps), -1, np.int64)
+        at[owners[where]] = where
+        found[name] = values.take(pa.array(at, mask=at < 0))
+    return found
+
+
+def join_texts(texts: Texts, row_count: int) -> pa.Array | None:
+    """The maps of rows; None if there is no text at all."""
+    present = {name: column for name, column in texts.items() if column.null_count < len(column)}
+    if not present:
+        return None
+    wheres = [np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)) for column in present.values()]
+    owners = np.concatenate(wheres)
+    order = np.argsort(owners, kind="stable")
+    names = pa.array(np.repeat(np.array(list(present), object), [len(where) for where in wheres]), pa.string())
+    values = pa.concat_arrays([column.drop_null().cast(pa.string()) for column in present.values()])
+    counts = np.bincount(owners, minlength=row_count)
+    borders = np.zeros(row_count + 1, np.int32)
+    np.cumsum(counts, out=borders[1:])
+    # A row without texts has no map: an offset that is NULL says so.
+    offsets = pa.array(borders, mask=np.append(counts == 0, False))
+    taken = pa.array(order)
+    return pa.MapArray.from_arrays(offsets, names.take(taken), values.take(taken))

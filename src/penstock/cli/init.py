@@ -31,13 +31,12 @@ from penstock.config.units import count_of, format_bytes
 from penstock.errors import AuthenticationFailed, ConfigError, PenstockError, ServerUnavailable
 from penstock.schema import ReplicaIdentity
 from penstock.source import Role, SourceSettings, connect
-from penstock.source.catalog import load_tables
+from penstock.source.catalog import TableSize, load_sizes, load_tables
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName, TablePattern, select_tables
 from penstock.source.preflight import Request, Severity, run_preflight
 from penstock.source.publications import find_tables
-from penstock.source.sizes import TableSize, load_sizes
 
 MOST_TABLES = 40
 """More are only counted."""

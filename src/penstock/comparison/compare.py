@@ -39,7 +39,7 @@ from penstock.comparison.scan import (
 )
 from penstock.comparison.source_rows import SourceReader
 from penstock.copy import CopyRows
-from penstock.copy.listening import RangeRead, listening
+from penstock.copy.progress import RangeRead, listening
 from penstock.destinations.base import PinnedTable, Tasks
 from penstock.schema import TableSchema
 

@@ -16,8 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.changes.segment import UNREPRESENTABLE
-from penstock.changes.texts import split_texts
+from penstock.changes.segment import UNREPRESENTABLE, split_texts
 from penstock.comparison.digest import DigestedRows, digest_cells
 from penstock.comparison.report import Counts, Difference, Kind
 from penstock.comparison.scan import BUCKET, DIGESTS, RECENT, TEXTS, Scan, Side, read_files

@@ -20,10 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from penstock.changes.segment import XID
-from penstock.changes.texts import join_texts, split_texts
+from penstock.changes.segment import XID, join_texts, split_texts
 from penstock.comparison.digest import LANES, DigestedRows, Digests, digest_cells, digest_rows
-from penstock.copy.listening import RangeRead, tell
+from penstock.copy.progress import RangeRead, tell
 from penstock.destinations.base import RangeReader
 from penstock.errors import NotComparable
 from penstock.values.datetimes import TimeCodec

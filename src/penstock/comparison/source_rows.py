@@ -12,19 +12,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-import psycopg
 import pyarrow as pa
 import pyarrow.csv as csv
-from psycopg import pq
 
-from penstock.changes.cells import TEXT, settle_columns
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, XID, SegmentColumn, segment_layout
-from penstock.copy import CopyRange, RangeReader
-from penstock.copy.copy_out import CONSUME_TIMES, failure_of, start_copy_out
+from penstock.changes.wire import TEXT, decode_columns
+from penstock.copy import CopyRange
+from penstock.copy.reader import RangeReader, copy_out
 from penstock.errors import DecodeError
 from penstock.schema import TypeKind, quote_identifier, resolve_domain
 from penstock.source.connections import Role, connect
-from penstock.source.faults import Place, from_exception
 from penstock.values.text import TextCodec
 
 _READ_BY_ARROW: dict[str, pa.DataType] = {
@@ -61,12 +58,10 @@ class SourceReader:
         with closing(connect(self.heap.source, Role.VERIFY, parameters=parameters)) as connection:
             name = self.heap.lock(connection, part)
             query = self._query(columns, part, name)
-            place, doing = Place.of(connection), f"read {self.heap.schema}"
-            try:
-                for text in _stream(connection.pgconn, query, self.heap.settings.chunk_bytes, place, doing):
-                    yield self._decode(text, columns)
-            except psycopg.Error as error:
-                raise from_exception(error, place, doing) from None
+            doing = f"read {self.heap.schema}"
+            # Whole rows, since every message is one.
+            for text, _ in copy_out(connection, query, self.heap.settings.chunk_bytes, doing):
+                yield self._decode(text, columns)
 
     def _query(self, columns: tuple[SegmentColumn, ...], part: CopyRange, name: str) -> str:
         names = [quote_identifier(column.column.name) for column in columns]
@@ -82,7 +77,7 @@ class SourceReader:
         cells = parse_csv(text, types, str(self.heap.schema))
         read = [column.combine_chunks() for column in cells.columns[: len(columns)]]
         policy, table = self.heap.types.out_of_range, str(self.heap.schema)
-        arrays = settle_columns(columns, read, cells.num_rows, policy, table)
+        arrays = decode_columns(columns, read, cells.num_rows, policy, table)
         fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
         fields.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE))
         if self.with_transactions:
@@ -130,29 +125,3 @@ def _is_final(column: SegmentColumn) -> bool:
     # Policies can make something else of a number.
     is_known = type_.kind is TypeKind.BASE and type_.is_builtin
     return is_known and _READ_BY_ARROW.get(type_.name) == codec.arrow_type
-
-
-def _stream(connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str) -> Iterator[bytearray]:
-    """The lines of a COPY, some bytes at a time: whole rows, since every message is one."""
-    poll = start_copy_out(connection, query, place, doing)
-    get, consume = connection.get_copy_data, connection.consume_input
-    text = bytearray()
-    # The only loop over rows in Python: libpq hands them out one at a time.
-    while True:
-        length, message = get(1)
-        if length > 0:
-            text += message
-            if len(text) >= chunk_bytes:
-                yield text
-                text = bytearray()
-        elif length == 0:
-            poll.poll()
-            for _ in range(CONSUME_TIMES):
-                consume()
-        else:
-            break
-    result = connection.get_result()
-    if result is None or result.status != pq.ExecStatus.COMMAND_OK:
-        raise failure_of(result, place, doing)
-    if text:
-        yield text

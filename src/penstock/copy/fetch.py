@@ -13,9 +13,8 @@ import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.changes.cells import TEXT, settle_columns
-from penstock.changes.segment import UNREPRESENTABLE, SegmentColumn, segment_layout
-from penstock.changes.texts import split_texts
+from penstock.changes.segment import UNREPRESENTABLE, SegmentColumn, segment_layout, split_texts
+from penstock.changes.wire import TEXT, decode_columns
 from penstock.errors import SourceError
 from penstock.schema import TableSchema
 from penstock.source.connections import Role, SourceSettings, connect
@@ -55,7 +54,7 @@ class SourceFetch:
                         value = result.get_value(row, number)
                         values.append(None if value is None else value.decode())
         arrays = [pa.array(values, TEXT) for values in cells]
-        settled = settle_columns(columns, arrays, len(arrays[0]), self.types.out_of_range, str(schema))
+        settled = decode_columns(columns, arrays, len(arrays[0]), self.types.out_of_range, str(schema))
         return pa.table(settled, names=[*(column.field_name for column in columns), UNREPRESENTABLE])
 
 

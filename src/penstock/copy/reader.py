@@ -8,6 +8,7 @@ reads: a lock held for the whole copy would make DDL wait, and then all that wai
 
 from __future__ import annotations
 
+import select
 import time
 from array import array
 from collections.abc import Iterator
@@ -22,19 +23,27 @@ import pyarrow as pa
 from psycopg import pq
 from psycopg.rows import tuple_row
 
-from penstock.copy.copy_out import CONSUME_TIMES, failure_of, start_copy_out
-from penstock.copy.listening import RangeRead, tell
+from penstock.changes.wire import PADDING
+from penstock.copy.binary import (
+    TRAILER,
+    TupleLayout,
+    decode_tuples,
+    select_expression,
+    strip_header,
+    tuple_layout,
+)
 from penstock.copy.plan import CopyRange, CopySettings
-from penstock.copy.tuples import TRAILER, TupleLayout, decode_tuples, strip_header, tuple_layout
-from penstock.copy.wire import PADDING, select_expression
-from penstock.errors import DecodeError, TableLocked, TableRewritten
+from penstock.copy.progress import RangeRead, tell
+from penstock.errors import DecodeError, SourceError, TableLocked, TableRewritten
 from penstock.schema import TableSchema, quote_identifier, resolve_domain
 from penstock.source.connections import Role, SourceSettings, connect
-from penstock.source.faults import Place, from_exception, translated
+from penstock.source.faults import Place, from_exception, from_result, translated
 from penstock.source.snapshots import enter_snapshot
 from penstock.values import TypeSettings
 
 _RENAME_ATTEMPTS = 5
+_CONSUME_TIMES = 8
+"""How often the socket is read before rows are taken: libpq's buffer grows to that, and polls become rare."""
 
 
 # Unlike a query on the catalog's tables, these functions answer for now, not for the transaction's snapshot.
@@ -174,15 +183,41 @@ def _stream(
     connection: psycopg.Connection[Any], query: str, layout: TupleLayout, settings: CopySettings
 ) -> Iterator[pa.RecordBatch]:
     """Run a binary COPY and decode what it sends, a chunk at a time."""
-    place = Place.of(connection)
-    doing = f"copy {layout.table}"
     pace = _Pace(settings.max_bytes_per_second)
-    try:
-        for raw, lengths in _chunks(connection.pgconn, query, settings.chunk_bytes, place, doing):
+    is_first, ended = True, False
+    for raw, lengths in copy_out(connection, query, settings.chunk_bytes, f"copy {layout.table}"):
+        if is_first:
+            is_first = False
+            _strip_header(raw, lengths)
+        ended = bool(lengths) and lengths[-1] == len(TRAILER) and raw.endswith(TRAILER)
+        if ended:
+            del raw[-len(TRAILER) :], lengths[-1]
+        if lengths:
             size = len(raw)
             raw += PADDING
             yield decode_tuples(raw, np.frombuffer(lengths, np.int64), layout)
             pace.wait(size)
+    if not ended:
+        raise DecodeError("a stream of binary COPY without its end", offset=0)
+
+
+def _strip_header(raw: bytearray, lengths: array[int]) -> None:
+    """Take the header of the stream away from the first message, which may have a row behind it."""
+    with memoryview(raw) as whole, whole[: lengths[0]] as message, strip_header(message) as rest:
+        header = lengths[0] - len(rest)
+    del raw[:header]
+    lengths[0] -= header
+    if not lengths[0]:
+        del lengths[0]
+
+
+def copy_out(
+    connection: psycopg.Connection[Any], query: str, chunk_bytes: int, doing: str
+) -> Iterator[tuple[bytearray, array[int]]]:
+    """Run a COPY to stdout. Yields its messages, joined to chunks of about `chunk_bytes`, with their lengths."""
+    place = Place.of(connection)
+    try:
+        yield from _chunks(connection.pgconn, query, chunk_bytes, place, doing)
     except psycopg.Error as error:
         raise from_exception(error, place, doing) from None
 
@@ -190,26 +225,15 @@ def _stream(
 def _chunks(
     connection: pq.abc.PGconn, query: str, chunk_bytes: int, place: Place, doing: str
 ) -> Iterator[tuple[bytearray, array[int]]]:
-    """Rows one behind the other, and their lengths; without header and trailer."""
-    poll = start_copy_out(connection, query, place, doing)
+    poll = _start(connection, query, place, doing)
     get, consume = connection.get_copy_data, connection.consume_input
     raw, lengths = bytearray(), array("q")
     size = 0
-    is_first, ended = True, False
     # The only loop over rows in Python: libpq hands them out one at a time. Copying each at once, rather than joining
     # them later, keeps it inside the processor's cache and takes a third of the time.
     while True:
         length, message = get(1)
         if length > 0:
-            if is_first:
-                is_first = False
-                message = strip_header(message)
-                length = len(message)
-                if not length:
-                    continue
-            if length == len(TRAILER) and message == TRAILER:
-                ended = True
-                continue
             raw += message
             lengths.append(length)
             size += length
@@ -218,17 +242,36 @@ def _chunks(
                 raw, lengths, size = bytearray(), array("q"), 0
         elif length == 0:
             poll.poll()
-            for _ in range(CONSUME_TIMES):
+            for _ in range(_CONSUME_TIMES):
                 consume()
         else:
             break
     result = connection.get_result()
     if result is None or result.status != pq.ExecStatus.COMMAND_OK:
-        raise failure_of(result, place, doing)
-    if not ended:
-        raise DecodeError("a stream of binary COPY without its end", offset=0)
+        raise _failure(result, place, doing)
     if lengths:
         yield raw, lengths
+
+
+def _start(connection: pq.abc.PGconn, query: str, place: Place, doing: str) -> select.poll:
+    """Begin a COPY; what to wait on for its rows."""
+    poll = select.poll()
+    poll.register(connection.socket, select.POLLIN)
+    connection.send_query(query.encode())
+    connection.flush()
+    while connection.is_busy():
+        poll.poll()
+        connection.consume_input()
+    result = connection.get_result()
+    if result is None or result.status != pq.ExecStatus.COPY_OUT:
+        raise _failure(result, place, doing)
+    return poll
+
+
+def _failure(result: pq.abc.PGresult | None, place: Place, doing: str) -> SourceError:
+    if result is None:
+        return SourceError(f"cannot {doing} ({place.where}): the server gave no answer", where=place.where)
+    return from_result(result, place, doing)
 
 
 class _Pace:

@@ -1,18 +1,137 @@
-"""The rows of a table at one position, in pieces that tasks can read: what a destination is given to copy."""
+"""The rows of a table at one position, in ranges that tasks can read: what a destination is given to copy.
+
+`prepare_copy` plans them from the catalog as it was in the snapshot.
+"""
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psycopg
 import pyarrow as pa
+from psycopg.rows import tuple_row
 
-from penstock.copy.frames import frame_of
-from penstock.copy.plan import CopyRange
+from penstock.changes.frames import frame_of
+from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, Leaf, plan_ranges
 from penstock.copy.reader import RangeReader
+from penstock.errors import PublicationChanged, QueryFailed, TableLocked, TableRewritten
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
+from penstock.source.catalog import load_table, load_types, schema_from_catalog
+from penstock.source.connections import SourceSettings
+from penstock.source.faults import translated
+from penstock.source.publications import published_attnums, published_tables, require_publication
+from penstock.source.snapshots import Snapshot
+from penstock.values import TypeSettings
+
+# From the catalog's tables, so that partitions and files are those of the snapshot. Only sizes are those of now.
+_LEAVES = """
+    with recursive tree as (
+        select c.oid, c.relkind from pg_catalog.pg_class c where c.oid = %s::oid
+        union all
+        select c.oid, c.relkind
+        from tree t
+        join pg_catalog.pg_inherits i on i.inhparent = t.oid
+        join pg_catalog.pg_class c on c.oid = i.inhrelid
+        where t.relkind = 'p'
+    )
+    select c.oid::int8, c.relfilenode::int8,
+           coalesce(pg_catalog.pg_relation_size(c.oid), 0) / pg_catalog.current_setting('block_size')::int8,
+           coalesce(pg_catalog.pg_table_size(c.oid), 0), c.reltuples::float8,
+           (
+               select pg_catalog.json_object_agg(a.attname, a.attnum)
+               from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+           )
+    from tree t
+    join pg_catalog.pg_class c on c.oid = t.oid
+    where c.relkind = 'r'
+    order by c.oid
+"""
+
+_LOCK_NOT_AVAILABLE = "55P03"
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_copy(
+    snapshot: Snapshot,
+    source: SourceSettings,
+    publication: str,
+    table_id: int,
+    *,
+    types: TypeSettings | None = None,
+    settings: CopySettings | None = None,
+    attempt: str | None = None,
+) -> CopyRows:
+    """Plan the copy of a published table: its schema at the snapshot's position, and its ranges.
+
+    `attempt` names this copy among all copies of the table; a new name is made if it is left out. Reads nothing of the
+    table itself. Raises `PublicationChanged` if the publication does not hold the table, and `TableLocked` if DDL keeps
+    its size from being looked at.
+    """
+    settings = settings or CopySettings()
+    with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
+        schema, row_filter = _describe(connection, publication, table_id)
+        leaves = load_leaves(connection, schema)
+        can_seek = connection.info.server_version >= TID_RANGES_SINCE
+    ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
+    rows = CopyRows(
+        reader=RangeReader(source, snapshot.name, schema, types or TypeSettings(), row_filter, settings),
+        attempt=attempt or uuid.uuid4().hex,
+        position=snapshot.position,
+        ranges=ranges,
+    )
+    logger.info(
+        "copy planned table=%s attempt=%s position=%s heaps=%d ranges=%d bytes=%d",
+        *(schema, rows.attempt, rows.position, len(leaves), len(ranges), rows.estimated_bytes),
+    )
+    return rows
+
+
+@contextmanager
+def _locks_named() -> Iterator[None]:
+    """The server's functions for sizes and publications open tables, and wait for DDL on any of them."""
+    try:
+        yield
+    except QueryFailed as error:
+        if error.facts.get("sqlstate") != _LOCK_NOT_AVAILABLE:
+            raise
+        raise TableLocked(error.message, **error.facts) from None
+
+
+def _describe(connection: psycopg.Connection[Any], publication: str, table_id: int) -> tuple[TableSchema, str | None]:
+    """The table as it is published, and the publication's row filter."""
+    published = {table.oid: table for table in published_tables(connection, publication)}.get(table_id)
+    table = load_table(connection, table_id)
+    if published is None or table is None:
+        raise PublicationChanged(
+            f"publication {publication!r} does not hold the table {table or table_id}", tables=[str(table or table_id)]
+        )
+    attnums = published_attnums(table, published, require_publication(connection, publication))
+    found = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
+    return schema_from_catalog(table, found, attnums), published.row_filter
+
+
+def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
+    """The heaps of a table, as the connection's snapshot has them, with the places of these columns in each."""
+    doing = f"look for the heaps of {schema}"
+    with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
+        rows = cursor.execute(_LEAVES, [schema.table_id]).fetchall()
+    leaves: list[Leaf] = []
+    for oid, filenode, blocks, size, row_count, attnums in rows:
+        missing = [column.name for column in schema.columns if column.name not in (attnums or {})]
+        if missing:
+            raise TableRewritten(
+                f"a partition of {schema} lacks columns of it: {', '.join(missing)}", table=str(schema)
+            )
+        numbers = tuple(attnums[column.name] for column in schema.columns)
+        leaves.append(Leaf(oid, filenode, blocks, size, numbers, row_count))
+    return leaves
 
 
 @dataclass(frozen=True, slots=True)

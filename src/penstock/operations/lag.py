@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from penstock.errors import SourceError
 from penstock.lsn import Lsn, distance, reaches
 from penstock.source import Role, SourceSettings, connect
-from penstock.source.wal import flushed_position
+from penstock.source.lineage import flushed_position
 
 _LOOK_SECONDS = 1.0
 _LOOKS = 10_000

@@ -30,7 +30,7 @@ from penstock.operations.signals import Ending
 from penstock.operations.stores import require_stopped
 from penstock.registry import requires_extra
 from penstock.source import Role, connect
-from penstock.source.wal import current_position
+from penstock.source.lineage import current_position
 from penstock.state import Errored, Ready, Store
 from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks

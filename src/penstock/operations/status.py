@@ -23,9 +23,9 @@ from penstock.observe import scrub
 from penstock.operations.progress import LastLook, StatusFile
 from penstock.operations.stores import every_chosen_output, existing_store, running, table_names
 from penstock.source import Role, connect
-from penstock.source.sizes import TableSize, load_sizes
+from penstock.source.catalog import TableSize, load_sizes
+from penstock.source.lineage import flushed_position
 from penstock.source.slots import Slot, find_blockers, inspect_slot
-from penstock.source.wal import flushed_position
 from penstock.spool import Readers
 from penstock.spool.folder import SpoolFolder
 from penstock.state import Errored, IndexBuild, IndexStatus, LeaseInfo, Ready, Store, StoredPhase, SyncDone

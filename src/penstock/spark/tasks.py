@@ -23,8 +23,8 @@ from pyspark import cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from penstock.copy.listening import RangeRead, current_listener, listening
 from penstock.copy.plan import RANGE_BYTES
+from penstock.copy.progress import RangeRead, current_listener, listening
 from penstock.errors import PenstockError, SparkGone, TasksFailed
 from penstock.spark.light_copies import CopyGroup, LightCopies, bytes_of
 from penstock.spark.session import APPLY_POOL, COPY_POOL, reason_of

@@ -1,7 +1,7 @@
 """Segments and log between one capture process and any number of readers."""
 
 from penstock.changes.steps import Entry
-from penstock.spool.disk import Stopping
+from penstock.spool.folder import Stopping
 from penstock.spool.reader import SpoolReader
 from penstock.spool.registry import Hold, Holds, Readers
 from penstock.spool.writer import SpoolSettings, SpoolWriter

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from penstock.changes.steps import Entry, Segment
 from penstock.lsn import Lsn, earliest, is_in, reaches
-from penstock.spool.disk import is_disk_full
-from penstock.spool.folder import SpoolFolder
+from penstock.spool.folder import SpoolFolder, is_disk_full
 from penstock.spool.log import parse
 from penstock.spool.registry import Hold, Holds
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.errors import SpoolCorrupt
 from penstock.lsn import OrderKey
 from penstock.schema import TableSchema
-from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.schema.table import schema_from_json, schema_to_json
 from penstock.spool.folder import SpoolFolder, read_file, replace_file
 
 

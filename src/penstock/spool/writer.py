@@ -28,8 +28,16 @@ from penstock.errors import SpoolCorrupt, SpoolInUse
 from penstock.lsn import Lsn, OrderKey, furthest, reaches
 from penstock.schema import TableSchema
 from penstock.source.lineage import Lineage
-from penstock.spool.disk import DiskGuard, Stopping, append, is_disk_full
-from penstock.spool.folder import SpoolFolder, read_file, remove_damaged, replace_file
+from penstock.spool.folder import (
+    DiskGuard,
+    SpoolFolder,
+    Stopping,
+    append,
+    is_disk_full,
+    read_file,
+    remove_damaged,
+    replace_file,
+)
 from penstock.spool.log import read_parts, to_line
 from penstock.spool.registry import Readers
 from penstock.spool.retention import Retention

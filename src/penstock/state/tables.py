@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import IllegalTransition
 from penstock.lsn import OrderKey
 from penstock.schema import TableSchema
-from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.schema.table import schema_from_json, schema_to_json
 from penstock.source.publications import Heap, Membership, RowVersion
 from penstock.state.core import StoreCore
 from penstock.state.phases import Init, PhaseRecord, StoredPhase, TableReplicationPhase, phase_from_json, phase_to_json

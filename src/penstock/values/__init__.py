@@ -3,7 +3,7 @@
 Importing the families registers them.
 """
 
-from penstock.values import arrays, binary, booleans, datetimes, floats, integers, numeric, text  # noqa: F401
+from penstock.values import arrays, datetimes, numbers, text  # noqa: F401
 from penstock.values.codec import MAX_TEXT_BYTES, Codec, Decoded, codec_for
 from penstock.values.policy import Settled, apply_policy
 from penstock.values.settings import CompositePolicy, NumericPolicy, OutOfRange, TypeSettings, UnknownTypes

@@ -28,8 +28,7 @@ from psycopg.rows import tuple_row
 
 from penstock import failpoints
 from penstock.copy import CopyRows, CopySettings, prepare_copy
-from penstock.copy.listening import listening
-from penstock.copy.progress import CopyCounter, CopyProgress
+from penstock.copy.progress import CopyCounter, CopyProgress, listening
 from penstock.destinations.base import Destination, Tasks
 from penstock.errors import (
     DestinationUnavailable,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.source import Role, SourceSettings, connect
-from penstock.source.sizes import load_sizes, sort_by_size
+from penstock.source.catalog import load_sizes, sort_by_size
 
 
 def test_sizes_of_plain_partitioned_and_unknown_tables(any_database: Any) -> None:

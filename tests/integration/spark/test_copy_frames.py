@@ -14,8 +14,7 @@ from pyspark.errors import PythonException
 
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.copy import CopyRange, CopyRows, CopySettings, RangeReader, prepare_copy
-from penstock.copy.listening import RangeRead, listening
-from penstock.copy.progress import CopyCounter
+from penstock.copy.progress import CopyCounter, RangeRead, listening
 from penstock.errors import SnapshotLost, TableRewritten
 from penstock.source import SourceSettings
 from penstock.source.snapshots import Snapshot, take_snapshot

@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from penstock.capture.messages import Relation
-from penstock.capture.scan import HEADER, PADDING, Parcel
+from penstock.capture.parcels import HEADER, Parcel
+from penstock.changes.wire import PADDING
 from penstock.lsn import OrderKey
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
-from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.schema.table import schema_from_json, schema_to_json
 
 PATH = Path(__file__).with_name("corpus.json.gz")
 
@@ -126,7 +127,7 @@ insert into whole values (7, 'seven', '2026-07-07');
 def record() -> None:
     """Run the workload on a server of our own and write down what it sends."""
     from penstock.capture.messages import parse_relation
-    from penstock.capture.resolver import CatalogResolver
+    from penstock.capture.relations import CatalogResolver
     from penstock.capture.session import ReplicationSession, StartOptions
     from penstock.source.connections import Role, SourceSettings, connect
     from penstock.testing.postgres import PostgresServer

@@ -15,7 +15,7 @@ from penstock.changes.segment import COMMIT_LSN, ORDINAL, UNREPRESENTABLE, UNREP
 from penstock.changes.steps import Message, Truncation
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
-from penstock.spool.disk import DiskGuard
+from penstock.spool.folder import DiskGuard
 from tests.unit.capture.corpus import Corpus, RecordedResolver, parcel
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from penstock.capture.assembler import Assembler, AssemblerSettings
 from penstock.capture.messages import Relation
+from penstock.capture.parcels import HEADER
 from penstock.capture.relations import RelationMap
-from penstock.capture.scan import HEADER
 from penstock.capture.streams import OpenStreams
 from penstock.errors import DecodeError
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.columns import RelationColumn
-from penstock.spool.disk import DiskGuard
+from penstock.spool.folder import DiskGuard
 from penstock.values import TypeSettings
 from tests.unit.capture import corpus as recorded
 from tests.unit.capture.gathering import MemorySink, assemble, make_assembler

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from penstock.capture.scan import HEADER
+from penstock.capture.parcels import HEADER
 from penstock.errors import DecodeError
 from tests.unit.capture import corpus as recorded
 from tests.unit.capture.gathering import assemble

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from penstock.capture.queue import ParcelQueue
+from penstock.capture.parcels import ParcelQueue
 from penstock.capture.session import ReplicationSession, StartOptions
 from penstock.errors import ServerUnavailable
 from penstock.lsn import Lsn

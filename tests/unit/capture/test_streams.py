@@ -7,9 +7,9 @@ import threading
 import numpy as np
 
 from penstock.capture import streams as streams_module
-from penstock.capture.scan import PADDING
 from penstock.capture.streams import OpenStreams
-from penstock.spool.disk import DiskGuard
+from penstock.changes.wire import PADDING
+from penstock.spool.folder import DiskGuard
 
 
 def test_many_open_transactions_share_their_memory(tmp_path, monkeypatch):

@@ -17,9 +17,8 @@ from penstock.changes.batch import Rows
 from penstock.changes.columns import read_changes
 from penstock.changes.compaction import LIVE, KnownRows, compact, keys_of
 from penstock.changes.events import Unchanged
-from penstock.changes.segment import field_names
+from penstock.changes.segment import field_names, join_texts, split_texts
 from penstock.changes.steps import Truncation
-from penstock.changes.texts import join_texts, split_texts
 from penstock.destinations.batch_events import batch_events
 from penstock.destinations.mirror import MirrorTable
 from penstock.schema import TableSchema

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from penstock.changes.frames import spark_columns, spark_type_name
-from penstock.copy.frames import exchange_batch
+from penstock.changes.frames import exchange_batch, spark_columns, spark_type_name
 
 
 def test_types_have_names_in_spark() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from penstock.copy import CopyRange, CopyRows, Leaf, RangeReader
-from penstock.copy.listening import RangeRead, listening, tell
-from penstock.copy.progress import CopyCounter, CopyProgress
+from penstock.copy.progress import CopyCounter, CopyProgress, RangeRead, listening, tell
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 from penstock.source import SourceSettings

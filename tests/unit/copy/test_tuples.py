@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.changes.segment import UNREPRESENTABLE
-from penstock.copy.tuples import SIGNATURE, decode_tuples, strip_header, tuple_layout
-from penstock.copy.wire import PADDING
+from penstock.changes.wire import PADDING
+from penstock.copy.binary import SIGNATURE, decode_tuples, strip_header, tuple_layout
 from penstock.errors import DecodeError
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.values import TypeSettings

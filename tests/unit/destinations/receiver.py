@@ -29,7 +29,7 @@ from penstock.destinations.http import read_bodies
 from penstock.destinations.mirror import MirrorTable
 from penstock.lsn import Lsn, OrderKey, furthest, is_in
 from penstock.schema import TableSchema
-from penstock.schema.json import schema_from_json
+from penstock.schema.table import schema_from_json
 
 NOW = datetime.fromtimestamp(0, UTC)
 

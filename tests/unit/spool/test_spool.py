@@ -21,8 +21,7 @@ from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Lineage
 from penstock.spool import Holds, SpoolReader, SpoolSettings, SpoolWriter, Stopping
 from penstock.spool import writer as writer_module
-from penstock.spool.disk import append
-from penstock.spool.folder import SpoolFolder, replace_file
+from penstock.spool.folder import SpoolFolder, append, replace_file
 
 LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
 TEXT = PostgresType(25, "text")
@@ -478,4 +477,4 @@ def test_nothing_is_let_go_of_while_a_reader_is_being_registered(tmp_path, write
     ticked.join(10)
     assert not ticked.is_alive()
     (entry,) = [entry for entry in reader.entries(Lsn(100)) if entry.steps]
-    assert all(reader.path(step).exists() for step in entry.steps)
+    assert all(Path(step.path).exists() for step in entry.steps)

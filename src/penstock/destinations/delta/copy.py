@@ -14,8 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.changes.compaction import keys_of
-from penstock.changes.segment import UNREPRESENTABLE
-from penstock.changes.texts import split_texts
+from penstock.changes.segment import UNREPRESENTABLE, split_texts
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import COPY_PREFIX, create_data_file

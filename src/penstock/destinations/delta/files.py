@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from penstock.changes.compaction import keys_of
-from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE
-from penstock.changes.texts import split_texts
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, split_texts
 from penstock.destinations.delta.actions import Add, VectorDescriptor
 from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.statistics import StatisticsCollector

@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.changes.compaction import KnownRows, NetChanges, keys_of
-from penstock.changes.segment import UNREPRESENTABLE
-from penstock.changes.texts import Texts, join_texts, split_texts
+from penstock.changes.segment import UNREPRESENTABLE, Texts, join_texts, split_texts
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.files import read_rows
 from penstock.destinations.delta.index import FileMatch

@@ -21,9 +21,10 @@ from penstock.changes.segment import (
     XID,
     Operation,
     field_names,
+    join_texts,
+    split_texts,
 )
 from penstock.changes.steps import Truncation
-from penstock.changes.texts import join_texts, split_texts
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.delta.layout import TableLayout
 from penstock.destinations.delta.schema import fit

@@ -45,7 +45,7 @@ from penstock.destinations.delta.schema import (
 from penstock.destinations.refusals import rejected
 from penstock.errors import RESYNC
 from penstock.schema import Column, ReplicaIdentity, TableSchema
-from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.schema.table import schema_from_json, schema_to_json
 from penstock.schema.types import keeps_values
 
 DELETED_AT = "_deleted_at"

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.changes.segment import UNREPRESENTABLE
-from penstock.changes.texts import join_texts, split_texts
+from penstock.changes.segment import UNREPRESENTABLE, join_texts, split_texts
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import iterate_data_file
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout, from_metadata

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.changes.compaction import LIVE, NetChanges, keys_of
-from penstock.changes.segment import UNREPRESENTABLE
-from penstock.changes.texts import Texts, join_texts, split_texts
+from penstock.changes.segment import UNREPRESENTABLE, Texts, join_texts, split_texts
 from penstock.destinations.delta.actions import Add, VectorDescriptor
 from penstock.destinations.delta.files import LiveFile, read_rows, remember, write_data_file
 from penstock.destinations.delta.index import FileMatch, build_index, index_folder

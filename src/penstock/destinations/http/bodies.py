@@ -24,7 +24,7 @@ from penstock.destinations.batch_events import copied_rows, read_segment, table_
 from penstock.destinations.json_lines import copied_row_to_json, event_to_json
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
-from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.schema.table import schema_from_json, schema_to_json
 
 STEP = "penstock.step"
 SCHEMA = "penstock.schema"

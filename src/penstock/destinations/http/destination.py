@@ -33,7 +33,7 @@ from penstock.destinations.row_groups import group_batches
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
-from penstock.schema.json import schema_to_json
+from penstock.schema.table import schema_to_json
 
 FORMAT = 1
 _PART_BYTES = 8 << 20

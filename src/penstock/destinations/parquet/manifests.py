@@ -26,7 +26,7 @@ from penstock.changes.steps import Truncation
 from penstock.durable import sync_folder
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
-from penstock.schema.json import schema_from_json, schema_to_json
+from penstock.schema.table import schema_from_json, schema_to_json
 
 FORMAT = 1
 

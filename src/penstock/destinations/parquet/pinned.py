@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from penstock.changes.batch import Rows
 from penstock.changes.columns import read_changes
 from penstock.changes.compaction import KnownRows, NetChanges, compact, keys_of
-from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, field_names
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, Texts, field_names, join_texts, split_texts
 from penstock.changes.steps import Truncation
-from penstock.changes.texts import Texts, join_texts, split_texts
 from penstock.destinations.base import RangeReader
 from penstock.destinations.parquet.folder import Generation
 from penstock.destinations.parquet.manifests import DataFile, ManifestKind, NewSchema

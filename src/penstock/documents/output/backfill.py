@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock import failpoints
 from penstock.copy.plan import TID_RANGES_SINCE, plan_ranges
-from penstock.copy.prepare import load_leaves
+from penstock.copy.rows import load_leaves
 from penstock.destinations.base import Tasks
 from penstock.documents.base import Observer, ReadableSink, Sink
 from penstock.documents.output.indexes import Builds, Indexes
@@ -40,7 +40,7 @@ from penstock.errors import IndexIncomplete, TableRewritten
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
-from penstock.source.wal import current_position
+from penstock.source.lineage import current_position
 from penstock.spool import Stopping
 from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 

@@ -43,7 +43,7 @@ from penstock.errors import LeaseLost, PenstockError, Retry
 from penstock.lsn import distance
 from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
-from penstock.source.wal import current_position
+from penstock.source.lineage import current_position
 from penstock.spool import Stopping
 from penstock.state import (
     Command,

@@ -10,13 +10,17 @@ import psycopg
 from penstock.errors import PenstockError, ServerUnavailable
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import from_exception
-from penstock.source.preflight import server, slot, tables
+from penstock.source.preflight import server, tables
 from penstock.source.preflight.context import Context, Request
 from penstock.source.preflight.report import Check, Report, Severity, failed, passed, unknown
 
 __all__ = ["Request", "run_preflight"]
 
-ALL_CHECKS: Mapping[str, Callable[[Context], Iterator[Check]]] = {**server.CHECKS, **tables.CHECKS, **slot.CHECKS}
+ALL_CHECKS: Mapping[str, Callable[[Context], Iterator[Check]]] = {
+    **server.CHECKS,
+    **tables.CHECKS,
+    **server.SLOT_CHECKS,
+}
 
 logger = logging.getLogger(__name__)
 

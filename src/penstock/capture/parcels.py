@@ -1,23 +1,25 @@
-"""The shape of a parcel of messages, read for all of them at once.
+"""Parcels of messages: on their way from the thread that reads to the thread that decodes, and their shape.
 
 Every message stands behind the 25 bytes of a replication message (`w`, three 64-bit numbers). Kinds, tables and
-positions are at fixed offsets, so NumPy reads them as columns; only the tuples need waves.
+positions are at fixed offsets, so NumPy reads them as columns (`Scan`); only the tuples need waves.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.capture.messages import POSTGRES_EPOCH_MICROSECONDS
+from penstock.changes.wire import Buffer
 from penstock.errors import DecodeError
+from penstock.lsn import Lsn, furthest
 
 HEADER = 25
 """Bytes of the replication message before pgoutput's own."""
-PADDING = bytes(8)
-"""Behind each parcel, so that reads at the last message stay inside."""
 
 BEGIN, COMMIT, INSERT, UPDATE, DELETE = b"BCIUD"
 RELATION, TYPE, TRUNCATE, MESSAGE, ORIGIN = b"RYTMO"
@@ -48,20 +50,18 @@ class Parcel:
 class Scan:
     """Columns over the messages of a parcel."""
 
-    __slots__ = ("_int64", "_raw", "_uint32", "bytes", "count", "end", "kind", "start")
+    __slots__ = ("_buffer", "_raw", "count", "end", "kind", "start")
 
     def __init__(self, parcel: Parcel) -> None:
         self._raw = parcel.raw
-        self.bytes = np.frombuffer(parcel.raw, np.uint8)
+        self._buffer = Buffer(parcel.raw)
         self.count = len(parcel.lengths)
         self.end = np.cumsum(parcel.lengths)
         self.start = self.end - parcel.lengths
         short = parcel.lengths <= HEADER
         if short.any():
             raise DecodeError("a replication message without content", offset=0)
-        self.kind = self.bytes[self.start + HEADER]
-        self._uint32 = np.ndarray((len(self.bytes) - 3,), ">u4", self.bytes, 0, (1,))
-        self._int64 = np.ndarray((len(self.bytes) - 7,), ">i8", self.bytes, 0, (1,))
+        self.kind = self._buffer.bytes[self.start + HEADER]
         unknown = ~_IS_KNOWN[self.kind]
         if unknown.any():
             kind = chr(self.kind[int(np.argmax(unknown))])
@@ -79,15 +79,67 @@ class Scan:
 
     def uint32(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:
         """A 32-bit number at the same offset of several messages."""
-        return self._uint32[self.start[messages] + (HEADER + offset)].astype(np.int64)
+        return self._buffer.uint32[self.start[messages] + (HEADER + offset)].astype(np.int64)
 
     def positions(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:
         """A position in the log at the same offset of several messages."""
-        positions = self._int64[self.start[messages] + (HEADER + offset)].astype(np.int64)
+        positions = self._buffer.read(">i8", self.start[messages] + (HEADER + offset))
         if (positions < 0).any():
             raise DecodeError(f"a position beyond all logs at offset {offset}", offset=offset)
         return positions
 
     def commit_times(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:
         """A time at the same offset of several messages, in Unix microseconds."""
-        return self._int64[self.start[messages] + (HEADER + offset)].astype(np.int64) + POSTGRES_EPOCH_MICROSECONDS
+        return self._buffer.read(">i8", self.start[messages] + (HEADER + offset)) + POSTGRES_EPOCH_MICROSECONDS
+
+
+class ParcelQueue:
+    """One thread puts, another gets. Putting never blocks: the reader asks for room first, and answers meanwhile."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._items: deque[Parcel | Lsn] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._items
+
+    @property
+    def has_room(self) -> bool:
+        return self._bytes < self._max_bytes
+
+    def put(self, item: Parcel | Lsn) -> None:
+        """Add messages, or the position of a keepalive; of several in a row the highest says it all."""
+        with self._changed:
+            last = self._items[-1] if self._items else None
+            if isinstance(item, Lsn) and isinstance(last, Lsn):
+                item = furthest(item, last)
+                self._items.pop()
+            self._items.append(item)
+            self._bytes += _size(item)
+            self._changed.notify_all()
+
+    def get(self, timeout: float) -> Parcel | Lsn | None:
+        """The oldest item; None when there is none in time."""
+        with self._changed:
+            if not self._items:
+                self._changed.wait(timeout)
+            if not self._items:
+                return None
+            item = self._items.popleft()
+            self._bytes -= _size(item)
+            self._changed.notify_all()
+            return item
+
+    def wait_for_room(self, timeout: float) -> bool:
+        """Wait until something was taken; whether there is room now."""
+        with self._changed:
+            if not self.has_room:
+                self._changed.wait(timeout)
+            return self.has_room
+
+
+def _size(item: Parcel | Lsn) -> int:
+    return len(item.raw) if isinstance(item, Parcel) else 0

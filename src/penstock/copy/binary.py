@@ -1,9 +1,12 @@
-"""In which form each column travels in binary COPY, and how a whole column of it becomes Arrow.
+"""Binary COPY: in which form each column travels, and how a whole column of it becomes Arrow.
 
 The result is the same as decoding the server's text with the column's codec, value for value: that is what capture
 does, and a row must not depend on which way it came. Numbers, times and uuids travel in binary, since that saves the
 server from formatting and us from parsing; strings are the same bytes either way; everything else is asked for as
 text. Not by a cast where the type has one of its own: `inet::text` is not what the server writes for an `inet`.
+
+A row is a count of fields, then for each field its length (-1 for NULL) and its bytes; `penstock.changes.wire` says how
+whole columns of them are read.
 """
 
 from __future__ import annotations
@@ -17,59 +20,26 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.changes.segment import SegmentColumn
-from penstock.copy.calendar import EPOCH_DAYS, EPOCH_MICROSECONDS, date_texts, timestamp_texts
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, SegmentColumn, segment_layout
+from penstock.changes.wire import Buffer, Cells, DecodedColumns, Flags, Records
 from penstock.errors import DecodeError
-from penstock.schema import PostgresType, TypeKind, resolve_domain
-from penstock.values import Codec, Decoded
-from penstock.values.datetimes import DAY, FIRST_DAY, LAST_DAY
+from penstock.schema import PostgresType, TableSchema, TypeKind, resolve_domain
+from penstock.values import Codec, Decoded, OutOfRange, TypeSettings
+from penstock.values.datetimes import (
+    DAY,
+    EPOCH_DAYS,
+    EPOCH_MICROSECONDS,
+    FIRST_DAY,
+    LAST_DAY,
+    date_texts,
+    timestamp_texts,
+)
 from penstock.values.text import TextCodec
 
-PADDING = bytes(16)
-"""Behind the last row, so that reading a fixed width there stays inside."""
-
-Flags = NDArray[np.bool_]
-Positions = NDArray[np.int64]
-
-
-class Buffer:
-    """The bytes of many rows, readable as fixed widths at any offset; ends in `PADDING`."""
-
-    __slots__ = ("arrow", "bytes")
-
-    def __init__(self, raw: bytes | bytearray) -> None:
-        self.bytes = np.frombuffer(raw, np.uint8)
-        self.arrow = pa.py_buffer(raw)
-
-    def read(self, kind: str, at: Positions) -> NDArray[Any]:
-        """Numbers of a big-endian kind, in native order."""
-        dtype = np.dtype(kind)
-        # One byte apart, so that indexing reads anywhere.
-        view = np.ndarray((len(self.bytes) - dtype.itemsize + 1,), dtype, self.bytes, 0, (1,))
-        return view[at].astype(dtype.newbyteorder("="))
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """Where the values of one column lie."""
-
-    buffer: Buffer
-    start: Positions
-    end: Positions
-    null: Flags | None
-    """None when there is no NULL."""
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-
-@dataclass(frozen=True, slots=True)
-class WireValues:
-    """A decoded column, and a way to the texts of its rejected cells."""
-
-    decoded: Decoded
-    text: Callable[[], pa.LargeStringArray]
-    """The server's text of the cells, at least where they are rejected."""
+SIGNATURE = b"PGCOPY\n\xff\r\n\0"
+_HEADER_BYTES = len(SIGNATURE) + 8
+TRAILER = b"\xff\xff"
+_NULL_LENGTH = -1
 
 
 class WireForm(Enum):
@@ -157,26 +127,87 @@ def select_expression(form: WireForm, identifier: str) -> str:
     return identifier
 
 
-def decode_column(form: WireForm, cells: Cells, column: SegmentColumn, table: str) -> WireValues:
+@dataclass(frozen=True, slots=True)
+class TupleLayout:
+    """A table's columns as they travel and as they end up."""
+
+    table: str
+    columns: tuple[SegmentColumn, ...]
+    forms: tuple[WireForm, ...]
+    arrow_schema: pa.Schema
+    policy: OutOfRange
+
+
+def tuple_layout(schema: TableSchema, settings: TypeSettings) -> TupleLayout:
+    """Decide how columns travel; names and types are those of segments, then `_unrepresentable`."""
+    columns = segment_layout(schema, settings).columns
+    fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
+    return TupleLayout(
+        table=str(schema),
+        columns=columns,
+        forms=tuple(wire_form(column.column.type, column.codec) for column in columns),
+        arrow_schema=pa.schema([*fields, pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)]),
+        policy=settings.out_of_range,
+    )
+
+
+def strip_header(message: memoryview) -> memoryview:
+    """The first message without the header of the stream."""
+    if len(message) < _HEADER_BYTES or message[: len(SIGNATURE)] != SIGNATURE:
+        raise DecodeError("not a stream of binary COPY", offset=0)
+    extension = int.from_bytes(message[len(SIGNATURE) + 4 : _HEADER_BYTES], "big")
+    return message[_HEADER_BYTES + extension :]
+
+
+def decode_tuples(raw: bytes | bytearray, lengths: NDArray[np.int64], layout: TupleLayout) -> pa.RecordBatch:
+    """Rows of these lengths, one behind the other in `raw`, which ends in `penstock.changes.wire.PADDING`."""
+    buffer = Buffer(raw)
+    ends = np.cumsum(lengths)
+    records = Records(ends - lengths, ends, "row of binary COPY")
+    counts = buffer.read(">i2", records.start)
+    records.require(counts == len(layout.columns), records.start, "another number of fields")
+    cursor = records.start + 2
+    decoded = DecodedColumns(layout.table, len(lengths), layout.policy)
+    arrays: list[pa.Array] = []
+    for column, form in zip(layout.columns, layout.forms, strict=True):
+        length = buffer.read(">i4", cursor)
+        start = cursor + 4
+        null: Flags | None = None
+        if len(length) and length.min() < 0:
+            null = length == _NULL_LENGTH
+            length[null] = 0
+        # Nothing is read beyond a row's end, and no length goes backwards.
+        end = start + length
+        records.require((end <= records.end) & (length >= 0), cursor, "a value longer than its row")
+        if form.width is not None:
+            expected = length == form.width
+            records.require(expected if null is None else expected | null, cursor, "a value of another width")
+        arrays.append(_decode_column(form, Cells(buffer, start, end, null), column, decoded))
+        cursor = end
+    records.require(cursor == records.end, cursor, "bytes behind the last field")
+    texts = decoded.unrepresentable()
+    arrays.append(pa.nulls(len(lengths), UNREPRESENTABLE_TYPE) if texts is None else texts)
+    return pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
+
+
+def _decode_column(form: WireForm, cells: Cells, column: SegmentColumn, decoded: DecodedColumns) -> pa.Array:
     """Decode a whole column, as its codec would have decoded the server's text."""
     match form:
         case WireForm.INT2 | WireForm.INT4 | WireForm.INT8 | WireForm.FLOAT4 | WireForm.FLOAT8 | WireForm.OID:
-            return _fitting(_number(form, cells, column.codec.arrow_type))
+            return _number(form, cells, column.codec.arrow_type)
         case WireForm.BOOL:
-            flags = cells.buffer.bytes[cells.start] != 0
-            return _fitting(pa.array(flags, mask=cells.null))
+            return pa.array(cells.buffer.bytes[cells.start] != 0, mask=cells.null)
         case WireForm.DATE | WireForm.TIME | WireForm.TIMESTAMP:
-            return _moment(form, cells, column.codec.arrow_type)
+            return decoded.keep(column, *_moment(form, cells, column.codec.arrow_type))
         case WireForm.UUID:
-            return _fitting(_uuid(cells))
+            return _uuid(cells)
         case WireForm.BYTES:
-            return _fitting(_cut(cells, pa.binary(), 0))
+            return cells.array(pa.binary())
         case WireForm.STRING | WireForm.JSONB | WireForm.CAST | WireForm.OUTPUT:
-            return _text(form, cells, column, table)
-
-
-def _fitting(array: pa.Array) -> WireValues:
-    return WireValues(Decoded(array, None), lambda: pa.nulls(len(array), pa.large_string()))
+            raw = cells.array(pa.binary(), skipped=1 if form is WireForm.JSONB else 0)
+            if isinstance(column.codec, TextCodec) and column.codec.arrow_type == pa.string():
+                return decoded.text(column, raw, pa.string())
+            return decoded.decode(column, decoded.text(column, raw, pa.large_string()))
 
 
 def _number(form: WireForm, cells: Cells, arrow_type: pa.DataType) -> pa.Array:
@@ -199,8 +230,8 @@ def _from_values(values: NDArray[Any], null: Flags | None, arrow_type: pa.DataTy
     return pa.Array.from_buffers(arrow_type, len(values), [_validity(null), pa.py_buffer(values)])
 
 
-def _moment(form: WireForm, cells: Cells, arrow_type: pa.DataType) -> WireValues:
-    """Days or microseconds since 2000, with the ends of their type as infinities."""
+def _moment(form: WireForm, cells: Cells, arrow_type: pa.DataType) -> tuple[Decoded, Callable[[], pa.LargeStringArray]]:
+    """Days or microseconds since 2000, with the ends of their type as infinities; and the texts of those outside."""
     if form is WireForm.TIME:
         raw, shift, low, high = cells.buffer.read(">i8", cells.start), 0, 0, DAY - 1
     elif form is WireForm.DATE:
@@ -217,7 +248,7 @@ def _moment(form: WireForm, cells: Cells, arrow_type: pa.DataType) -> WireValues
     array = _from_values(
         np.where(outside, 0, raw) + shift if outside is not None else raw + raw.dtype.type(shift), gone, arrow_type
     )
-    return WireValues(Decoded(array, outside), lambda: _moment_texts(form, raw, outside, zoned=_is_zoned(arrow_type)))
+    return Decoded(array, outside), lambda: _moment_texts(form, raw, outside, zoned=_is_zoned(arrow_type))
 
 
 def _is_zoned(arrow_type: pa.DataType) -> bool:
@@ -260,33 +291,6 @@ def _uuid(cells: Cells) -> pa.Array:
     np.cumsum(present * np.int32(_UUID_LENGTH), out=offsets[1:])
     buffers = [_validity(cells.null), pa.py_buffer(offsets), pa.py_buffer(text[present])]
     return pa.Array.from_buffers(pa.string(), count, buffers)
-
-
-def _text(form: WireForm, cells: Cells, column: SegmentColumn, table: str) -> WireValues:
-    skipped = 1 if form is WireForm.JSONB else 0
-    raw = _cut(cells, pa.binary(), skipped)
-    plain = isinstance(column.codec, TextCodec) and column.codec.arrow_type == pa.string()
-    try:
-        text = raw.cast(pa.string() if plain else pa.large_string())
-    except pa.ArrowInvalid:
-        raise DecodeError(f"a value of {table}.{column.column.name} is not UTF-8", offset=0, table=table) from None
-    return _fitting(text) if plain else WireValues(column.codec.decode(text), lambda: text)
-
-
-def _cut(cells: Cells, arrow_type: pa.DataType, skipped: int) -> pa.Array:
-    """Copy byte ranges into an array without an index per byte.
-
-    The offsets start0, end0, start1, end1, … describe the ranges and the gaps between them; the even ones are ours.
-    """
-    count = len(cells)
-    offsets = np.empty(2 * count, np.int32)
-    offsets[0::2] = cells.start
-    offsets[1::2] = cells.end
-    if skipped:
-        offsets[0::2] += skipped if cells.null is None else np.where(cells.null, 0, skipped)
-    buffers = [None, pa.py_buffer(offsets), cells.buffer.arrow]
-    ranges = pa.Array.from_buffers(arrow_type, 2 * count - 1, buffers)
-    return ranges.take(pa.array(np.arange(0, 2 * count - 1, 2), mask=cells.null))
 
 
 def _validity(null: Flags) -> pa.Buffer:
