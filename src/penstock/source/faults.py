@@ -216,7 +216,7 @@ def _kind_by_state(
         case "42710" if about_slot:
             return SlotUnusable, None, {"slot": slot}
         case "53400":
-            return SlotUnusable, "Raise max_replication_slots (needs a restart), or drop slots that nobody uses.", {}
+            return SlotUnusable, "Raise max_replication_slots (needs a restart), or drop unused slots.", {}
         case "58P01" if _WAL_SEGMENT.search(text):
             return SlotLost, None, {"slot": slot}
         case "XX000" if _UNMAPPED_FILE.search(text):
@@ -279,7 +279,7 @@ def _connect_hint(message: str) -> str | None:
     if "replication" in lowered and ("permission denied" in lowered or "must be superuser" in lowered):
         return "Run: alter role <user> replication (on managed services grant the provider's replication role)."
     if "number of requested standby" in lowered:
-        return "Raise max_wal_senders (needs a restart), or end replication connections that nobody needs."
+        return "Raise max_wal_senders (needs a restart), or close unused replication connections."
     return None
 
 

@@ -54,7 +54,7 @@ def test_a_config_says_what_is_looked_at(database: Any, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     found = {each["id"]: each for each in json.loads(result.stdout)["checks"]}
     for kind in ("publication", "slot"):
-        assert found[kind]["what"] == f"{kind} 'penstock_shop' does not exist; it is created at the first start"
+        assert found[kind]["what"] == f"{kind} 'penstock_shop' does not exist; Penstock creates it at the first start"
     # `u`, which is left out, has no replica identity.
     assert found["replica_identity"]["status"] == "passed"
     assert database.dsn not in result.stdout

@@ -1,4 +1,4 @@
-"""What the checks look at; loaded when first asked for, and shared."""
+"""What the checks look at: loaded when first needed, and shared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LEAVES = """
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the checks are about, besides the server; patterns that cannot be read raise `ConfigError` at once."""
+    """What to check besides the server. A malformed pattern raises `ConfigError`."""
 
     publication: str | None = None
     slot: str | None = None
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A table that is or would be published. Of a root that is sent as a whole, `stored` are its leaves."""
+    """A table that is or would be published. `stored` are the tables with its rows: a partitioned root's leaves."""
 
     published: PublishedTable
     catalog: CatalogTable
@@ -82,7 +82,7 @@ class Context:
 
     @property
     def connection(self) -> psycopg.Connection[tuple[Any, ...]]:
-        """The connection; a new one if the last was cut, so that one check cannot spoil the next."""
+        """The connection. It is reopened if a check lost it, so that the next check can run."""
         if self._connection is None or self._connection.closed:
             self._connection = connect(self.settings, Role.CHECK, parameters={"statement_timeout": "30s"})
         return self._connection
@@ -113,7 +113,7 @@ class Context:
         return {name: (setting, unit) for name, setting, unit in self.rows(_SETTINGS)}
 
     def setting(self, name: str) -> str | None:
-        """A server setting as the server keeps it; None if this version has none of that name."""
+        """A server setting; None if this version of the server does not have it."""
         found = self._server_settings.get(name)
         return None if found is None else found[0]
 
@@ -134,7 +134,7 @@ class Context:
 
     @cached_property
     def subjects(self) -> tuple[Subject, ...]:
-        """The published tables; without a publication, those that the patterns name, or all."""
+        """The published tables; without a publication, those that match the patterns, or all."""
         if self.publication is not None:
             published = published_tables(self.connection, self.publication.name)
         else:
@@ -158,7 +158,7 @@ class Context:
 
     @property
     def severity(self) -> Severity:
-        """How bad a table's fault is: tables that nobody asked for only might be published one day."""
+        """How serious a table's fault is: only a warning if neither publication nor patterns ask for the table."""
         asked_for = self.publication is not None or self.request.patterns
         return Severity.CRITICAL if asked_for else Severity.WARNING
 

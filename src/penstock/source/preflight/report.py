@@ -9,28 +9,28 @@ from typing import Any
 
 
 class Severity(StrEnum):
-    """How bad it is if the check does not pass."""
+    """How serious a failed check is."""
 
     CRITICAL = "critical"
-    """Replication will not start, will stop, or will break statements of others."""
+    """Replication will not start, will stop, or will make statements of other sessions fail."""
     WARNING = "warning"
-    """It will work, with a cost or a risk that somebody should have decided on."""
+    """Replication works, with a cost or a risk that you should know about."""
     INFO = "info"
     """Good to know."""
 
 
 class Status(StrEnum):
-    """How it went."""
+    """The result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     UNKNOWN = "unknown"
-    """The check itself could not be made."""
+    """The check could not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `subjects` are the tables, columns or sessions that it is about, all of them."""
+    """One finding. `subjects` are all tables, columns or sessions that it is about."""
 
     id: str
     severity: Severity
@@ -40,7 +40,7 @@ class Check:
     subjects: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines; the keys are stable."""
+        """The JSON form; its keys are stable."""
         return {
             "id": self.id,
             "severity": self.severity.value,
@@ -53,7 +53,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings for one source, in the order in which they were made."""
+    """All findings for one source, in the order of the checks."""
 
     location: str
     checks: tuple[Check, ...]
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing critical failed; what could not be checked does not count."""
+        """True if no critical check failed; checks that could not run do not count."""
         return not any(check.severity is Severity.CRITICAL and check.status is Status.FAILED for check in self.checks)
 
     def find(self, id_: str) -> Check | None:
@@ -72,7 +72,7 @@ class Report:
         return next((check for check in self.checks if check.id == id_), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines; the keys are stable."""
+        """The JSON form; its keys are stable."""
         return {
             "source": self.location,
             "ready": self.ready,
@@ -81,22 +81,22 @@ class Report:
 
 
 def passed(id_: str, what: str, subjects: Sequence[str] = ()) -> Check:
-    """All is well."""
+    """A finding that all is well."""
     return Check(id_, Severity.INFO, Status.PASSED, what, "", tuple(subjects))
 
 
 def failed(id_: str, severity: Severity, what: str, remedy: str, subjects: Sequence[str] = ()) -> Check:
-    """Something is not as it should be."""
+    """A finding that something is wrong."""
     return Check(id_, severity, Status.FAILED, what, remedy, tuple(subjects))
 
 
 def unknown(id_: str, reason: str) -> Check:
-    """The check could not be made."""
+    """A finding that the check could not run."""
     return Check(id_, Severity.WARNING, Status.UNKNOWN, f"could not be checked: {reason}", "")
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Some names for a sentence; the rest as a number."""
+    """The first few names for a sentence, and the number of the others."""
     shown = ", ".join(names[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
 

@@ -1,4 +1,4 @@
-"""Checks of the server: its version, role and settings, who else is on it, and the slot."""
+"""Checks of the server: its version, role and settings, other slots and transactions, and our slot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def check_version(context: Context) -> Iterator[Check]:
     name = f"PostgreSQL {context.setting('server_version')}"
     if context.version < OLDEST_VERSION:
         yield failed(
-            "server_version", Severity.CRITICAL, f"{name} is too old", "Upgrade to PostgreSQL 13, better 15, or newer."
+            "server_version",
+            Severity.CRITICAL,
+            f"{name} is too old",
+            "Upgrade to PostgreSQL 13 or newer; 15 or newer is recommended.",
         )
     else:
         yield passed("server_version", name)
@@ -39,14 +42,14 @@ def check_standby(context: Context) -> Iterator[Check]:
         yield failed(
             "server_role",
             Severity.CRITICAL,
-            "the server is a standby, and decodes logically only from PostgreSQL 16 on",
-            "Use the primary as source, or upgrade.",
+            "the server is a standby, which supports logical decoding only since PostgreSQL 16",
+            "Use the primary as the source, or upgrade.",
         )
     else:
         yield failed(
             "server_role",
             Severity.WARNING,
-            "the server is a standby: publications must be made on the primary, and a slot may be invalidated",
+            "the server is a standby: publications must be created on the primary, and the slot can be invalidated",
             "Use the primary, or set hot_standby_feedback = on and a physical slot for this standby.",
         )
 
@@ -66,13 +69,13 @@ def check_wal_level(context: Context) -> Iterator[Check]:
 
 
 def check_free_slots(context: Context) -> Iterator[Check]:
-    """Is there room for a slot, and for the temporary ones of the initial copy?"""
+    """Is there room for our slot, and for the temporary slots of copies?"""
     limit = context.number("max_replication_slots") or 0
     used = int(context.value("select count(*) from pg_catalog.pg_replication_slots"))
     needed = 1 if context.slot is not None else 2
     free = limit - used
     what = f"{used} of {limit} replication slots are in use"
-    remedy = "Raise max_replication_slots (needs a restart), or drop slots that nobody uses."
+    remedy = "Raise max_replication_slots (needs a restart), or drop unused slots."
     if free >= needed:
         yield passed("replication_slots", what)
     else:
@@ -85,7 +88,7 @@ def check_free_senders(context: Context) -> Iterator[Check]:
     limit = context.number("max_wal_senders") or 0
     used = int(context.value("select count(*) from pg_catalog.pg_stat_replication"))
     what = f"{used} of {limit} replication connections are in use"
-    remedy = "Raise max_wal_senders (needs a restart), or end replication connections that nobody needs."
+    remedy = "Raise max_wal_senders (needs a restart), or close unused replication connections."
     if limit - used >= 2:
         yield passed("wal_senders", what)
     else:
@@ -94,7 +97,7 @@ def check_free_senders(context: Context) -> Iterator[Check]:
 
 
 def check_replication_connection(context: Context) -> Iterator[Check]:
-    """May this role open a replication connection from here? Tried, since pg_hba.conf has a word in it."""
+    """Can this role open a replication connection from here? Only trying tells, because of pg_hba.conf."""
     try:
         replication = connect_replication(context.settings, Role.CHECK)
         try:
@@ -120,21 +123,21 @@ def check_wal_retention(context: Context) -> Iterator[Check]:
             "slot_wal_keep_size",
             Severity.WARNING,
             "max_slot_wal_keep_size is unlimited: while Penstock is down, WAL can fill the server's disk",
-            "Watch the slot's lag, or set max_slot_wal_keep_size to what the disk can spare; beyond, it is lost.",
+            "Monitor the slot's lag, or set max_slot_wal_keep_size to what the disk can spare.",
         )
     elif keep == 0:
         yield failed(
             "slot_wal_keep_size",
             Severity.CRITICAL,
-            "max_slot_wal_keep_size is 0: a slot is lost at the next checkpoint after it falls behind",
+            "max_slot_wal_keep_size is 0: a slot that falls behind is lost at the next checkpoint",
             "Run: alter system set max_slot_wal_keep_size = '10GB'; select pg_reload_conf();",
         )
     elif keep < SMALL_KEEP_MEGABYTES:
         yield failed(
             "slot_wal_keep_size",
             Severity.WARNING,
-            f"max_slot_wal_keep_size is only {keep} MB: the slot is lost when Penstock falls further behind",
-            "Raise max_slot_wal_keep_size to more than is written in the longest pause you expect.",
+            f"max_slot_wal_keep_size is only {keep} MB: the slot is lost if Penstock falls further behind than that",
+            "Raise max_slot_wal_keep_size above the WAL that is written during the longest downtime you expect.",
         )
     else:
         yield passed("slot_wal_keep_size", f"max_slot_wal_keep_size is {keep} MB")
@@ -151,26 +154,26 @@ def check_idle_slot_timeout(context: Context) -> Iterator[Check]:
         yield failed(
             "idle_slot_timeout",
             Severity.WARNING,
-            f"idle_replication_slot_timeout is {seconds} s: the slot is lost when Penstock is down for longer",
-            "Set it to more than the longest pause you expect, or to 0.",
+            f"idle_replication_slot_timeout is {seconds} s: the slot is lost if Penstock is down for longer than that",
+            "Set it above the longest downtime you expect, or to 0 to disable it.",
         )
 
 
 def check_sender_timeout(context: Context) -> Iterator[Check]:
-    """When does the server give up a silent reader?"""
+    """When does the server disconnect a silent reader?"""
     timeout = context.number("wal_sender_timeout") or 0
     if timeout == 0:
         yield failed(
             "wal_sender_timeout",
             Severity.WARNING,
-            "wal_sender_timeout is off: a reader whose machine died holds the slot until TCP gives up",
+            "wal_sender_timeout is off: if the reader's machine crashes, the slot stays in use until TCP times out",
             "Set wal_sender_timeout to its default, 60s.",
         )
     elif timeout < SHORT_SENDER_TIMEOUT_MILLISECONDS:
         yield failed(
             "wal_sender_timeout",
             Severity.WARNING,
-            f"wal_sender_timeout is only {timeout} ms: short pauses of the network cut the connection",
+            f"wal_sender_timeout is only {timeout} ms: short network interruptions end the connection",
             "Set wal_sender_timeout to its default, 60s.",
         )
     else:
@@ -184,8 +187,8 @@ def check_encoding(context: Context) -> Iterator[Check]:
         yield failed(
             "encoding",
             Severity.WARNING,
-            "the database has no encoding (SQL_ASCII): bytes that are not UTF-8 cannot be read",
-            "Make sure that all text is UTF-8, or move the data to a database with an encoding.",
+            "the database has no encoding (SQL_ASCII): Penstock cannot read bytes that are not UTF-8",
+            "Make sure that all text is UTF-8, or move the data to a UTF-8 database.",
         )
     else:
         yield passed("encoding", f"the database's encoding is {encoding}")
@@ -202,24 +205,24 @@ def check_decoding_memory(context: Context) -> Iterator[Check]:
 
 
 def check_open_transactions(context: Context) -> Iterator[Check]:
-    """Would a new slot have to wait?"""
+    """Would creating a slot have to wait?"""
     blockers = find_blockers(context.connection)
     long = [blocker for blocker in blockers if blocker.kind != "session" or _is_long(blocker.seconds)]
     if not long:
-        yield passed("open_transactions", "no long transaction delays new slots and snapshots")
+        yield passed("open_transactions", "no long-running transaction delays new slots and snapshots")
         return
     names = [str(blocker) for blocker in long]
     yield failed(
         "open_transactions",
         Severity.WARNING,
         f"{counted(names, 'open transaction')} delay new slots and the initial copy: {listed(names, 3)}",
-        "Let them end, or end them (pg_terminate_backend, rollback prepared).",
+        "Wait until they end, or end them (pg_terminate_backend, rollback prepared).",
         names,
     )
 
 
 def check_other_slots(context: Context) -> Iterator[Check]:
-    """Do forgotten slots keep WAL?"""
+    """Do inactive slots retain WAL?"""
     position = "pg_catalog.pg_last_wal_replay_lsn()" if context.in_recovery else "pg_catalog.pg_current_wal_lsn()"
     rows = context.rows(
         f"""
@@ -233,14 +236,14 @@ def check_other_slots(context: Context) -> Iterator[Check]:
         LARGE_RETENTION_BYTES,
     )
     if not rows:
-        yield passed("other_slots", "no inactive slot keeps much WAL")
+        yield passed("other_slots", "no inactive slot retains much WAL")
         return
     names = [f"{name} ({size / (1 << 30):.1f} GiB)" for name, size in rows]
     yield failed(
         "other_slots",
         Severity.WARNING,
-        f"{counted(names, 'inactive slot')} keep WAL on the server's disk: {listed(names)}",
-        "Drop the slots that nobody needs: select pg_drop_replication_slot('<name>');",
+        f"{counted(names, 'inactive slot')} retain WAL on the server's disk: {listed(names)}",
+        "Drop unused slots: select pg_drop_replication_slot('<name>');",
         names,
     )
 
@@ -250,7 +253,7 @@ def _is_long(seconds: float | None) -> bool:
 
 
 def check_slot(context: Context) -> Iterator[Check]:
-    """Can the slot be read from?"""
+    """Can we read from the slot?"""
     name = context.request.slot
     if name is None:
         return
@@ -258,7 +261,7 @@ def check_slot(context: Context) -> Iterator[Check]:
         check_slot_name(name)
         slot = require_usable(context.slot, name, database=context.connection.info.dbname)
     except SlotMissing:
-        yield passed("slot", f"slot {name!r} does not exist; it is created at the first start")
+        yield passed("slot", f"slot {name!r} does not exist; Penstock creates it at the first start")
         return
     except (SourceError, ConfigError) as error:
         yield failed("slot", Severity.CRITICAL, str(error), error.hint)
@@ -267,31 +270,31 @@ def check_slot(context: Context) -> Iterator[Check]:
         yield failed(
             "slot",
             Severity.WARNING,
-            f"slot {name!r} is being read by pid {slot.active_pid}",
-            "A slot has one reader: stop the other before you start.",
+            f"slot {name!r} is in use by pid {slot.active_pid}",
+            "A slot has one reader: stop the other one first.",
         )
     elif slot.wal_status == "unreserved":
         yield failed(
             "slot",
             Severity.CRITICAL,
-            f"slot {name!r} is about to be lost: the next checkpoint removes WAL that it needs",
-            "Start reading from it at once, or raise max_slot_wal_keep_size.",
+            f"slot {name!r} is about to be lost: the next checkpoint removes WAL that the slot needs",
+            "Start the pipeline now, or raise max_slot_wal_keep_size.",
         )
     else:
         yield passed("slot", f"slot {name!r} is ready, at {slot.confirmed_flush_lsn}")
 
 
 def check_retention(context: Context) -> Iterator[Check]:
-    """How much WAL does the slot keep on the server?"""
+    """How much WAL does the slot retain on the server?"""
     slot = context.slot
     if slot is None or slot.restart_lsn is None:
         return
     function = "pg_last_wal_replay_lsn" if context.in_recovery else "pg_current_wal_lsn"
     position = Lsn.parse(str(context.value(f"select pg_catalog.{function}()")))
     kept = distance(slot.restart_lsn, position)
-    what = f"slot {slot.name!r} keeps {kept / (1 << 20):.0f} MiB of WAL on the server"
+    what = f"slot {slot.name!r} retains {kept / (1 << 20):.0f} MiB of WAL on the server"
     if kept > LARGE_RETENTION_BYTES:
-        remedy = "Start reading from it, or drop it if nobody needs it: WAL can fill the server's disk."
+        remedy = "Start the pipeline, or drop the slot if it is unused: WAL can fill the server's disk."
         yield failed("slot_retention", Severity.WARNING, what, remedy)
     else:
         yield passed("slot_retention", what)

@@ -1,7 +1,7 @@
 """Checks of the publication and its tables.
 
-The critical ones are about *other people's* statements: a published table without a replica identity makes the
-server refuse their updates and deletes.
+The critical ones protect *other* sessions: once a table without a replica identity is published, the server refuses
+their updates and deletes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_publication(context: Context) -> Iterator[Check]:
         more = ", …" if len(context.subjects) > 5 else ""
         statement = f"create publication {_identifier(name)}{f' for table {tables}{more}' if tables else ''};"
         if context.request.manage_publication:
-            yield passed("publication", f"publication {name!r} does not exist; it is created at the first start")
+            yield passed("publication", f"publication {name!r} does not exist; Penstock creates it at the first start")
         else:
             yield failed(
                 "publication", Severity.CRITICAL, f"publication {name!r} does not exist", f"Create it: {statement}"
@@ -77,7 +77,7 @@ def check_publication(context: Context) -> Iterator[Check]:
 
 
 def check_operations(context: Context) -> Iterator[Check]:
-    """Are all kinds of changes published?"""
+    """Does the publication include all kinds of changes?"""
     if context.publication is None:
         return
     missing = sorted({"insert", "update", "delete", "truncate"} - context.publication.operations)
@@ -85,7 +85,7 @@ def check_operations(context: Context) -> Iterator[Check]:
         yield failed(
             "publication_operations",
             Severity.WARNING,
-            f"the publication leaves out {' and '.join(missing)}: the copy will differ from the source",
+            f"the publication omits {' and '.join(missing)}: the destination will differ from the source",
             f"Run: alter publication {_identifier(context.publication.name)} "
             "set (publish = 'insert, update, delete, truncate');",
             missing,
@@ -95,7 +95,7 @@ def check_operations(context: Context) -> Iterator[Check]:
 
 
 def check_patterns(context: Context) -> Iterator[Check]:
-    """Are the tables that were asked for the ones that are published?"""
+    """Does every pattern match a published table?"""
     request = context.request
     if not request.patterns:
         return
@@ -108,7 +108,7 @@ def check_patterns(context: Context) -> Iterator[Check]:
             "table_patterns",
             Severity.CRITICAL,
             f"no table that {where} matches {listed(lost)}",
-            "Check schema, name and case; then add the tables to the publication.",
+            "Check the schema, name and case, then add the tables to the publication.",
             lost,
         )
     else:
@@ -116,7 +116,7 @@ def check_patterns(context: Context) -> Iterator[Check]:
 
 
 def check_excluded(context: Context) -> Iterator[Check]:
-    """Which tables match but cannot be replicated?"""
+    """Which matching tables cannot be replicated?"""
     kinds = {TableName(namespace, name): kind for namespace, name, kind in context.rows(_UNPUBLISHABLE)}
     chosen = select_tables(kinds, context.request.patterns or ("*",), context.request.exclude)
     if chosen:
@@ -125,13 +125,13 @@ def check_excluded(context: Context) -> Iterator[Check]:
             "unpublishable_tables",
             Severity.INFO,
             f"{counted(names)} cannot be replicated: {listed(names)}",
-            "Their changes are not in the WAL. Alter unlogged tables: alter table … set logged;",
+            "Their changes are not in the WAL. For unlogged tables, run: alter table … set logged;",
             names,
         )
 
 
 def check_privileges(context: Context) -> Iterator[Check]:
-    """May the role read every table for the initial copy?"""
+    """Can the role read every table?"""
     subjects = {subject.published.oid: subject for subject in context.subjects}
     columns = [f"{oid}.{attnum}" for oid, subject in subjects.items() for attnum in subject.attnums]
     names = [str(subjects[oid]) for (oid,) in context.rows(_UNREADABLE, list(subjects), columns)]
@@ -140,16 +140,16 @@ def check_privileges(context: Context) -> Iterator[Check]:
         yield failed(
             "select_privilege",
             context.severity,
-            f"role {user!r} may not read {counted(names)}: {listed(names)}",
+            f"role {user!r} cannot read {counted(names)}: {listed(names)}",
             f"Run: grant usage on schema … to {_identifier(user)}; grant select on … to {_identifier(user)};",
             names,
         )
     elif subjects:
-        yield passed("select_privilege", f"role {user!r} may read every table")
+        yield passed("select_privilege", f"role {user!r} can read every table")
 
 
 def check_row_security(context: Context) -> Iterator[Check]:
-    """Would row level security hide rows from the initial copy?"""
+    """Would row-level security hide rows from a copy?"""
     oids = {subject.published.oid: str(subject) for subject in context.subjects}
     statement = """
         select oid::int8 from unnest(%s::pg_catalog.oid[]) oid
@@ -161,14 +161,14 @@ def check_row_security(context: Context) -> Iterator[Check]:
         yield failed(
             "row_security",
             context.severity,
-            f"row level security hides rows of {counted(names)} from role {user!r}: {listed(names)}",
+            f"row-level security hides rows of {counted(names)} from role {user!r}: {listed(names)}",
             f"Run: alter role {_identifier(user)} bypassrls;",
             names,
         )
 
 
 def check_identity(context: Context) -> Iterator[Check]:
-    """Can updates and deletes be replicated; and, once published, can they be made at all?"""
+    """Can updates and deletes be replicated, and does the server still accept them once the table is published?"""
     if context.publication is not None and not context.publication.operations & {"update", "delete"}:
         return
     without = _stored_tables(context, lambda table: not table.has_identity)
@@ -176,9 +176,9 @@ def check_identity(context: Context) -> Iterator[Check]:
         yield failed(
             "replica_identity",
             context.severity,
-            f"{counted(without)} without replica identity: as soon as they are published, the server refuses every "
-            f"update and delete of them: {listed(without)}",
-            "Add a primary key; or: alter table … replica identity using index …; or: … replica identity full.",
+            f"{counted(without)} without a replica identity: once published, the server refuses every update and "
+            f"delete of them: {listed(without)}",
+            "Add a primary key, or run: alter table … replica identity using index …; or: replica identity full;",
             without,
         )
     elif context.subjects:
@@ -190,13 +190,13 @@ def check_identity(context: Context) -> Iterator[Check]:
             Severity.WARNING,
             f"{counted(full)} with replica identity full: every update and delete logs the whole old row: "
             f"{listed(full)}",
-            "Where there is a primary key: alter table … replica identity default.",
+            "For tables with a primary key, run: alter table … replica identity default;",
             full,
         )
 
 
 def check_column_lists(context: Context) -> Iterator[Check]:
-    """Do column lists contain the replica identity?"""
+    """Do column lists include the replica identity?"""
     lists = [subject for subject in context.subjects if subject.published.column_attnums is not None]
     if not lists:
         return
@@ -207,7 +207,7 @@ def check_column_lists(context: Context) -> Iterator[Check]:
             Severity.CRITICAL,
             f"{counted(bad, 'column list')} without the replica identity: the server refuses updates and deletes of "
             f"{listed(bad)}",
-            "Add the key's columns to the column list (all columns with replica identity full).",
+            "Add the columns of the replica identity to the column list (with replica identity full: all columns).",
             bad,
         )
     else:
@@ -227,7 +227,7 @@ def check_row_filters(context: Context) -> Iterator[Check]:
             Severity.CRITICAL,
             f"{counted(bad, 'row filter')} on columns outside the replica identity: the server refuses updates and "
             f"deletes of {listed(bad)}",
-            "Filter by columns of the key only, or: alter table … replica identity full.",
+            "Filter only by columns of the replica identity, or run: alter table … replica identity full;",
             bad,
         )
     else:
@@ -236,24 +236,26 @@ def check_row_filters(context: Context) -> Iterator[Check]:
 
 
 def check_partitions(context: Context) -> Iterator[Check]:
-    """How are partitioned tables sent?"""
+    """How are partitioned tables published?"""
     roots = [str(subject) for subject in context.subjects if subject.published.kind == "p"]
     leaves = [str(subject) for subject in context.subjects if subject.catalog.is_partition]
     if roots:
-        yield passed("partitions", f"{counted(roots, 'partitioned table')} sent as a whole: {listed(roots)}", roots)
+        yield passed(
+            "partitions", f"{counted(roots, 'partitioned table')} replicated as a whole: {listed(roots)}", roots
+        )
     if leaves:
-        what = f"{counted(leaves, 'partition')} sent as tables of their own: {listed(leaves)}"
+        what = f"{counted(leaves, 'partition')} replicated as separate tables: {listed(leaves)}"
         yield failed(
             "partitions_as_leaves",
             Severity.INFO,
             what,
-            "To replicate the partitioned table as one: alter publication … set (publish_via_partition_root = true);",
+            "To replicate partitioned tables as one: alter publication … set (publish_via_partition_root = true);",
             leaves,
         )
 
 
 def check_generated(context: Context) -> Iterator[Check]:
-    """Which columns are not sent because they are generated?"""
+    """Which generated columns does the server omit?"""
     names = [
         f"{subject}.{attribute.name}"
         for subject in context.subjects
@@ -264,14 +266,14 @@ def check_generated(context: Context) -> Iterator[Check]:
         yield failed(
             "generated_columns",
             Severity.INFO,
-            f"{counted(names, 'generated column')} not sent: {listed(names)}",
-            "From PostgreSQL 18 on stored ones can be: alter publication … set (publish_generated_columns = stored);",
+            f"{counted(names, 'generated column')} not replicated: {listed(names)}",
+            "PostgreSQL 18 can publish stored ones: alter publication … set (publish_generated_columns = stored);",
             names,
         )
 
 
 def check_types(context: Context) -> Iterator[Check]:
-    """Which columns become text?"""
+    """Which columns are replicated as text?"""
     wanted = {
         attribute.type_oid
         for subject in context.subjects
@@ -298,7 +300,7 @@ def check_types(context: Context) -> Iterator[Check]:
 
 
 def _stored_tables(context: Context, wanted: Callable[[CatalogTable], bool]) -> list[str]:
-    """Tables that hold rows; of a partitioned table its leaves, whose identity counts."""
+    """Tables that store rows: of a partitioned table its leaves, because their identity counts."""
     tables = {table.oid: table for subject in context.subjects for table in subject.stored}
     return sorted(str(table) for table in tables.values() if wanted(table))
 
@@ -324,7 +326,7 @@ def _becomes_text(type_: PostgresType, modifier: int) -> bool:
 
 
 def _identifier(name: str) -> str:
-    """A name as a person would type it: quoted only where it has to be."""
+    """A name as a person would type it: quoted only if necessary."""
     return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else quote_identifier(name)
 
 
