@@ -294,7 +294,7 @@ def _transactions(connection: psycopg.Connection[Any]) -> tuple[int, int]:
         select pg_catalog.txid_snapshot_xmin(seen) & 4294967295, pg_catalog.txid_snapshot_xmax(seen) & 4294967295
         from pg_catalog.txid_current_snapshot() seen
     """
-    with translated(connection, "look for open transactions"):
+    with translated(connection, "list open transactions"):
         row = connection.cursor(row_factory=tuple_row).execute(query).fetchone()
         assert row is not None
         return row

@@ -47,7 +47,7 @@ class SourceFetch:
                 some = [text[begin : begin + _KEYS_AT_ONCE] for text in texts]
                 result = cursor.execute(_query(schema, columns, named), some).pgresult
                 if result is None:
-                    raise SourceError(f"cannot {doing}: the server gave no answer")
+                    raise SourceError(f"cannot {doing}: the server did not answer")
                 # As the server writes them: what psycopg makes of values is not for us.
                 for row in range(result.ntuples):
                     for number, values in enumerate(cells):

@@ -270,7 +270,7 @@ def _start(connection: pq.abc.PGconn, query: str, place: Place, doing: str) -> s
 
 def _failure(result: pq.abc.PGresult | None, place: Place, doing: str) -> SourceError:
     if result is None:
-        return SourceError(f"cannot {doing} ({place.where}): the server gave no answer", where=place.where)
+        return SourceError(f"cannot {doing} ({place.where}): the server did not answer", where=place.where)
     return from_result(result, place, doing)
 
 

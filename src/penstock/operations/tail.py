@@ -166,7 +166,7 @@ def prepare(settings: Follow, notice: Callable[[str], None]) -> Lsn | None:
                 slot=settings.slot,
                 pid=slot.active_pid,
             )
-        with translated(connection, "ask for the server's position"):
+        with translated(connection, "read the server's position"):
             row = connection.execute(_POSITION).fetchone()
     server = Lsn.parse(row[0]) if row and row[0] else Lsn(0)
     return _check_start(settings, slot.confirmed_flush_lsn or Lsn(0), server)

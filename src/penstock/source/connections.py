@@ -1,12 +1,12 @@
-"""Connections to the source: who we are, how sessions are pinned, how long we wait.
+"""Connections to the source: their settings, session parameters and timeouts.
 
-A value must have the same text whichever connection reads it, so every session fixes the settings that change the
-text of values: dates ISO, time zone UTC, `extra_float_digits` 3, bytea as hex, and so on. `search_path` is
-`pg_catalog`: names in expressions come out qualified, and statements here name the schema of everything. Row level
-security is off in the sense of `pg_dump`: a policy that would hide rows is an error, not a smaller copy.
+A value must have the same text on every connection, so each session fixes the settings that affect text: ISO dates,
+time zone UTC, `extra_float_digits` 3, bytea as hex, and so on. `search_path` is `pg_catalog`: the server then qualifies
+names in expressions, and our statements name every schema. `row_security` is off, as in `pg_dump`: a policy that would
+hide rows is an error, not a smaller copy.
 
-The settings travel as `options`, so they also are what `reset all` returns to; environment variables that libpq
-sends separately (`PGDATESTYLE`, `PGTZ`) win over those, and are put right after connecting.
+The settings travel as `options`, so `reset all` returns to them. Environment variables that libpq sends separately
+(`PGDATESTYLE`, `PGTZ`) override them; `_pin` corrects that after connecting.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ PINNED_PARAMETERS: Mapping[str, str] = {
     "bytea_output": "hex",
     "search_path": "pg_catalog",
     "row_security": "off",
-    # Some losses are only warned about: see faults.from_notice.
+    # The server reports some losses only as warnings: see faults.from_notice.
     "client_min_messages": "warning",
 }
-"""What every session has, whatever the server, the database, the role or the URL says."""
+"""Settings of every session, regardless of server, database, role and URL."""
 
 NO_TIMEOUTS: Mapping[str, str] = {
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
 }
-"""For sessions that live long by design: replication, and the keeper of a snapshot."""
+"""For long sessions: replication, and the session that keeps a snapshot."""
 
-# Since which version the server knows a timeout; these cannot go into `options`, where older servers refuse them.
+# The version that introduced a timeout; older servers refuse these in `options`.
 _LATER_TIMEOUTS = (("idle_session_timeout", 140000), ("transaction_timeout", 170000))
 
-# What the server reports by itself, and must say after connecting.
+# Settings that the server reports by itself, and their values after connecting.
 _REPORTED = {"DateStyle": "ISO", "IntervalStyle": "postgres", "TimeZone": "UTC", "client_encoding": "UTF8"}
 
 _SECRET_PARAMETERS = ("password", "sslpassword", "oauth_client_secret")
@@ -57,7 +57,7 @@ _NAME_LIMIT = 63
 
 
 class Role(StrEnum):
-    """What a connection is for; shown to the server's operator in `application_name`."""
+    """What a connection is for; part of its `application_name`."""
 
     CAPTURE = "capture"
     CATALOG = "catalog"
@@ -73,14 +73,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
-    """How to reach the source. The URL is secret: it is never printed, only `location` is.
+    """How to reach the source. The URL is secret and never printed; print `location` instead.
 
-    What the URL sets itself (`connect_timeout`, `keepalives_idle`, `sslmode`, …) wins over the fields here, except
-    for what the session needs; its `options` are kept in front of ours, its `application_name` replaces the prefix.
+    Settings in the URL (`connect_timeout`, `keepalives_idle`, `sslmode`, …) override the fields here, except for those
+    that the session needs. Its `options` come before ours, and its `application_name` replaces the prefix.
     """
 
     url: str = field(repr=False)
-    """`postgresql://…` or `key=value …`, as libpq takes it; what it leaves out comes from libpq's environment."""
+    """A libpq connection string, `postgresql://…` or `key=value …`; libpq's environment variables complete it."""
     connect_timeout: float = 10.0
     """Seconds for each host."""
     application_name: str = "penstock"
@@ -90,13 +90,13 @@ class SourceSettings:
 
     @property
     def silence_seconds(self) -> int:
-        """After so long without a sign of life, a connection is given up."""
+        """Seconds without a sign of life after which a connection is closed."""
         return self.keepalives_idle + self.keepalives_interval * self.keepalives_count
 
     def __post_init__(self) -> None:
         given = self.parameters()
-        # An unencoded "@" or "/" in a password moves its tail into the host, the port or the database name,
-        # which are shown.
+        # An unencoded "@" or "/" in a password moves the rest of it into the host, the port or the database name, and
+        # these are shown.
         in_path = self.url.partition("://")[2].partition("?")[0].partition("/")[2]
         ports = given.get("port", "").replace(",", "")
         if "@" in given.get("host", "") or "@" in in_path or not (ports == "" or ports.isdecimal()):
@@ -123,7 +123,7 @@ class SourceSettings:
 
     @property
     def place(self) -> Place:
-        """The location together with what must not be in a message about it."""
+        """The location, with the secrets that must not appear in a message."""
         given = self.parameters()
         public = {given.get(name, "") for name in ("user", "dbname", "host")}
         secrets = {given.get(name, "") for name in _SECRET_PARAMETERS} | {os.environ.get("PGPASSWORD", "")}
@@ -133,7 +133,7 @@ class SourceSettings:
 def connect(
     settings: SourceSettings, role: Role, *, parameters: Mapping[str, str] | None = None
 ) -> psycopg.Connection[tuple[Any, ...]]:
-    """A connection for statements, in autocommit. `parameters` are further session settings (see `NO_TIMEOUTS`)."""
+    """Open a connection for statements, in autocommit. `parameters` are further settings (see `NO_TIMEOUTS`)."""
     extra = dict(parameters or {})
     conninfo = build_conninfo(settings, role, extra)
     try:
@@ -150,7 +150,7 @@ def connect(
 
 
 def connect_replication(settings: SourceSettings, role: Role = Role.CAPTURE) -> pq.abc.PGconn:
-    """A replication connection (`replication=database`), without any timeout of the session; the caller finishes it."""
+    """Open a replication connection (`replication=database`) without session timeouts; the caller finishes it."""
     conninfo = build_conninfo(settings, role, dict(NO_TIMEOUTS), replication=True)
     attempts = _split_hosts(conninfo)
     for attempt in attempts[:-1]:
@@ -164,7 +164,7 @@ def connect_replication(settings: SourceSettings, role: Role = Role.CAPTURE) -> 
 def build_conninfo(
     settings: SourceSettings, role: Role, parameters: Mapping[str, str], *, replication: bool = False
 ) -> str:
-    """The conninfo for one connection; contains the password."""
+    """The conninfo of one connection; it contains the password."""
     given = settings.parameters()
     prefix = given.pop("application_name", None) or settings.application_name
     options = given.pop("options", None) or os.environ.get("PGOPTIONS", "")
@@ -175,7 +175,7 @@ def build_conninfo(
         "keepalives_idle": settings.keepalives_idle,
         "keepalives_interval": settings.keepalives_interval,
         "keepalives_count": settings.keepalives_count,
-        # Keepalives are not sent while an answer is outstanding: without this a statement could wait for ever.
+        # No keepalives are sent while an answer is outstanding: without this a statement could wait forever.
         "tcp_user_timeout": 1000
         * (settings.keepalives_idle + settings.keepalives_interval * settings.keepalives_count),
         **given,
@@ -191,7 +191,7 @@ def build_conninfo(
 
 
 def application_name(prefix: str, role: Role) -> str:
-    """`prefix:role` in at most 63 bytes; the prefix is what gets shorter."""
+    """`prefix:role` in at most 63 bytes; the prefix is shortened."""
     suffix = f":{role.value}".encode()
     head = prefix.encode()[: _NAME_LIMIT - len(suffix)]
     return head.decode("utf-8", "ignore") + suffix.decode()
@@ -202,8 +202,8 @@ def run_command(
 ) -> list[tuple[str | None, ...]]:
     """Run one statement or replication command on a `pq` connection and return its rows as text.
 
-    Waits at most `timeout` seconds; after that the connection is good for nothing but `finish`. Not for commands
-    that start a COPY. `about` as in `faults.classify`.
+    Waits at most `timeout` seconds; after a timeout the connection can only be finished. Not for commands that start a
+    COPY. `about` as in `faults.classify`.
     """
     place = Place.of(connection)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -262,7 +262,7 @@ def _connect_replication(conninfo: str, settings: SourceSettings) -> pq.abc.PGco
 
 
 def _pin(connection: pq.abc.PGconn, parameters: Mapping[str, str]) -> None:
-    """Put right what `options` could not: what the environment overrode, and what only newer servers know."""
+    """Set what `options` could not: settings that the environment overrode, and settings of newer servers."""
     statements = [
         f"set {name.lower()} = '{wanted}'"
         for name, wanted in _REPORTED.items()
@@ -279,11 +279,13 @@ def _wait(connection: pq.abc.PGconn, events: int, deadline: float | None, place:
     poll.register(connection.socket, events)
     remaining = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
     if not poll.poll(remaining):
-        raise ServerUnavailable(f"cannot {doing} ({place.where}): no answer in time", where=place.where, sqlstate=None)
+        raise ServerUnavailable(
+            f"cannot {doing} ({place.where}): the server did not answer in time", where=place.where, sqlstate=None
+        )
 
 
 def _split_hosts(conninfo: str) -> list[str]:
-    """One conninfo per host, since libpq's own list has no time limit when it is polled."""
+    """One conninfo per host, because libpq applies no time limit to its list of hosts when polled."""
     values = conninfo_to_dict(conninfo)
     lists = {name: str(values[name]).split(",") for name in ("host", "hostaddr", "port") if values.get(name)}
     count = max((len(items) for name, items in lists.items() if name != "port"), default=1)
@@ -296,7 +298,7 @@ def _split_hosts(conninfo: str) -> list[str]:
 
 
 def _public_reason(url: str, reason: str) -> str:
-    """libpq's message quotes what it cannot read, perhaps half a password: show it only if it says the same without."""
+    """libpq's message if it quotes no part of the password: it must be the same for the URL without credentials."""
     scheme, separator, rest = url.partition("://")
     if not separator or "password" in rest.rpartition("@")[2]:
         return ""
@@ -309,7 +311,7 @@ def _public_reason(url: str, reason: str) -> str:
 
 def _unreadable(reason: str = "") -> ConfigError:
     return ConfigError(
-        f"the source URL cannot be read as a connection string{f': {reason.strip()}' if reason else ''}",
+        f"the source URL is not a valid connection string{f': {reason.strip()}' if reason else ''}",
         hint="Write postgresql://user@host:5432/database; percent-encode special characters in the password.",
     )
 

@@ -1,13 +1,13 @@
-"""An optional record of DDL in the stream itself: what a table's columns are, from exactly here on.
+"""An optional event trigger that records DDL in the stream: which columns a table has, from exactly this point on.
 
-RELATION messages name columns and types. Attribute numbers and the primary key come from the catalog, which is that of
-now: while capture is behind, a column that was dropped and added again cannot be told from the one before. With the
-trigger the source says it at the right place: after each DDL on a published table it emits a transactional logical
-message with the table's attributes, and at each start one for every table, from which all others follow.
+RELATION messages name columns and types. Attribute numbers and the primary key come from the catalog of *now*: while
+capture is behind, a column that was dropped and added again looks like the old one. With the trigger, the source
+records the attributes at the right place: after each DDL on a published table it emits a transactional logical message
+with them. At each start, every table is announced once.
 
-Two functions in the schema `penstock_ddl` and one event trigger, named after the slot: two streams on a database do not
-disturb each other. The trigger never fails the DDL that fired it: what goes wrong is a warning, and the catalog decides
-as it does without a trigger. Only names, numbers and types are sent: no defaults, no statements, no values.
+The trigger consists of two functions in the schema `penstock_ddl` and one event trigger, named after the slot, so that
+two streams on one database do not interfere. It never makes DDL fail: an error becomes a warning, and then the catalog
+decides, as without a trigger. It sends names, numbers and types; no defaults, no statements, no values.
 """
 
 from __future__ import annotations
@@ -148,17 +148,18 @@ class DdlTrigger:
         return message_prefix(self.slot)
 
     def create(self, connection: psycopg.Connection[Any]) -> None:
-        """Make the objects, or bring them up to date; needs no privilege where they are."""
+        """Create or update the objects; needs no privilege if they are up to date."""
         if connection.info.server_version < MESSAGES_SINCE:
-            raise UnsupportedServer("a record of DDL needs PostgreSQL 14 or newer", hint="Set ddl_trigger = false.")
-        with translated(connection, "look for the DDL trigger"):
+            raise UnsupportedServer("the DDL trigger needs PostgreSQL 14 or newer", hint="Set ddl_trigger = false.")
+        with translated(connection, "check the DDL trigger"):
             standby = connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone() == (True,)
         if standby:
             raise UnsupportedServer(
-                "DDL cannot be recorded from a standby", hint="Read from the primary, or set ddl_trigger = false."
+                "the DDL trigger cannot be created on a standby",
+                hint="Read from the primary, or set ddl_trigger = false.",
             )
         bodies = self._bodies(connection)
-        with translated(connection, "look for the DDL trigger"):
+        with translated(connection, "check the DDL trigger"):
             found = dict(connection.execute(_FUNCTIONS, [SCHEMA, list(bodies)]).fetchall())
         if found == bodies and self.fires(connection):
             return
@@ -168,8 +169,8 @@ class DdlTrigger:
         logger.info("ddl trigger created name=%s publication=%s", self.name, self.publication)
 
     def exists(self, connection: psycopg.Connection[Any]) -> bool:
-        """Whether anything of it is there."""
-        with translated(connection, "look for the DDL trigger"):
+        """True if any of its objects exists."""
+        with translated(connection, "check the DDL trigger"):
             functions = connection.execute(_FUNCTIONS, [SCHEMA, [self.name, self.emit_name]]).fetchone()
             trigger = connection.execute(
                 "select from pg_catalog.pg_event_trigger where evtname = %s", [self.name]
@@ -177,15 +178,15 @@ class DdlTrigger:
         return functions is not None or trigger is not None
 
     def fires(self, connection: psycopg.Connection[Any]) -> bool:
-        """Whether the event trigger is there and enabled."""
-        with translated(connection, "look for the DDL trigger"):
+        """True if the event trigger exists and is enabled."""
+        with translated(connection, "check the DDL trigger"):
             found = connection.execute(
                 "select from pg_catalog.pg_event_trigger where evtname = %s and evtenabled <> 'D'", [self.name]
             )
             return found.fetchone() is not None
 
     def announce(self, connection: psycopg.Connection[Any]) -> None:
-        """Send what every published table is now: what is known before the first DDL."""
+        """Emit the attributes of every published table, for the time before the first DDL."""
         statement = sql.SQL(
             "select count({emit}(t.relid)::text) from pg_catalog.pg_get_publication_tables({publication}) t"
         ).format(emit=sql.Identifier(SCHEMA, self.emit_name), publication=sql.Literal(self.publication))
@@ -193,7 +194,7 @@ class DdlTrigger:
             connection.execute(statement)
 
     def drop(self, connection: psycopg.Connection[Any]) -> bool:
-        """Remove the objects; False if there were none. The schema goes with the last of them."""
+        """Drop the objects; return False if there were none. The schema is dropped with the last of them."""
         with _privileged(connection, "drop the DDL trigger"), connection.transaction():
             found = connection.execute(_FUNCTIONS, [SCHEMA, [self.name, self.emit_name]]).fetchall()
             connection.execute(sql.SQL("drop event trigger if exists {}").format(sql.Identifier(self.name)))
@@ -219,7 +220,7 @@ class DdlTrigger:
 
     def _statements(self, bodies: Mapping[str, str]) -> Iterator[sql.Composed]:
         schema, name = sql.Identifier(SCHEMA), sql.Identifier(self.name)
-        # Whoever drives the stream may announce its tables, also if another role has made the functions.
+        # The role of the pipeline can announce tables even if another role has created the functions.
         yield sql.SQL("create schema if not exists {}").format(schema)
         yield sql.SQL("grant usage on schema {} to public").format(schema)
         signatures = {
@@ -248,7 +249,7 @@ def message_prefix(slot: str) -> str:
 
 
 def parse_announcement(content: bytes) -> CatalogTable:
-    """A table as the source has described it in a message."""
+    """Parse a table's description from a message of the trigger."""
     try:
         record: dict[str, Any] = json.loads(content)
         return CatalogTable(
@@ -267,26 +268,26 @@ def parse_announcement(content: bytes) -> CatalogTable:
             deferrable_key=bool(record.get("deferrable")),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise DecodeError(f"a record of DDL that cannot be understood ({type(error).__name__})", offset=0) from None
+        raise DecodeError(f"a malformed message of the DDL trigger ({type(error).__name__})", offset=0) from None
 
 
 @contextmanager
 def _privileged(connection: psycopg.Connection[Any], doing: str) -> Iterator[None]:
-    """Say what a role needs, when it lacks it."""
+    """Add to `PermissionDenied` what the role needs."""
     try:
         with translated(connection, doing):
             yield
     except PermissionDenied as denied:
         raise PermissionDenied(
             denied.message,
-            hint="Event triggers are for superusers (or the role that your provider has for them): run once as one, or "
-            "set ddl_trigger = false.",
+            hint="Creating event triggers needs a superuser (or your provider's role for them). Start once with such a "
+            "role, or set ddl_trigger = false.",
             **denied.facts,
         ) from None
 
 
 def _fit(name: str) -> str:
-    """A name that the server does not shorten."""
+    """A name that is short enough for the server."""
     if len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"

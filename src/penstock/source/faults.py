@@ -1,11 +1,10 @@
-"""What went wrong at the source, as one of Penstock's named errors: the only place that reads SQLSTATEs and messages.
+"""Errors of the source as Penstock's named errors: the only module that interprets SQLSTATEs and messages.
 
-The server's SQLSTATE decides wherever there is one, since messages may be in any language; text is the second
-choice, and then words that are never translated (`wal_level`, `pg_hba.conf`, quoted names). libpq gives no SQLSTATE
-for a connection that failed to open, so there its text decides; what the server said that we do not know counts as
-a refused login if a password was sent, and as a server that is not ready otherwise.
+The SQLSTATE decides if there is one, because messages may be in any language. Otherwise the text decides, by words that
+are never translated (`wal_level`, `pg_hba.conf`, quoted names). libpq reports no SQLSTATE for a connection that failed
+to open. An unknown reply then counts as a refused login if a password was sent, else as a server that is not ready.
 
-Every message says what was being done, where (`host:port/database`) and what the server said; never a password.
+Every message states what failed, where (`host:port/database`) and what the server reported; never a password.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ _GONE_TEXT = ("can no longer", "invalidated", "has never previously reserved wal
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something happened, for messages, and what must never be in them."""
+    """Where an error happened, and the secrets that must not appear in its message."""
 
     where: str
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
 
     @classmethod
     def of(cls, connection: psycopg.Connection[Any] | pq.abc.PGconn) -> Place:
-        """The place that a connection leads to; works for broken ones, and says little about closed ones."""
+        """The place of a connection. Works for broken connections; closed ones have no location."""
         pgconn = connection.pgconn if isinstance(connection, psycopg.Connection) else connection
         try:
             host, port, database = (_decode(part) for part in (pgconn.host, pgconn.port, pgconn.db))
@@ -86,7 +85,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the server, or libpq in its stead, said."""
+    """What the server, or libpq on its behalf, reported."""
 
     message: str
     sqlstate: str | None = None
@@ -95,7 +94,7 @@ class Reply:
 
 
 def format_location(host: str, port: str, database: str) -> str:
-    """`host:port/database`, as it stands in messages."""
+    """`host:port/database`, for messages."""
     bracketed = f"[{host}]" if ":" in host else host
     return f"{bracketed or 'localhost'}:{port or '5432'}/{database}"
 
@@ -110,9 +109,11 @@ def classify(
     connecting: bool = False,
     used_password: bool = False,
 ) -> SourceError:
-    """The named error for a reply. `slot` and `publication` are what the statement was about, if anything."""
+    """Return the named error for a reply. `slot` and `publication` are what the statement was about, if anything."""
     kind, hint, facts = _kind(reply, slot, publication, connecting, used_password)
-    said = _one_line(_PREFIX.sub("", reply.message.partition(_SEVERAL)[2] or reply.message)) or "no answer"
+    said = (
+        _one_line(_PREFIX.sub("", reply.message.partition(_SEVERAL)[2] or reply.message)) or "the server did not answer"
+    )
     if reply.detail and reply.detail not in said:
         said = f"{said.rstrip('.')} ({_one_line(reply.detail).rstrip('.')})"
     message = redact(scrub(f"cannot {doing} ({place.where}): {said}", place.secrets))
@@ -131,7 +132,7 @@ def from_exception(error: psycopg.Error, place: Place, doing: str, **about: Any)
         hint=diagnostics.message_hint or "",
     )
     if reply.sqlstate is None and not isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-        # Ours: a wrong parameter, a closed cursor. The text may quote anything, so it goes no further than the log.
+        # Our own mistake: a wrong parameter, a closed cursor. The text may quote anything, so secrets are removed.
         return QueryFailed(
             redact(scrub(f"cannot {doing} ({place.where}): {_one_line(str(error))}", place.secrets)),
             where=place.where,
@@ -156,10 +157,10 @@ def from_result(result: pq.abc.PGresult, place: Place, doing: str, **about: Any)
 
 
 def from_notice(notice: pq.abc.PGresult, place: Place, doing: str, *, publication: str) -> SourceError | None:
-    """The error that a notice hides, None for harmless ones; for the notice handler of a replication connection.
+    """Return the error that a notice stands for; None for harmless notices. For replication connections.
 
-    From 18 on, a publication that does not exist at the point being decoded is only a warning, and the server goes
-    on *without* the changes: unless the warning is taken for what it is, they are lost in silence.
+    Since PostgreSQL 18, a publication that does not exist at the decoded position is only a warning, and the server
+    continues *without* the changes. If we ignored the warning, they would be lost silently.
     """
     state = _decode(notice.error_field(pq.DiagnosticField.SQLSTATE))
     message = _decode(notice.error_field(pq.DiagnosticField.MESSAGE_PRIMARY))
@@ -177,12 +178,12 @@ def from_connection(connection: pq.abc.PGconn, place: Place, doing: str, **about
 
 @contextmanager
 def translated(connection: psycopg.Connection[Any], doing: str, **about: Any) -> Iterator[None]:
-    """Turn psycopg's exceptions inside the block into named ones; `about` as in `classify`."""
+    """Raise psycopg's exceptions inside the block as named errors; `about` as in `classify`."""
     place = Place.of(connection)
     try:
         yield
     except psycopg.Error as error:
-        # "from None": psycopg's own text and its pgconn do not travel on.
+        # "from None": psycopg's text and pgconn may hold secrets.
         raise from_exception(error, place, doing, **about) from None
 
 
@@ -224,7 +225,7 @@ def _kind_by_state(
         case "55000":
             return _kind_of_wrong_state(text, slot)
         case "53300":
-            return ServerUnavailable, "Raise max_connections or max_wal_senders, or end connections nobody needs.", {}
+            return ServerUnavailable, "Raise max_connections or max_wal_senders, or close unused connections.", {}
         case "57P01" | "57P02" | "57P03" | "57P05":
             return ServerUnavailable, None, {}
         case "57014" | "40001" | "40P01" | "25P03" | "25P04" | "58030":
@@ -275,16 +276,16 @@ def _kind_of_failed_connect(message: str, used_password: bool) -> type[SourceErr
 def _connect_hint(message: str) -> str | None:
     lowered = message.lower()
     if "pg_hba.conf" in lowered and ("no encryption" in lowered or "ssl off" in lowered):
-        return "The server may demand TLS (try sslmode=require), or lacks a line for this user and host in pg_hba.conf."
+        return "The server may require TLS (try sslmode=require), or pg_hba.conf has no entry for this user and host."
     if "replication" in lowered and ("permission denied" in lowered or "must be superuser" in lowered):
-        return "Run: alter role <user> replication (on managed services grant the provider's replication role)."
+        return "Run: alter role <user> replication (on managed services, grant the provider's replication role)."
     if "number of requested standby" in lowered:
         return "Raise max_wal_senders (needs a restart), or close unused replication connections."
     return None
 
 
 def parse_pid(text: str) -> int | None:
-    """The process that holds a slot, from the server's message in any language."""
+    """The process id in the server's message, whatever its language."""
     match = _PID.search(text)
     if match is None:
         numbers = _NUMBER.findall(re.sub(r'"[^"]*"|«[^»]*»|„[^“]*“', " ", text))

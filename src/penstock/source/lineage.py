@@ -1,8 +1,8 @@
-"""Whose positions these are: the server, the timeline and the slot that stored positions belong to.
+"""The server's positions, and their lineage: the system, timeline and slot that stored positions belong to.
 
 A position means nothing on another server, and little after a failover: the promoted standby has the same system
-identifier but continues from where *it* was, on a new timeline. Started from a position that it never had, the
-server would deliver nothing and say nothing. So positions are stored with their lineage and checked before use.
+identifier, but continues from its own position on a new timeline. Started from a position that it never reached, a
+server sends nothing and reports no error. So positions are stored with their lineage and checked before use.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _FLUSH_SECONDS = 1.0
 
 
 def flushed_position(connection: psycopg.Connection[Any]) -> Lsn:
-    """Up to where the server sends changes."""
+    """The position up to which the server sends changes."""
     return _ask(connection, _FLUSHED)
 
 
 def current_position(source: SourceSettings) -> Lsn:
-    """A boundary behind everything that is committed now, and that the server will send.
+    """A boundary after everything that is committed now and that the server will send.
 
-    What is written and not flushed by then belongs to no commit, or to one that did not wait for its own.
+    WAL that is not flushed after a second belongs to no commit, or to an asynchronous one.
     """
     with connect(source, Role.CATALOG) as connection:
         written = _ask(connection, _WRITTEN)
@@ -53,7 +53,7 @@ def current_position(source: SourceSettings) -> Lsn:
 
 
 def _ask(connection: psycopg.Connection[Any], query: str) -> Lsn:
-    with translated(connection, "ask for the server's position"), connection.cursor(row_factory=tuple_row) as cursor:
+    with translated(connection, "read the server's position"), connection.cursor(row_factory=tuple_row) as cursor:
         found = cursor.execute(query.encode()).fetchone()
     assert found is not None
     return Lsn.parse(found[0])
@@ -61,7 +61,7 @@ def _ask(connection: psycopg.Connection[Any], query: str) -> Lsn:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What positions belong to; stored next to them."""
+    """What positions belong to; stored with them."""
 
     system_identifier: str
     timeline: int
@@ -71,12 +71,12 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class SystemIdentity:
-    """The server's own answer to IDENTIFY_SYSTEM."""
+    """The server's answer to IDENTIFY_SYSTEM."""
 
     system_identifier: str
     timeline: int
     position: Lsn
-    """How far its WAL is on disk; replication sends nothing beyond."""
+    """The end of its flushed WAL; replication sends nothing beyond it."""
     database: str
 
     def lineage(self, slot: str) -> Lineage:
@@ -86,14 +86,14 @@ class SystemIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TimelineSwitch:
-    """A timeline in a server's past, and where it was left."""
+    """A timeline in a server's history, and the position where the server left it."""
 
     timeline: int
     left_at: Lsn
 
 
 def identify_system(connection: pq.abc.PGconn) -> SystemIdentity:
-    """Ask a replication connection who it leads to."""
+    """Identify the server at the other end of a replication connection."""
     rows = run_command(connection, "IDENTIFY_SYSTEM", "identify the server")
     identifier, timeline, position, database = rows[0]
     return SystemIdentity(str(identifier), int(timeline or 0), Lsn.parse(position or "0/0"), database or "")
@@ -108,7 +108,7 @@ def read_timeline_history(connection: pq.abc.PGconn, timeline: int) -> list[Time
 
 
 def parse_timeline_history(content: str) -> list[TimelineSwitch]:
-    """Read a `.history` file: one line per timeline left (number, position, reason)."""
+    """Parse a `.history` file: one line per former timeline (number, position, reason)."""
     switches: list[TimelineSwitch] = []
     for line in content.splitlines():
         fields = line.split("#", 1)[0].split()
@@ -117,7 +117,7 @@ def parse_timeline_history(content: str) -> list[TimelineSwitch]:
         try:
             switches.append(TimelineSwitch(int(fields[0]), Lsn.parse(fields[1])))
         except (IndexError, ValueError):
-            raise QueryFailed("the server's timeline history cannot be read") from None
+            raise QueryFailed("the server's timeline history is malformed") from None
     return switches
 
 
@@ -128,7 +128,7 @@ def check_lineage(
     server_position: Lsn,
     timeline_history: Sequence[TimelineSwitch] = (),
 ) -> None:
-    """Refuse a position that this server's WAL does not contain; `timeline_history` is that of the current timeline."""
+    """Raise if this server's WAL does not contain a position. `timeline_history` is that of the current timeline."""
     if stored.system_identifier != current.system_identifier:
         raise LineageChanged(
             f"this is another server: its system identifier is {current.system_identifier}, "
@@ -160,7 +160,7 @@ def check_lineage(
 
 
 def verify_lineage(connection: pq.abc.PGconn, stored: Lineage, slot: str, stored_position: Lsn) -> SystemIdentity:
-    """Ask the server who it is and refuse it if the stored position is not part of its history."""
+    """Identify the server, and raise if the stored position is not part of its history."""
     system = identify_system(connection)
     current = system.lineage(slot)
     history: list[TimelineSwitch] = []

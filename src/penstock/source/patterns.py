@@ -1,7 +1,7 @@
-"""Choosing tables by name: `schema.table`, each part with `*`, `?` and `[…]` as in a shell.
+"""Patterns that select tables: `schema.table`, each part with `*`, `?` and `[…]` as in a shell.
 
-A pattern without a dot means the schema `public`, and `*` alone means every table. A part in double quotes is
-literal: `"Odd.Schema"."a*b"`. Names are compared as the catalog has them, upper and lower case included.
+A pattern without a dot refers to the schema `public`; `*` alone matches every table. A part in double quotes is
+literal: `"Odd.Schema"."a*b"`. Names are case-sensitive, as in the catalog.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _split(text: str) -> list[str]:
         if stripped[position : position + 1] != ".":
             break
         position += 1
-    raise ConfigError(f"not a pattern for tables: {text!r}", hint="Write schema.table, like public.orders or sales.*")
+    raise ConfigError(f"invalid table pattern: {text!r}", hint="Write schema.table, like public.orders or sales.*")
 
 
 def _compile(part: str) -> re.Pattern[str]:

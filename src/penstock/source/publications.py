@@ -1,8 +1,8 @@
 """Publications: which tables the server sends, with which columns and rows, and how that changed.
 
-Membership is compared by the versions of the catalog's rows, not by names: a table that was removed and added again
-looks the same, but its changes in between were not sent. What cannot be seen this way: a table that left a
-published *schema* and came back.
+Membership is compared by the versions of catalog rows, not by names: a table that was removed and added again looks the
+same, but the server omitted its changes in between. One case goes unnoticed: a table that left a published *schema* and
+came back.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ _STORED = """
     ) part
     join pg_catalog.pg_class s on s.oid = part.oid and s.relkind = 'r'
 """
-"""The tables that hold the rows of others: their leaves, or themselves."""
+"""The tables that store rows: the table itself, or the leaves of a partitioned one."""
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +143,14 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class PublishedTable:
-    """A table as it is sent: a root or a leaf, depending on the publication."""
+    """A table as the server sends it: a root or a leaf, depending on the publication."""
 
     oid: int
     namespace: str
     name: str
     kind: str
     column_attnums: tuple[int, ...] | None
-    """The column list; None without one, which also means columns added later."""
+    """The column list; None without one, which includes columns that are added later."""
     row_filter: str | None
     """The expression, with names of other schemas qualified."""
 
@@ -160,7 +160,7 @@ class PublishedTable:
 
 @dataclass(frozen=True, slots=True)
 class EnsuredPublication:
-    """What `ensure_publication` found or did."""
+    """The result of `ensure_publication`."""
 
     publication: Publication
     tables: tuple[PublishedTable, ...]
@@ -171,7 +171,7 @@ class EnsuredPublication:
 
 @dataclass(frozen=True, slots=True)
 class RowVersion:
-    """Which version of which catalog row: changes with every update, and differs when it was deleted and made anew."""
+    """The version of a catalog row: changes with every update, and if the row is deleted and created again."""
 
     oid: int
     xmin: str
@@ -179,11 +179,11 @@ class RowVersion:
 
 @dataclass(frozen=True, slots=True)
 class Heap:
-    """Where rows of a table are: the table itself, or one of its partitions."""
+    """A table that stores rows: the table itself, or one of its partitions."""
 
     oid: int
     identity: str
-    """What is sent of a row before it is updated or deleted; to be compared."""
+    """A fingerprint of its replica identity, to be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,24 +194,24 @@ class Membership:
     tables: Mapping[int, frozenset[RowVersion]]
     names: Mapping[int, str]
     heaps: Mapping[str, frozenset[Heap]] = field(default_factory=dict[str, frozenset[Heap]])
-    """Of some tables, by name, for those who want to know that rows came or went with a partition."""
+    """Of some tables, by name: shows that a partition with rows was attached or detached."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """What happened to a publication between two looks, by table oid."""
+    """How a publication changed between two checks, by table oid."""
 
     added: frozenset[int] = frozenset()
     removed: frozenset[int] = frozenset()
     readded: frozenset[int] = frozenset()
-    """Still there, but not all the time, or not with the same columns, rows or operations: a possible gap."""
+    """Tables that were removed in between, or published with other columns, rows or operations: a possible gap."""
 
     def __bool__(self) -> bool:
         return bool(self.added or self.removed or self.readded)
 
 
 def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publication | None:
-    """The publication of this name; None if there is none."""
+    """The publication of this name; None if it does not exist."""
     statement = (
         "select pg_catalog.to_jsonb(p), p.pubowner::regrole::text from pg_catalog.pg_publication p where pubname = %s"
     )
@@ -233,7 +233,7 @@ def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publi
 
 
 def published_tables(connection: psycopg.Connection[Any], publication: str) -> list[PublishedTable]:
-    """The tables that the server sends, by schema and name; raises `PublicationMissing`."""
+    """The tables that the server sends, sorted by schema and name. Raises `PublicationMissing`."""
     require_publication(connection, publication)
     statement = _TABLES_15 if connection.info.server_version >= _SCHEMAS_SINCE else _TABLES_13
     doing = f"list the tables of publication {publication!r}"
@@ -245,7 +245,7 @@ def published_tables(connection: psycopg.Connection[Any], publication: str) -> l
 
 
 def published_attnums(table: CatalogTable, published: PublishedTable, publication: Publication) -> tuple[int, ...]:
-    """The columns of a table that are sent, as of now."""
+    """The columns of a table that the server sends now."""
     if published.column_attnums is not None:
         return published.column_attnums
     sent = {"", "s"} if publication.generated_columns else {""}
@@ -253,7 +253,7 @@ def published_attnums(table: CatalogTable, published: PublishedTable, publicatio
 
 
 def require_publication(connection: psycopg.Connection[Any], name: str) -> Publication:
-    """The publication, or `PublicationMissing`."""
+    """Return the publication, or raise `PublicationMissing`."""
     publication = inspect_publication(connection, name)
     if publication is None:
         where = Place.of(connection).where
@@ -264,7 +264,7 @@ def require_publication(connection: psycopg.Connection[Any], name: str) -> Publi
 def create_publication(
     connection: psycopg.Connection[Any], name: str, tables: Sequence[TableName], *, via_root: bool = True
 ) -> Publication:
-    """Create a publication for exactly these tables; partitioned ones are sent as their root unless told otherwise."""
+    """Create a publication for exactly these tables. With `via_root`, partitioned tables are sent as their root."""
     statement = sql.SQL("create publication {name}{tables} with (publish_via_partition_root = {via_root})").format(
         name=sql.Identifier(name),
         tables=sql.SQL(" for table {}").format(_table_list(tables)) if tables else sql.SQL(""),
@@ -285,10 +285,10 @@ def ensure_publication(
     manage: bool = True,
     via_root: bool = True,
 ) -> EnsuredPublication:
-    """Make a publication hold exactly the tables that the patterns name; with `manage=False` only look at it.
+    """Make a publication contain exactly the tables that match the patterns; with `manage=False` only inspect it.
 
-    Column lists and row filters of tables that stay are left as they are, and so are published schemas. A partition
-    is a member of its own only if a pattern names it and none names a table above it. Must come before the slot.
+    Column lists and row filters of tables that stay are left alone, and so are published schemas. A partition is a
+    member itself only if a pattern matches it and none matches a table above it. Call this before creating the slot.
     """
     publication = inspect_publication(connection, name) if manage else require_publication(connection, name)
     if not manage:
@@ -301,7 +301,7 @@ def ensure_publication(
         return EnsuredPublication(publication, tuple(published_tables(connection, name)), created=True, added=added)
     if publication.all_tables:
         raise ConfigError(
-            f"publication {name!r} is for all tables, so its tables cannot be chosen",
+            f"publication {name!r} is for all tables, so Penstock cannot choose its tables",
             hint="Set manage_publication = false, or use another publication.",
         )
     with translated(connection, f"alter publication {name!r}"), connection.transaction():
@@ -326,7 +326,7 @@ def ensure_publication(
 def find_tables(
     connection: psycopg.Connection[Any], patterns: Sequence[str], exclude: Sequence[str] = ()
 ) -> list[TableName]:
-    """The tables of the database that the patterns name and that can be published."""
+    """The tables of the database that match the patterns and can be published."""
     with translated(connection, "list the tables"), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_CANDIDATES).fetchall()
     candidates = {TableName(namespace, name): tuple(above) for namespace, name, above in rows}
@@ -336,8 +336,8 @@ def find_tables(
 
 
 def without_identity(connection: psycopg.Connection[Any], tables: Iterable[str]) -> list[str]:
-    """Those of the tables whose updates and deletes the server refuses once they are published."""
-    with translated(connection, "look for replica identities"), connection.cursor(row_factory=tuple_row) as cursor:
+    """The tables whose updates and deletes the server refuses once they are published."""
+    with translated(connection, "read replica identities"), connection.cursor(row_factory=tuple_row) as cursor:
         stored = cursor.execute(_STORED, [list(tables)]).fetchall()
     catalog = load_tables(connection, {oid for _, oid in stored})
     return sorted({name for name, oid in stored if oid in catalog and not catalog[oid].has_identity})
@@ -368,8 +368,8 @@ def load_membership(connection: psycopg.Connection[Any], publication: str) -> Me
 
 
 def changes_between(old: Membership, new: Membership) -> MembershipChange:
-    """What happened between two looks. Any change of the publication itself (its operations, its root option, its
-    name and back) may have left a gap in every table that stayed."""
+    """Compare two memberships. Any change of the publication itself (its operations, its root option, its name and
+    back) may have left a gap in every table that stayed."""
     stayed = old.tables.keys() & new.tables.keys()
     altered = old.publication != new.publication
     return MembershipChange(
@@ -380,5 +380,5 @@ def changes_between(old: Membership, new: Membership) -> MembershipChange:
 
 
 def _table_list(tables: Sequence[TableName]) -> sql.Composed:
-    # "only": tables that inherit are members only if a pattern names them.
+    # "only": tables that inherit are members only if a pattern matches them.
     return sql.SQL(", ").join(sql.SQL("only {}").format(sql.Identifier(*table)) for table in tables)

@@ -1,8 +1,8 @@
 """Replication slots: the durable queue between the server and us.
 
-A slot has one reader, keeps WAL until it is acknowledged, and can be lost: the server removes WAL beyond
-`max_slot_wal_keep_size`, invalidates idle slots, or cannot follow on a standby. A lost slot looks like any other
-until it is read, so it is inspected before use (`require_usable`).
+A slot has one reader and retains WAL until it is acknowledged. It can be lost: the server removes WAL beyond
+`max_slot_wal_keep_size`, invalidates idle slots, and invalidates slots on a standby that conflict with recovery. A lost
+slot looks usable until it is read, so inspect it before use (`require_usable`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NAME = re.compile(r"[a-z0-9_]{1,63}")
 _QUERY_CANCELLED = "57014"
 _FAILOVER_SINCE = 170000
 _REPORT_SECONDS = (2.0, 10.0)
-"""When blockers of a slot that is being made are first named, and how often after that."""
+"""When transactions that block the creation of a slot are first reported, and how often after that."""
 
-# The view has more columns in newer versions; as JSON, what is missing is simply absent.
+# Newer versions have more columns; JSON simply lacks the others.
 _SLOT = "select pg_catalog.to_jsonb(s) from pg_catalog.pg_replication_slots s where s.slot_name = %s"
 
-# Decoding can start only when every transaction has ended that ran when the slot was made, in any database.
+# Decoding starts after all transactions have ended that were running when the slot was created, in any database.
 _BLOCKERS = """
     select 'session', a.pid::text, coalesce(a.datname, ''), coalesce(a.usename, ''), a.application_name,
            extract(epoch from pg_catalog.clock_timestamp() - a.xact_start)::float8
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A replication slot as `pg_replication_slots` shows it; what the server's version lacks has its default."""
+    """A row of `pg_replication_slots`; columns that the server's version lacks have their defaults."""
 
     name: str
     plugin: str | None
@@ -74,17 +74,17 @@ class Slot:
 
     @property
     def lost(self) -> bool:
-        """Whether its changes can no longer be read."""
+        """True if its changes can no longer be read."""
         return self.wal_status == "lost" or self.invalidation_reason is not None or self.conflicting
 
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """An open transaction that a new slot or snapshot has to wait for."""
+    """An open transaction for which a new slot or snapshot has to wait."""
 
     kind: str
     identity: str
-    """The process id of a session, the name of a prepared transaction."""
+    """The process id of a session, or the name of a prepared transaction."""
     database: str
     user: str
     application: str
@@ -97,7 +97,7 @@ class Blocker:
 
 
 def inspect_slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
-    """The slot of this name; None if there is none."""
+    """The slot of this name; None if it does not exist."""
     with (
         translated(connection, f"inspect slot {name!r}", slot=name),
         connection.cursor(row_factory=tuple_row) as cursor,
@@ -107,20 +107,20 @@ def inspect_slot(connection: psycopg.Connection[Any], name: str) -> Slot | None:
 
 
 def find_blockers(connection: psycopg.Connection[Any]) -> list[Blocker]:
-    """Open transactions that write, longest first; what the role may not see of others is empty."""
-    with translated(connection, "look for open transactions"), connection.cursor(row_factory=tuple_row) as cursor:
+    """Open transactions that write, longest first; details that the role cannot see are empty."""
+    with translated(connection, "list open transactions"), connection.cursor(row_factory=tuple_row) as cursor:
         return [Blocker(*row) for row in cursor.execute(_BLOCKERS).fetchall()]
 
 
 def name_blockers(blockers: Sequence[Blocker]) -> str:
-    """The longest ones, for people."""
+    """The longest ones, for messages."""
     return ", ".join(str(blocker) for blocker in blockers[:5]) or "none that this role can see"
 
 
 def warn_of_blockers(
     blockers: Sequence[Blocker], *, what: str = "a snapshot", extra: Mapping[str, object] | None = None
 ) -> None:
-    """Say in the log what waits, and for whom."""
+    """Log a warning about the transactions that delay something."""
     text = "%s waits for open transactions count=%d: %s"
     logger.warning(text, what, len(blockers), name_blockers(blockers), extra=extra)
 
@@ -133,17 +133,19 @@ def create_slot(
     failover: bool = False,
     timeout: float | None = None,
 ) -> Slot:
-    """Create a logical slot for pgoutput. Its publication must exist before: pgoutput fails on older WAL.
+    """Create a logical slot for pgoutput. Create its publication first: pgoutput fails on older WAL.
 
-    Waits for the transactions that are open on the whole server, at most `timeout` seconds; then `SlotUnusable`
-    names them, and until then the log does, again and again. A temporary slot ends with this connection. `failover`
-    (17 and newer): standbys keep a copy of it.
+    Waits for all open transactions of the server, at most `timeout` seconds, and logs them regularly; then raises
+    `SlotUnusable`, which names them. A temporary slot ends with this connection. With `failover` (17 and newer),
+    standbys keep a copy of the slot.
     """
     check_slot_name(name)
     version = connection.info.server_version
     arguments = [name, PLUGIN, temporary]
     if failover and version < _FAILOVER_SINCE:
-        raise UnsupportedServer("slots that survive a failover need PostgreSQL 17 or newer", hint="Turn it off.")
+        raise UnsupportedServer(
+            "slots that survive a failover need PostgreSQL 17 or newer", hint="Turn the option off."
+        )
     if failover:
         arguments += [False, True]
     doing = f"create slot {name!r}"
@@ -151,7 +153,7 @@ def create_slot(
     statement = f"select from pg_catalog.pg_create_logical_replication_slot({', '.join(['%s'] * len(arguments))})"
     try:
         with _watching(connection, name), connection.transaction(), connection.cursor() as cursor:
-            # In a transaction of its own, which has not written: the server insists on that.
+            # The server requires a transaction that has not written.
             if timeout is not None:
                 milliseconds = str(max(1, round(timeout * 1000)))
                 cursor.execute("select pg_catalog.set_config('statement_timeout', %s, true)", [milliseconds])
@@ -162,14 +164,14 @@ def create_slot(
         raise from_exception(error, place, doing, slot=name) from None
     slot = inspect_slot(connection, name)
     if slot is None:
-        raise SlotMissing(f"slot {name!r} vanished right after it was created ({place.where})", slot=name)
+        raise SlotMissing(f"slot {name!r} disappeared right after it was created ({place.where})", slot=name)
     logger.info("slot created slot=%s temporary=%s position=%s", name, temporary, slot.confirmed_flush_lsn)
     return slot
 
 
 @contextmanager
 def _watching(connection: psycopg.Connection[Any], name: str) -> Iterator[None]:
-    """Name the transactions that the statement inside waits for, from another session: this one is busy."""
+    """Log the transactions that the statement inside waits for, from another session because this one is busy."""
     done = threading.Event()
 
     def watch() -> None:
@@ -178,12 +180,12 @@ def _watching(connection: psycopg.Connection[Any], name: str) -> Iterator[None]:
             if done.wait(delay):
                 return
             try:
-                # The same server and user, by the connection's own word: a URL may name several servers.
+                # The same server and user as the connection has: a URL may name several servers.
                 with psycopg.connect(connection.info.dsn, password=connection.info.password) as other:
                     blockers = [blocker for blocker in find_blockers(other) if blocker.identity != waiting]
                     warn_of_blockers(blockers, what=f"slot {name}")
             except (psycopg.Error, SourceError):
-                logger.warning("slot %s is not made yet, and nobody could be asked why", name)
+                logger.warning("slot is not created yet, and the server did not report a reason slot=%s", name)
 
     waiting = str(connection.info.backend_pid)
     thread = threading.Thread(target=watch, name="slot-watch", daemon=True)
@@ -202,9 +204,9 @@ def drop_slot(
     timeout: float = 30.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Drop a slot; False if there is none. While somebody reads from it, tries again until `timeout`, then names them.
+    """Drop a slot; return False if it does not exist.
 
-    The server notices a reader that died only when `wal_sender_timeout` is over.
+    While the slot is in use, retries until `timeout`, then raises `SlotInUse`. The server notices that a reader died only after `wal_sender_timeout`.
     """
     backoff = Backoff(first=0.05, longest=1.0)
     deadline = time.monotonic() + timeout
@@ -225,16 +227,16 @@ def drop_slot(
 
 
 def require_usable(slot: Slot | None, name: str, *, database: str | None = None) -> Slot:
-    """The slot, if we can read from it; otherwise the error that says why not, and what to do.
+    """Return the slot if we can read from it; otherwise raise the error that says why not, and what to do.
 
-    A slot that another process reads from is usable: whether it still does is known only when we start.
+    A slot that is in use counts as usable: only starting shows whether it still is.
     """
     if slot is None:
         raise SlotMissing(f"replication slot {name!r} does not exist", slot=name)
     if slot.plugin is None:
         raise SlotUnusable(f"slot {name!r} is a physical slot", slot=name)
     if slot.plugin != PLUGIN:
-        raise SlotUnusable(f"slot {name!r} decodes with {slot.plugin!r}, not with {PLUGIN!r}", slot=name)
+        raise SlotUnusable(f"slot {name!r} uses the plugin {slot.plugin!r}, not {PLUGIN!r}", slot=name)
     if database is not None and slot.database != database:
         raise SlotUnusable(f"slot {name!r} belongs to database {slot.database!r}, not {database!r}", slot=name)
     if slot.two_phase:
@@ -250,11 +252,11 @@ def require_usable(slot: Slot | None, name: str, *, database: str | None = None)
 
 
 def check_slot_name(name: str) -> None:
-    """Refuse names that the server would refuse."""
+    """Raise for a name that the server would refuse."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
-            f"not a name for a replication slot: {name!r}",
-            hint="Use lower case letters, digits and underscores, at most 63.",
+            f"invalid name of a replication slot: {name!r}",
+            hint="Use lower-case letters, digits and underscores, at most 63.",
         )
 
 
@@ -284,7 +286,7 @@ def _blocked(connection: psycopg.Connection[Any], name: str, place: Place, timeo
     return SlotUnusable(
         f"cannot create slot {name!r} ({place.where}): open transactions did not end within {timeout:g} s: "
         f"{name_blockers(blockers)}",
-        hint="A slot starts when the transactions before it have ended: wait for them, or end them.",
+        hint="A slot starts after all earlier transactions have ended. Wait for them, or end them.",
         slot=name,
         blockers=[str(blocker) for blocker in blockers],
     )

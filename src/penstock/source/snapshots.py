@@ -1,12 +1,12 @@
-"""The snapshot that a copy reads in: exact to a position of the WAL, and free of the slot that gave it.
+"""The snapshot in which a copy reads: it matches a position of the WAL exactly, and does not need its slot any longer.
 
-Only the creation of a logical slot yields both a snapshot and the position S that it stands for: every transaction
-that S covers is visible in it, no other is. A slot that lived as long as the copy would keep WAL on the server, so a
-*keeper* imports the snapshot into a transaction of its own, exports it again, and the slot is dropped at once. What
-the keeper does hold back is the vacuum horizon: dead rows stay until it ends, so `age` is worth watching.
+Only creating a logical slot yields both a snapshot and its position S: exactly the transactions before S are visible. A
+slot that lived as long as the copy would retain WAL on the server. So a *keeper* session imports the snapshot into a
+transaction of its own and exports it again, and the slot is dropped at once. The keeper holds back the vacuum horizon:
+dead rows stay until it ends, so monitor `age`.
 
-The keeper's session has no time-outs and runs nothing but liveness checks: a statement that failed in it would end
-the transaction, and with it the snapshot for everybody.
+The keeper's session has no timeouts and runs only liveness checks: a failed statement would end its transaction, and
+with it the snapshot.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock.source.slots import PLUGIN, Blocker, find_blockers, name_blockers,
 
 SLOT_PREFIX = "penstock_snapshot"
 WAIT_SECONDS = 300.0
-"""How long the transactions that are open now may take to end."""
+"""How long to wait for open transactions to end."""
 _REPORT_SECONDS = (2.0, 10.0)
-"""When blockers are first named, and how often after that."""
+"""When blockers are first reported, and how often after that."""
 _CHECK_SECONDS = 0.5
 _OPTIONS_IN_PARENTHESES_SINCE = 150000
-# What servers say of a snapshot that is not there: a malformed or unknown name, a missing file.
+# SQLSTATEs for a snapshot that does not exist: a malformed or unknown name, a missing file.
 _UNKNOWN_SNAPSHOT = frozenset({"22023", "42704", "55000", "58P01"})
 
 logger = logging.getLogger(__name__)
@@ -47,15 +47,15 @@ Check = Callable[[], None]
 
 
 class Snapshot:
-    """A snapshot of the whole database that stays until it is closed; several tables and any session may use it.
+    """A snapshot of the whole database that lasts until it is closed; any number of tables and sessions can use it.
 
-    Only `name` travels to other processes: they call `enter_snapshot`. Methods may be called from any thread.
+    Other processes need only `name`, for `enter_snapshot`. Methods are thread-safe.
     """
 
     def __init__(self, settings: SourceSettings, keeper: psycopg.Connection[Any], name: str, position: Lsn) -> None:
         self.name = name
         self.position = position
-        """The boundary S: the snapshot shows exactly the transactions that it covers."""
+        """The boundary S: the snapshot shows exactly the transactions before it."""
         self._settings = settings
         self._keeper = keeper
         self._since = time.monotonic()
@@ -63,7 +63,7 @@ class Snapshot:
 
     @property
     def age(self) -> float:
-        """For how many seconds it has held back the vacuum horizon."""
+        """Seconds for which it has held back the vacuum horizon."""
         return time.monotonic() - self._since
 
     def check(self) -> None:
@@ -80,14 +80,14 @@ class Snapshot:
     def connect(
         self, role: Role = Role.COPY, *, parameters: Mapping[str, str] | None = None
     ) -> Iterator[psycopg.Connection[Any]]:
-        """A session inside the snapshot, for reading the catalog as it was at `position`; see `connect`."""
-        # Closed and not committed: nothing was written, and a server that has gone by then took nothing along.
+        """Open a session inside the snapshot, for example to read the catalog as of `position`; see `connect`."""
+        # Closed without a commit: nothing was written, so a server that fails now loses nothing.
         with closing(connect(self._settings, role, parameters=parameters)) as connection:
             enter_snapshot(connection, self.name)
             yield connection
 
     def close(self) -> None:
-        """Let the snapshot go; sessions that are inside stay in theirs."""
+        """Release the snapshot; sessions that have entered it keep theirs."""
         with self._lock:
             if not self._keeper.closed:
                 logger.info(
@@ -109,12 +109,11 @@ def take_snapshot(
     on_wait: OnWait | None = None,
     check: Check = lambda: None,
 ) -> Snapshot:
-    """Take a snapshot, with the position that it stands for.
+    """Take a snapshot with its position.
 
-    The server waits for every transaction that writes now, in any database: `on_wait` is told who they are after a
-    moment and then again and again (the default is a warning in the log). After `timeout` seconds `SnapshotBlocked`
-    names them. `check` is called about twice a second meanwhile; what it raises ends the wait. Either way nothing is
-    left behind on the server.
+    The server waits for every open transaction that has written, in any database. `on_wait` receives them regularly (by
+    default they are logged as a warning). After `timeout` seconds, `SnapshotBlocked` names them. `check` is called
+    about twice a second during the wait; an exception from it ends the wait. Nothing is left behind on the server.
     """
     replication = connect_replication(settings, Role.SNAPSHOT)
     try:
@@ -127,14 +126,14 @@ def take_snapshot(
             keeper.close()
             raise
     finally:
-        # The temporary slot, and what it holds back, ends with its session.
+        # The temporary slot, and the WAL that it retains, ends with its session.
         replication.finish()
     logger.info("snapshot taken snapshot=%s position=%s", name, position)
     return Snapshot(settings, keeper, name, position)
 
 
 def enter_snapshot(connection: psycopg.Connection[Any], name: str) -> None:
-    """Begin a transaction in a snapshot; the connection is in autocommit and outside of any. Raises `SnapshotLost`."""
+    """Begin a transaction in a snapshot, on a connection in autocommit mode. Raises `SnapshotLost`."""
     place = Place.of(connection)
     try:
         connection.execute("begin transaction isolation level repeatable read, read only")
@@ -147,7 +146,7 @@ def enter_snapshot(connection: psycopg.Connection[Any], name: str) -> None:
 def _create_slot(
     replication: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait, check: Check
 ) -> tuple[Lsn, str]:
-    """Position and name of a snapshot that lasts until the next command on the replication connection."""
+    """Return position and name of a snapshot that lasts until the next command on the replication connection."""
     slot = f"{SLOT_PREFIX}_{secrets.token_hex(6)}"
     new_syntax = replication.server_version >= _OPTIONS_IN_PARENTHESES_SINCE
     options = "(SNAPSHOT 'export')" if new_syntax else "EXPORT_SNAPSHOT"
@@ -166,7 +165,7 @@ def _create_slot(
     except psycopg.Error as error:
         raise from_exception(error, place, doing, slot=slot) from None
     if result is None or result.status != pq.ExecStatus.TUPLES_OK:
-        raise from_result(result, place, doing, slot=slot) if result else _lost("", place, "the server gave no answer")
+        raise from_result(result, place, doing, slot=slot) if result else _lost("", place, "the server did not answer")
     position, name = result.get_value(0, 1), result.get_value(0, 2)
     if position is None or name is None:
         raise _lost("", place, "the server exported no snapshot")
@@ -176,7 +175,7 @@ def _create_slot(
 def _wait(
     connection: pq.abc.PGconn, keeper: psycopg.Connection[Any], timeout: float, on_wait: OnWait, check: Check
 ) -> bool:
-    """Wait for the answer to a command, and tell who is waited for; False when the time is over."""
+    """Wait for the answer to a command and report blockers; return False after the timeout."""
     start = time.monotonic()
     deadline = start + timeout
     report_at = start + _REPORT_SECONDS[0]
@@ -211,11 +210,11 @@ def _give_up(
 
 
 def _cancel(replication: pq.abc.PGconn, keeper: psycopg.Connection[Any]) -> None:
-    """End the command that waits: the server would wait on, and hold WAL, long after we have hung up."""
+    """Cancel the waiting command: the server would go on waiting, and retain WAL, long after we disconnect."""
     try:
         keeper.execute("select pg_catalog.pg_cancel_backend(%s)", [replication.backend_pid])
     except psycopg.Error:
-        logger.warning("the waiting session could not be cancelled pid=%d", replication.backend_pid)
+        logger.warning("could not cancel the waiting session pid=%d", replication.backend_pid)
 
 
 def _export(keeper: psycopg.Connection[Any]) -> str:
