@@ -206,7 +206,8 @@ def drop_slot(
 ) -> bool:
     """Drop a slot; return False if it does not exist.
 
-    While the slot is in use, retries until `timeout`, then raises `SlotInUse`. The server notices that a reader died only after `wal_sender_timeout`.
+    While the slot is in use, retries until `timeout`, then raises `SlotInUse`. The server notices that a reader died
+    only after `wal_sender_timeout`.
     """
     backoff = Backoff(first=0.05, longest=1.0)
     deadline = time.monotonic() + timeout
