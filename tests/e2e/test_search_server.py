@@ -157,7 +157,7 @@ def test_a_search_server_that_is_pressed_and_then_killed_loses_nothing(
         server.start()
         site.wait_settled(output)
         site.check()
-    assert told_of(caplog, "busy or away")
+    assert told_of(caplog, "busy or unavailable")
     site.sink.close()  # type: ignore[attr-defined]
 
 
@@ -183,7 +183,7 @@ def test_a_document_that_cannot_be_mapped_stops_the_output_until_it_can(site: Si
     with run(output):
         site.wait_settled(output)
         site.database.execute(MAKE_TOO_LONG, [TOO_LONG])
-        with pytest.raises(DocumentsRejected, match="longer than a keyword") as caught:
+        with pytest.raises(DocumentsRejected, match="too long for a keyword") as caught:
             wait_for(lambda: output.wait(0), "the output to end")
     assert TOO_LONG[:100] not in str(caught.value)
     site.database.execute(MAKE_SHORT)

@@ -21,13 +21,13 @@ from penstock.operations.stores import existing_store, require_shared_state, run
 
 quarantine = typer.Typer(
     name="quarantine",
-    help="Documents that an index refused, and that were set aside: list them, try them again, forget them.",
+    help="Quarantined documents, which an index rejected: list, retry or drop them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 
 _SHOWN = 100
-_ALL = typer.Option("--all", help="All that were set aside of this index.")
+_ALL = typer.Option("--all", help="All quarantined documents of this index.")
 
 Ids = Annotated[list[str] | None, typer.Argument(help="Documents, by their ids.", metavar="ID")]
 All = Annotated[bool, _ALL]
@@ -43,9 +43,9 @@ def list_quarantined(
     limit: Annotated[int, typer.Option(min=1, help="At most so many.", metavar="N")] = _SHOWN,
     as_json: AsJson = False,
 ) -> None:
-    """List the documents that were set aside: since when, how often they were refused, and why.
+    """List quarantined documents: since when, how often they were rejected, and why.
 
-    Those that were refused last come first.
+    The last rejected documents come first.
 
     Examples:
 
@@ -61,7 +61,7 @@ def list_quarantined(
         typer.echo(json.dumps({"counts": counts, "documents": [_facts(each) for each in found]}, indent=2))
         return
     if not found:
-        typer.echo("nothing was set aside")
+        typer.echo("no quarantined documents")
         return
     _print(found)
     total = sum(counts.values())
@@ -77,9 +77,9 @@ def retry(
     config_path: ConfigPath = DEFAULT_PATH,
     as_json: AsJson = False,
 ) -> None:
-    """Build documents that were set aside anew, and write them again.
+    """Build quarantined documents again and write them.
 
-    The pipeline that runs does it, or the next start; what is refused again stays.
+    The running pipeline does it, or the next start. Documents that are rejected again stay quarantined.
 
     Examples:
 
@@ -96,7 +96,7 @@ def retry(
         typer.echo(json.dumps({"index": name, "ids": asked, "running": is_running}))
     else:
         when = "now" if is_running else "at the next start of the pipeline"
-        typer.echo(f"{count_of(len(asked), 'document')} of {name} will be tried again {when}")
+        typer.echo(f"{count_of(len(asked), 'document')} of {name} will be retried {when}")
 
 
 @quarantine.command("drop")
@@ -107,9 +107,9 @@ def drop(
     config_path: ConfigPath = DEFAULT_PATH,
     as_json: AsJson = False,
 ) -> None:
-    """Forget documents that were set aside.
+    """Remove documents from the quarantine without writing them.
 
-    They are not written: the index has them as they were before, or not at all, until one of their rows changes.
+    The index keeps the previous body, or has none, until one of their rows changes.
 
     Examples:
 
@@ -122,12 +122,12 @@ def drop(
     if as_json:
         typer.echo(json.dumps({"index": name, "dropped": count}))
     else:
-        typer.echo(f"{count_of(count, 'document')} of {name} forgotten")
+        typer.echo(f"{count_of(count, 'document')} of {name} dropped from the quarantine")
 
 
 @contextmanager
 def _opened(config: Config, name: str | None) -> Iterator[Quarantine | None]:
-    """What was set aside; None if the pipeline has never run: looking must not create it."""
+    """Open the quarantine; None if the pipeline has never run, since listing must not create it."""
     require_shared_state(config)
     if name is not None:
         config.indexes.index(name)
@@ -147,9 +147,8 @@ def _require_choice(ids: list[str] | None, every: bool) -> None:
 def _refuse_unknown(name: str, ids: list[str] | None, found: list[str]) -> None:
     unknown = [each for each in ids or () if each not in found]
     if unknown:
-        raise PenstockError(
-            f"not set aside of {name}: {', '.join(unknown)}", hint="`penstock index quarantine list` lists them."
-        )
+        what = f"document{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
+        raise PenstockError(f"no quarantined {what} in index {name}", hint="Run: penstock index quarantine list")
 
 
 def _facts(each: Quarantined) -> dict[str, Any]:

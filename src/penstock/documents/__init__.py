@@ -1,8 +1,8 @@
-"""Search documents: rows of several tables joined into one JSON document per root row, kept while they change.
+"""Search documents: rows of several tables joined into one JSON document per root row, kept up to date.
 
-Read in this order: `specification` (what people write), `catalog` and `checks` (does it fit the database), `mapping`
+Read in this order: `specification` (what users write), `catalog` and `checks` (does it match the database), `mapping`
 (the index), `build` (documents from keys), `paths`, `resolve` and `relation_map` (keys from changes), `base` and
-`engine` (how it is driven), `sinks`.
+`engine` (what drives it, in one process), `output` (what drives it over the stream), `sinks`.
 """
 
 from penstock.documents.base import (

@@ -189,7 +189,7 @@ def test_documents_on_standard_output_are_lines_of_json(search_site: SearchSite)
 def test_what_was_set_aside_is_listed_tried_again_and_dropped(search_site: SearchSite) -> None:
     site = search_site
     site.configure_search()
-    assert site.run("index", "quarantine", "list").stdout == "nothing was set aside\n"
+    assert site.run("index", "quarantine", "list").stdout == "no quarantined documents\n"
     assert site.run("run", "--once", "-q").returncode == 0
     state = f"sqlite:///{site.folder}/work/state.db"
     with closing(open_quarantine(state, "shop:documents")) as quarantine:
@@ -206,7 +206,7 @@ def test_what_was_set_aside_is_listed_tried_again_and_dropped(search_site: Searc
     assert nothing.returncode == 2, "ids, or --all"
     unknown = site.run("index", "quarantine", "retry", site.index, "99")
     assert unknown.returncode == 1
-    assert f"not set aside of {site.index}: 99" in unknown.stderr
+    assert f"no quarantined document 99 in index {site.index}" in unknown.stderr
     asked = json.loads(site.run("index", "quarantine", "retry", site.index, "1", "--json").stdout)
     assert asked == {"index": site.index, "ids": ["1"], "running": False}
     assert json.loads(site.run("index", "quarantine", "drop", site.index, "2", "--json").stdout)["dropped"] == 1
@@ -227,7 +227,7 @@ def test_a_refused_document_is_set_aside_and_returns_when_its_row_fits(search_si
     assert result.returncode == 0, result.stderr
     assert set_aside() == [("5", 1, False)]
     assert (site.index_facts()["documents"], site.index_facts()["quarantined"]) == (299, 1)
-    assert "will be tried again" in site.run("index", "quarantine", "retry", site.index, "--all").stdout
+    assert "will be retried" in site.run("index", "quarantine", "retry", site.index, "--all").stdout
     assert set_aside() == [("5", 1, True)]
     assert site.run("run", "--once", "-q").returncode == 0
     assert set_aside() == [("5", 2, False)], "refused again"

@@ -135,4 +135,4 @@ def test_keys_in_another_order_have_their_index_too(look: Look) -> None:
 def test_required_fields_that_may_be_null_are_a_warning(look: Look) -> None:
     report = look(HEAD + "fields: [{text: title, required: true}, {long: id, required: true}]")
     assert report.ready
-    assert [each.what for each in report.failed] == ["title is required, and lib.books.title may be null"]
+    assert [each.what for each in report.failed] == ["title is required, but lib.books.title may be null"]

@@ -297,7 +297,7 @@ def test_tables_that_cannot_be_polled_are_refused(database: Database) -> None:
         catalog = polled_catalog(load_catalog(connection, names))
     with pytest.raises(ConfigError, match=r"public\.keyless has no primary key"):
         polled_tables(catalog, {names[0]: WantedColumns(("a",))})
-    with pytest.raises(ConfigError, match=r"public\.keyed\.name is text: to poll by it"):
+    with pytest.raises(ConfigError, match=r"public\.keyed\.name is text; polling needs a timestamp"):
         polled_tables(catalog, {names[1]: WantedColumns(("id",))}, default="name")
 
 

@@ -123,7 +123,7 @@ def test_paths_of_a_sink_are_relative_to_the_file(load, tmp_path):
         (INDEX + 'failure_policy = "s3cret"' + SINK, "index.failure_policy: should be 'stop' or 'skip'"),
         (INDEX + INDEX + SINK, "there is an index 'customers' already"),
         (INDEX + 'name = "Customers"' + SINK, "lowercase letters"),
-        (INDEX.replace("customers", "nothing") + SINK, "there is no index specification"),
+        (INDEX.replace("customers", "nothing") + SINK, "does not exist"),
         (INDEX + SINK + "max_changes = 0", "sink.max_changes: should be greater than or equal to 1"),
         (INDEX + SINK + 'max_delay = "soon"', "sink.max_delay: should be a duration"),
     ],
@@ -148,7 +148,7 @@ def test_errors_in_specifications_have_their_place_all_at_once(load, tmp_path):
     (tmp_path / "search/customers.schema.yml").write_text(CUSTOMERS.replace("keyword: email", "keywrd: email"))
     (tmp_path / "search/second.schema.yml").write_text("version: 1\ntable: t\nfilds: []\n")
     message = refusal(load, PIPELINE + INDEX + '[[index]]\nspecification = "search/second.schema.yml"' + SINK)
-    assert "customers.schema.yml:5:5: fields[0]: the field has no type that is known; did" in message
+    assert "customers.schema.yml:5:5: fields[0]: the field has no known type; did" in message
     assert 'second.schema.yml:3:1: filds: there is no such key; did you mean "fields"?' in message
 
 

@@ -57,7 +57,7 @@ def test_together_they_use_every_kind_of_field() -> None:
         ("transforms: [lowercase, trim]", "transforms: [stem]", "transforms[0]: "),
         ("op: is_null}", "op: overlaps}", "op: "),
         ("version: 1", "version: 2", "version: "),
-        ("- sum: attachedBytes", "- median: attachedBytes", "the field has no type that is known"),
+        ("- sum: attachedBytes", "- median: attachedBytes", "the field has no known type"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_and_place(written: str, refused: str, says: str) -> None:

@@ -1,8 +1,8 @@
-"""Search documents as an output of a stream: capture, spool and leases are those of everybody else.
+"""Search documents as an output of a stream: capture and spool are shared with the other outputs.
 
-Read in this order: `output` (how it starts and ends), `live` (changes become documents), `writer` and `tasks` (where
-they are built and written), `judge` (what was refused), `builds` and `backfill` (indexes from nothing), `fan_out`
-(changes with many documents).
+Read in this order: `output` (start and stop), `live` (changes become documents), `writer` (builds and writes them),
+`indexes` (what is compiled, and the state of builds), `readiness` and `backfill` (filling indexes), `fan_out` (changes
+that affect very many documents).
 """
 
 from penstock.documents.output.output import DocumentsOutput

@@ -1,13 +1,13 @@
-"""Indexes from nothing: the root table in ranges, each a task that builds the documents of its rows.
+"""Fills indexes from their root tables, in ranges; each range is a task that builds the documents of its rows.
 
-A build goes into a fresh generation, beside the one that serves, and changes go to both meanwhile. Every range has a
-snapshot, and a version, of its own. That is enough: a row that moved from a range that is not read yet into one that is
-done has changed, and that change is followed like any other. What such a change removed is written down; when all
-ranges are done those documents are looked at again, because an index may have forgotten a removal by the time that a
-range writes what it had read before. The generation serves when changes are followed up to where the last range was.
+A build goes into a fresh generation beside the one that serves; meanwhile changes go to both. Every range has its own
+snapshot and version. That is enough: a row that moves from an unread range into a finished one has changed, and that
+change is followed like any other. Documents that changes remove are recorded and built again when all ranges are done,
+because an index may have forgotten a removal by the time a range writes what it read before. The generation serves once
+changes have been followed up to the last range's position.
 
-What is done is stored, so a process that ends goes on where it was. If the table was rewritten, its ranges mean nothing
-any more and the build begins anew.
+Finished ranges are stored, so a restarted process resumes the build. If the table was rewritten, its ranges are
+meaningless and the build restarts.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 logger = logging.getLogger(__name__)
 
 RANGES_AT_ONCE = 4
-"""Between two notes of what is done."""
+"""Ranges that run before finished ones are stored."""
 _POLL_SECONDS = 0.05
 
 _OID = "select pg_catalog.to_regclass(pg_catalog.format('%I.%I', $1::text, $2::text))::pg_catalog.oid::int8"
 
 
 class _Superseded(Exception):
-    """Somebody has asked for another build of this index."""
+    """Another build of this index was requested."""
 
 
 class Backfill:
-    """Builds whatever is wanted, one index after the other. One thread calls `round`."""
+    """Builds the wanted indexes, one after the other. One thread calls `round`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Backfill:
         observer: Observer,
         stop: threading.Event,
     ) -> None:
-        """`followed` says up to where changes are in the sink."""
+        """`followed` returns the position up to which changes are in the sink."""
         self._source = source
         self._settings = settings
         self._store = store
@@ -93,7 +93,7 @@ class Backfill:
         self._stop = stop
 
     def round(self, timeout: float) -> None:
-        """Wait for a build that is wanted, and do what there is."""
+        """Wait for wanted builds, and do them."""
         if not self._builds.wait(timeout):
             return
         self._observer.on_backfill_started([each.index for each in self._builds.unfinished])
@@ -101,7 +101,7 @@ class Backfill:
             try:
                 self._build(build)
             except _Superseded:
-                logger.info("another build of the index is wanted, this one ends index=%s", build.index)
+                logger.info("build superseded by another one index=%s", build.index)
             except Stopping:
                 return
             except TableRewritten as error:
@@ -118,25 +118,25 @@ class Backfill:
         parts = _parts(build)
         done = self._store.get_index_ranges(build.index, build.build)
         missing = [part for part in parts if part.part not in done]
-        logger.info("index is filled index=%s ranges=%d done=%d", build.index, len(parts), len(done))
+        logger.info("filling index index=%s ranges=%d done=%d", build.index, len(parts), len(done))
         for first in range(0, len(missing), RANGES_AT_ONCE):
             self._fill(build, missing[first : first + RANGES_AT_ONCE])
         if self._plan(build.index) != _heaps(parts):
-            raise TableRewritten("its root table was rewritten, or has other partitions")
+            raise TableRewritten("its root table was rewritten or has other partitions")
         self._wait_followed(build, current_position(self._source))
         failpoints.reach("before_removals")
         self._look_again(build)
         self._finish(build)
 
     def _begin(self, build: IndexBuild) -> IndexBuild:
-        """A fresh generation, and a plan of what goes into it."""
+        """Create a fresh generation, and plan its ranges."""
         if self._builds.held:
             raise _Superseded
         indexes = self._indexes()
         with self._generations.changing(), self._sink.lock:
             self._sink.sink.reindex(indexes.mappings[build.index])
             failpoints.reach("after_reindex")
-            # Before anybody writes to it: from now on removals are written down.
+            # Before any write to it: from now on removals are recorded.
             plan = {"generation": filling_of(self._sink.sink, build.index), "ranges": self._ranges(build.index)}
             planned = self._builds.fill(build, plan)
         if planned is None:
@@ -145,7 +145,7 @@ class Backfill:
         return planned
 
     def _ranges(self, index: str) -> list[list[Any]]:
-        """The ranges of the root table, as plain values."""
+        """Return the ranges of the root table, as plain values."""
         with POOL.borrow(self._source) as connection:
             can_seek = connection.info.server_version >= TID_RANGES_SINCE
         leaves = self._leaves(index)
@@ -153,15 +153,15 @@ class Backfill:
         return [[each.leaf.oid, each.leaf.filenode, each.condition] for each in planned]
 
     def _plan(self, index: str) -> set[tuple[int, int]]:
-        """The heaps of the root table as they are now."""
+        """Return the current heaps of the root table."""
         return {(leaf.oid, leaf.filenode) for leaf in self._leaves(index)}
 
     def _leaves(self, index: str) -> list[Any]:
         table = self._indexes().specifications[index].table
         with POOL.borrow(self._source) as connection:
-            [(oid,)] = run_statement(connection, _OID, [*table], f"look for {table}")
+            [(oid,)] = run_statement(connection, _OID, [*table], f"find {table}")
             if oid is None:
-                raise TableRewritten(f"there is no table {table} any more")
+                raise TableRewritten(f"table {table} no longer exists")
             return load_leaves(connection, TableSchema(oid, table.namespace, table.name, ()))
 
     def _fill(self, build: IndexBuild, parts: Sequence[HeapRange]) -> None:
@@ -189,7 +189,7 @@ class Backfill:
             return self._sink.sink.filling(index)
 
     def _wait_followed(self, build: IndexBuild, position: Lsn) -> None:
-        """Changes that the last range has seen are in the other ranges only if they were followed."""
+        """Wait until changes were followed up to the last range's position, so that all ranges have them."""
         while not reaches(self._followed(), position):
             if self._stop.is_set():
                 raise Stopping
@@ -198,7 +198,7 @@ class Backfill:
             time.sleep(_POLL_SECONDS)
 
     def _look_again(self, build: IndexBuild) -> None:
-        """Build what went meanwhile once more: from the rows as they are now, and with a higher version."""
+        """Build documents that were removed meanwhile again: from the current rows, with a higher version."""
         for work in self._store.get_index_work(build.index, WorkKind.REMOVAL):
             columns = [list(each) for each in work.details["keys"]]
             written = self._writer.write(self._chunks(build.index, columns))
@@ -226,7 +226,7 @@ class Backfill:
         self._observer.on_index_seeded(build.index)
 
     def _compare(self, build: IndexBuild) -> None:
-        """What ranges wrote, give or take what changes wrote meanwhile, is what the generation has."""
+        """Require that the generation has as many documents as ranges wrote, give or take those of changes."""
         found = self._filling(build.index).count(build.index)
         if found is None:
             return
@@ -237,16 +237,16 @@ class Backfill:
         )
         if abs(found - written) > stored.changed:
             wanted = f"{written} documents, give or take {stored.changed}"
-            raise IndexIncomplete(f"index {build.index!r} should have {wanted}, and has {found}", index=build.index)
+            raise IndexIncomplete(f"index {build.index!r} should have {wanted}, but has {found}", index=build.index)
 
 
 def filling_of(sink: Sink, index: str) -> str | None:
-    """What names the generation that is being filled; None if the sink does not say."""
+    """Return the name of the generation being filled; None if the sink does not know."""
     return sink.facts(index).filling if isinstance(sink, ReadableSink) else None
 
 
 def serving_of(sink: Sink, index: str) -> str | None:
-    """What names the generation that serves; None if none does, or the sink does not say."""
+    """Return the name of the generation that serves; None if none does or the sink does not know."""
     return sink.facts(index).generation if isinstance(sink, ReadableSink) else None
 
 

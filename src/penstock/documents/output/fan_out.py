@@ -1,8 +1,8 @@
-"""Changes that concern very many documents: built beside the stream, so that other changes do not wait for them.
+"""Fan-out: changes that affect very many documents, built beside the stream so that other changes do not wait.
 
-A row that a million documents show has changed. The question which documents those are is stored, the change is
-confirmed, and a thread of its own asks and builds, a wave after the other. It may be asked late: what has broken a way
-up since then was a change of its own, whose documents were built with all that was before it.
+If a row is part of a million documents, a change of it stores the question which documents those are, and is confirmed.
+A separate thread answers the question and builds the documents, wave by wave. Answering late does no harm: a change
+that broke a path up since then is a change of its own, whose documents were built with everything before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class FanOuts:
-    """What is still to be built. `add` is called by the thread of the changes, `round` by another one."""
+    """The fan-outs that are still to be built. The thread that follows changes calls `add`, another one `round`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class FanOuts:
         indexes: Callable[[], Indexes],
         stop: threading.Event,
     ) -> None:
-        """`writer` is of the thread that calls `round`; `indexes` gives what is compiled now."""
+        """`writer` belongs to the thread that calls `round`; `indexes` returns the compiled indexes."""
         self._source = source
         self._store = store
         self._tasks = tasks
@@ -50,30 +50,30 @@ class FanOuts:
         self._indexes = indexes
         self._stop = stop
         self._waiting = threading.Event()
-        self._waiting.set()  # what an earlier process has left
+        self._waiting.set()  # an earlier process may have left some
         self._lock = threading.Lock()
         self._queued: list[_Stored] = []
 
     def add(self, questions: Sequence[Question], indexes: Indexes) -> None:
-        """Remember questions; stored when it returns. One that waits already is not asked twice."""
+        """Store questions; durable when it returns. A question that is already waiting is not stored twice."""
         for question in questions:
             stored = _Stored.of(question, indexes)
-            with self._lock:  # until it is known to be stored: it may be answered at once, or not be stored at all
+            with self._lock:  # until it is stored: it may be answered at once, or storing may fail
                 if stored in self._queued:
                     continue
                 self._store.add_index_work(question.index, WorkKind.FAN_OUT, [stored.details])
                 self._queued.append(stored)
-            logger.info("many documents are built beside the stream index=%s", question.index)
+            logger.info("fan-out stored index=%s", question.index)
         if questions:
             self._waiting.set()
 
     @property
     def waiting(self) -> bool:
-        """Whether something may be still to be done."""
+        """True if questions may be waiting."""
         return self._waiting.is_set()
 
     def round(self, timeout: float) -> None:
-        """Wait for questions, and answer those that there are."""
+        """Wait for questions, and answer them."""
         if not self._waiting.wait(timeout):
             return
         self._waiting.clear()
@@ -99,7 +99,7 @@ class FanOuts:
         indexes = self._indexes()
         stored = _Stored.read(work)
         with self._lock:
-            # From here on a change like it is another one: it may come too late for this answer.
+            # From here on the same question has to be stored again: its change may be too late for this answer.
             self._queued = [each for each in self._queued if each != stored]
         if stored.fingerprint == indexes.mappings[work.index].fingerprint:
             with (
@@ -109,14 +109,14 @@ class FanOuts:
             ):
                 written = self._writer.write(self._until_stopped(parts))
             self._rejections.handle(written.rejections, None)
-            logger.info("many documents are built index=%s count=%d", work.index, written.documents.total())
+            logger.info("fan-out built index=%s documents=%d", work.index, written.documents.total())
         failpoints.reach("after_fan_out")
         self._store.delete_index_work(work.index, [work.number])
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A question as the store keeps it: it means something only under the specification that it was asked for."""
+    """A question as it is stored; valid only for the specification with this fingerprint."""
 
     question: Question
     fingerprint: str

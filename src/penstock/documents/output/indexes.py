@@ -40,19 +40,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Indexes:
-    """What specifications mean in this database."""
+    """Specifications compiled against the database."""
 
     specifications: Mapping[str, IndexSpecification]
     mappings: Mapping[str, IndexMapping]
-    """How each index is created."""
+    """What creates each index."""
     catalog: SourceCatalog
     queries: Mapping[str, BuildQuery]
     resolver: Resolver
     wanted: Mapping[TableName, WantedColumns]
-    """What is read of changes; partitions are listed under their own names, too."""
+    """The columns to read of changes; partitions are listed under their own names, too."""
 
     def over(self, tables: Collection[str]) -> frozenset[str]:
-        """The indexes with rows of one of these tables, as the publication names them."""
+        """Return the indexes that use one of these published tables."""
         named = {self.catalog.top(name) for name in self.wanted if str(name) in tables}
         return self.resolver.indexes_over(named)
 
@@ -64,7 +64,7 @@ def compile_indexes(
     *,
     chunk: int,
 ) -> Indexes:
-    """Load the catalog and compile all of it; `ConfigError` for what does not fit the database."""
+    """Load the catalog and compile all indexes; raises `ConfigError` if they do not match the database."""
     catalog = load_catalog(connection, {name for each in specifications for name in each.tables()})
     resolver = Resolver(specifications, catalog, relations, chunk=chunk)
     return Indexes(
@@ -78,7 +78,7 @@ def compile_indexes(
 
 
 def require_published(indexes: Indexes, published: Collection[str], publication: str) -> None:
-    """`PublicationChanged` unless the changes of every table are sent: as a whole, or partition by partition."""
+    """Raise `PublicationChanged` unless every table is published, as a whole or partition by partition."""
     missing: set[str] = set()
     for name in {name for each in indexes.specifications.values() for name in each.tables()}:
         leaves = indexes.catalog.table(name).leaves
@@ -87,22 +87,22 @@ def require_published(indexes: Indexes, published: Collection[str], publication:
     if missing:
         names = ", ".join(sorted(missing))
         raise PublicationChanged(
-            f"publication {publication!r} does not send changes of {names}, which documents are made of",
-            hint="Name them in source.tables; if the publication is not managed, alter it to have them.",
+            f"publication {publication!r} does not include {names}, which documents need",
+            hint="Add them to source.tables; if Penstock does not manage the publication, alter it.",
             tables=sorted(missing),
         )
 
 
 def require_whole(connection: psycopg.Connection[Any], indexes: Indexes, publication: str) -> None:
-    """`PublicationChanged` if rows or columns that documents are found by are not sent."""
+    """Raise `PublicationChanged` if the publication omits rows, or columns by which documents are found."""
     wanted = {str(name): each for name, each in indexes.wanted.items()}
     published = [each for each in published_tables(connection, publication) if str(each) in wanted]
     listed = load_tables(connection, [each.oid for each in published if each.column_attnums is not None])
     for each in published:
         if each.row_filter is not None:
             raise PublicationChanged(
-                f"publication {publication!r} sends only some rows of {each}, and documents would miss the others",
-                hint="Publish the table without a row filter; documents have filters of their own.",
+                f"publication {publication!r} sends only some rows of {each}, so documents would miss the others",
+                hint="Publish the table without a row filter; specifications have filters of their own.",
                 tables=[str(each)],
             )
         if each.oid in listed:
@@ -120,45 +120,45 @@ def require_whole(connection: psycopg.Connection[Any], indexes: Indexes, publica
 
 
 class Builds:
-    """The builds of all indexes. May be used from any thread."""
+    """The builds of all indexes. Any thread may call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._changed = threading.Condition()
         self._builds: dict[str, IndexBuild] = {}
         self.held = False
-        """Nothing is begun: something that builds need is not there yet."""
+        """True while no build may start, because something that builds need is missing."""
 
     def load(self) -> None:
-        """Read what the store has."""
+        """Load the builds from the store."""
         with self._changed:
             self._builds = dict(self._store.get_index_builds())
             self._changed.notify_all()
 
     def all(self) -> dict[str, IndexBuild]:
-        """Every build that is known."""
+        """Return the last build of every index."""
         with self._changed:
             return dict(self._builds)
 
     def of(self, index: str) -> IndexBuild | None:
-        """The last build of an index."""
+        """Return the last build of an index."""
         with self._changed:
             return self._builds.get(index)
 
     def is_current(self, build: IndexBuild) -> bool:
-        """Whether nobody has asked for another one since."""
+        """Return whether no other build was requested since."""
         current = self.of(build.index)
         return current is not None and current.build == build.build
 
     @property
     def unfinished(self) -> list[IndexBuild]:
-        """Those that are still to be done, by name."""
+        """The builds that are not finished, by name."""
         with self._changed:
             return [each for _, each in sorted(self._builds.items()) if each.status is not IndexStatus.SEEDED]
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Nothing is begun meanwhile."""
+        """Let no build start meanwhile."""
         held, self.held = self.held, True
         try:
             yield
@@ -166,44 +166,44 @@ class Builds:
             self.held = held
 
     def wait(self, timeout: float) -> bool:
-        """Wait until something is to be built; False when nothing was in time."""
+        """Wait until there is something to build; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.held and bool(self.unfinished), timeout)
 
     def want(self, index: str, fingerprint: str, reason: str) -> IndexBuild:
-        """Let an index be built anew, from the beginning; stored when it returns."""
+        """Request a rebuild of an index from the start; stored when it returns."""
         build = IndexBuild(index, uuid.uuid4().hex, fingerprint, IndexStatus.WANTED, reason)
-        logger.info("index is built anew index=%s reason=%s", index, reason)
+        logger.info("rebuilding index index=%s reason=%s", index, reason)
         self._put(build)
         failpoints.reach("after_build_wanted")
         return build
 
     def skip(self, index: str, fingerprint: str) -> None:
-        """An index counts as built, whatever it has: somebody has said so."""
+        """Count an index as built, whatever it has, because of `skip_backfill`."""
         self._put(IndexBuild(index, uuid.uuid4().hex, fingerprint, IndexStatus.SEEDED, "not built: skip_backfill"))
 
     def fill(self, build: IndexBuild, plan: Mapping[str, Any]) -> IndexBuild | None:
-        """Its generation is there, and what it consists of is planned; None if another one is wanted by now."""
+        """Store the plan of a build whose generation exists; None if another build was requested meanwhile."""
         return self._advance(replace(build, status=IndexStatus.FILLING, plan=plan))
 
     def seeded(self, build: IndexBuild) -> IndexBuild | None:
-        """It serves."""
+        """Store that the build is complete and serves."""
         return self._advance(replace(build, status=IndexStatus.SEEDED, plan={}))
 
     def forget(self, index: str) -> None:
-        """The index is not in the configuration any more."""
+        """Forget an index that is no longer in the config file."""
         with self._changed:
             self._store.delete_index(index)
             self._builds.pop(index, None)
 
     @property
     def recorded(self) -> frozenset[str]:
-        """The indexes whose removals have to be remembered."""
+        """The indexes whose removals have to be recorded."""
         with self._changed:
             return frozenset(name for name, each in self._builds.items() if each.status is IndexStatus.FILLING)
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Remember what changes have written to indexes that are being built, and which documents went."""
+        """Record what changes wrote to indexes that are being built, and which documents they removed."""
         for index in sorted({each.index for each in outcomes}):
             build = self.of(index)
             if build is None or build.status is not IndexStatus.FILLING:

@@ -1,10 +1,10 @@
-"""Changes of the spool become documents: the thread that an output is.
+"""Turns changes of the spool into documents, in one thread of the output.
 
     entries ─▶ changes ─▶ visible? ─▶ resolve ─▶ build and write ─▶ flush ─▶ links ─▶ progress ─▶ acknowledge
 
-A batch is a run of whole transactions. What has to happen later (an index is built anew, a change concerns very many
-documents) is stored before what rows hang on is remembered, and that before progress: a crash in between makes changes
-come again, never go.
+A batch is a run of whole transactions. Work for later (rebuilding an index, a change that affects very many documents)
+is stored before the links of rows, and those before progress: after a crash in between, changes are delivered again and
+never lost.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from penstock.workers import ApplyStatus
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2
-"""How long a round waits for something to come."""
+"""How long a round waits for changes."""
 _GATHER_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a connection to the source is good for."""
+    """A connection to the source, and the indexes compiled with it."""
 
     connection: psycopg.Connection[Any]
     indexes: Indexes
 
 
 class LiveChanges:
-    """Follows the spool from a position on. One thread calls `round`; the rest may be asked by any."""
+    """Follows the spool from a position on. One thread calls `round`; any thread may read `status`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LiveChanges:
         stop: threading.Event,
         altered: Callable[[], None],
     ) -> None:
-        """`name` is the reader's in the spool. `altered` hears that a table is not what was compiled for."""
+        """`name` is the reader's name in the spool. `altered` is called when a table differs from what was compiled."""
         self._name = name
         self._reader = SpoolReader(spool)
         self._settings = settings
@@ -96,11 +96,11 @@ class LiveChanges:
 
     @property
     def status(self) -> ApplyStatus:
-        """How far it is."""
+        """Positions and counters."""
         return ApplyStatus(self._position, self._acknowledged, self._changes, self._batches, self._last_commit_time)
 
     def round(self, session: Session) -> bool:
-        """One batch, if there is something in the spool; whether there may be more."""
+        """Process one batch, if the spool has changes; returns whether there may be more."""
         taken = self._take(session.indexes)
         if not taken:
             return False
@@ -125,7 +125,7 @@ class LiveChanges:
         return not caught_up
 
     def _take(self, indexes: Indexes) -> list[Entry]:
-        """Entries with about `max_changes` changes that matter, or what has come `max_delay` after the first."""
+        """Return entries with about `max_changes` relevant changes, or those that arrive within `max_delay`."""
         policy = self._settings.batch
         names = {str(name) for name in indexes.wanted}
         if not self._reader.wait(self._position, IDLE_SECONDS):
@@ -150,7 +150,7 @@ class LiveChanges:
         )
 
     def _is_altered(self, entries: Sequence[Entry], indexes: Indexes) -> bool:
-        """Whether rows come in a schema that was not seen before, and that is not what was compiled for."""
+        """Return whether rows have a new schema that differs from what was compiled."""
         altered = False
         for (table_id, version), name in _versions_of(entries, indexes).items():
             if (table_id, version) in self._versions:
@@ -164,19 +164,21 @@ class LiveChanges:
         return altered
 
     def _want_unidentified(self, entries: Sequence[Entry], indexes: Indexes) -> None:
-        """A replica identity that was another one for a while: nobody knows what those rows hung on before."""
+        """Rebuild indexes whose tables had another replica identity meanwhile: old links of those rows are unknown."""
         tables = {
             str(name)
             for (table_id, version), name in _versions_of(entries, indexes).items()
             if not _is_identified(self._reader.load_schema(table_id, version), name, indexes)
         }
         for index in sorted(indexes.over(tables)):
-            self._builds.want(index, indexes.mappings[index].fingerprint, "a table of it had another replica identity")
+            self._builds.want(
+                index, indexes.mappings[index].fingerprint, "one of its tables had another replica identity"
+            )
 
     def _apply(
         self, session: Session, changes: Changes, end: Lsn, documents: Counter[str], *, caught_up: bool
     ) -> float:
-        """All that changes concern is durable afterwards, or stored as still to be done; the seconds of the flush."""
+        """Make all affected documents durable, or store them as work for later; returns the seconds of the flush."""
         resolver = session.indexes.resolver
         wait_until_visible(session.connection, sorted(changes.xids))
         resolution = resolver.resolve(session.connection, changes)
@@ -190,14 +192,14 @@ class LiveChanges:
         documents += written.documents
         self._fan_outs.add(many, session.indexes)
         for index in sorted(resolution.whole_indexes):
-            self._builds.want(index, session.indexes.mappings[index].fingerprint, "a table of it was emptied")
+            self._builds.want(index, session.indexes.mappings[index].fingerprint, "one of its tables was truncated")
         failpoints.reach("after_documents")
         resolver.remember(resolution)
         failpoints.reach("after_links")
         return seconds
 
     def _keys(self, session: Session, questions: Sequence[Question], many: list[Question]) -> Iterator[ResolvedKeys]:
-        """The documents of all questions; questions with very many are put into `many` instead."""
+        """Yield the documents of all questions; questions with very many go into `many` instead."""
         limit = self._settings.fan_out_documents
         for question in questions:
             count = 0
@@ -224,7 +226,7 @@ class LiveChanges:
 
 
 def _versions_of(entries: Sequence[Entry], indexes: Indexes) -> dict[tuple[int, str], TableName]:
-    """In which schemas rows of these indexes come: table id and version, with the table's name."""
+    """Return the schemas of the rows in these entries: table id and version, with the table's name."""
     names = {str(name): name for name in indexes.wanted}
     return {
         (step.table_id, step.version): names[step.table]
@@ -235,9 +237,9 @@ def _versions_of(entries: Sequence[Entry], indexes: Indexes) -> dict[tuple[int, 
 
 
 def _is_identified(schema: TableSchema, name: TableName, indexes: Indexes) -> bool:
-    """Whether as much is sent of rows before they change as was compiled for.
+    """Return whether the server sends at least the old values that were compiled for.
 
-    Of a partitioned table that is sent as a whole the schema does not say it: its partitions decide.
+    The schema of a partitioned table that is published as a whole does not say it: its partitions decide.
     """
     if name in indexes.catalog.tables and indexes.catalog.table(name).leaves:
         return True
@@ -248,7 +250,7 @@ def _is_identified(schema: TableSchema, name: TableName, indexes: Indexes) -> bo
 
 
 def _gather(entries: Sequence[Entry], names: set[str], limit: int) -> tuple[list[Entry], int]:
-    """The first entries with so many changes of these tables, and how many those are."""
+    """Return the first entries with about `limit` changes of these tables, and the number of changes."""
     taken: list[Entry] = []
     count = 0
     for entry in entries:

@@ -86,7 +86,7 @@ class DocumentsOutput:
         quarantine: Quarantine | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`relations` opens the map of relations (`open_relation_map`); `tasks` build documents and write them."""
+        """`relations` opens the relation maps (`open_relation_map`); `tasks` build documents and write them."""
         self._settings = settings
         self._documents = documents or DocumentsSettings()
         self._store = store
@@ -408,7 +408,7 @@ class DocumentsOutput:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Notice what nobody sends: tables that are others, partitions that came or went."""
+        """Notice what the server does not send: replaced tables, added and removed partitions."""
         assert self._stream is not None
         assert self._readiness is not None
         session = self._session or self._open_session()
@@ -420,7 +420,7 @@ class DocumentsOutput:
             self._open_session()
 
     def _try_refused_again(self) -> None:
-        """Build documents that somebody wants to be tried again; those that are refused again stay set aside."""
+        """Build quarantined documents for which a user asked for a retry; those rejected again stay quarantined."""
         indexes = self._compiled()
         for name, specification in indexes.specifications.items():
             ids = self._rejections.wanted(name)
@@ -452,7 +452,7 @@ class DocumentsOutput:
                 self._refresh_at = 0.0
             case CommandKind.REBUILD_INDEX:
                 for name in self._named(command.options.get("indexes", ())):
-                    self._builds.want(name, self._compiled().mappings[name].fingerprint, "somebody asked for it")
+                    self._builds.want(name, self._compiled().mappings[name].fingerprint, "requested by a user")
             case _:
                 raise PenstockError(
                     f"documents do not know the command {command.kind.value!r}",

@@ -1,8 +1,7 @@
-"""What has to be built, and what has to be learnt, before changes can be followed; and when that is not true any more.
+"""Decides which indexes to build and which relation maps to fill before changes can be followed.
 
-An index can be brought up to date by changes only if it was complete once, in its present shape, and if no change was
-missed since. What rows hang on has to be known before documents are built: from then on every change says what it
-leaves behind.
+Changes keep an index up to date only if it was complete once, in its present shape, and no change was missed since.
+Relation maps have to be filled before documents are built, so that every later change has its old links.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Readiness:
-    """Called by the thread that follows changes, and before it starts."""
+    """Used by the thread that follows changes, and before it starts."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class Readiness:
         builds: Builds,
         check: Callable[[], None],
     ) -> None:
-        """`check` raises when nobody wants it any more."""
+        """`check` raises when the output is stopping."""
         self._settings = settings
         self._documents = documents
         self._store = store
@@ -56,7 +55,7 @@ class Readiness:
         self._membership: Membership | None = None
 
     def prepare(self, indexes: Indexes) -> None:
-        """Every index exists, and is wanted anew if it cannot be brought up to date; nothing is built yet."""
+        """Create every index, and mark those for a rebuild that changes cannot bring up to date; builds nothing yet."""
         self._builds.load()
         self._builds.held = True
         for name in self._builds.all().keys() - indexes.specifications.keys():
@@ -65,20 +64,20 @@ class Readiness:
             self._sink.ensure_index(mapping)
         for name, build in self._builds.all().items():
             if not build.fingerprint:
-                self._builds.want(name, indexes.mappings[name].fingerprint, "another server has taken over")
+                self._builds.want(name, indexes.mappings[name].fingerprint, "another server took over")
         self._want_unseeded(indexes, is_first=self._is_first)
 
     def look_again(self, indexes: Indexes) -> None:
-        """The indexes were compiled anew: those whose documents have other ids by now are wanted."""
+        """Mark indexes for a rebuild whose documents have other ids after compiling again."""
         for name, mapping in indexes.mappings.items():
             build = self._builds.of(name)
             if build is not None and build.fingerprint != mapping.fingerprint and not self._documents.skip_backfill:
                 self._want_changed(indexes, build)
 
     def begin(self, indexes: Indexes, published: Published, position: Lsn) -> None:
-        """All relations are known, which may take as long as reading their tables; from here on indexes are built."""
+        """Fill the relation maps, which takes as long as reading their tables; then builds may start."""
         if self._is_first:
-            self._relations.prepare([])  # what was learnt before means nothing: changes since then are not known
+            self._relations.prepare([])  # old maps are useless: changes were missed since
         self._learn(indexes)
         self.note(indexes, published)
         self._store.upsert_replication_progress(position)
@@ -86,11 +85,11 @@ class Readiness:
 
     @property
     def _is_first(self) -> bool:
-        """Nothing was followed yet, or what was has lost its slot."""
+        """True if no changes were followed yet, or the slot was lost."""
         return self._store.get_replication_progress() is None
 
     def note(self, indexes: Indexes, published: Published) -> None:
-        """Tables that were away for a while, or are others of the same name, have changes that nobody sent."""
+        """Start over with tables that left the publication for a while or were replaced: changes were missed."""
         publication = self._settings.publication
         seen = self._membership or self._store.get_publication_membership(publication)
         now = replace(published.membership, heaps=indexes.catalog.heaps)
@@ -102,18 +101,18 @@ class Readiness:
             change = changes_between(seen, now)
             names = {published.tables[each] for each in change.readded | change.added if each in published.tables}
             self._start_over(indexes, names.intersection(seen.names.values()) | self._moved(seen, now))
-        # Last: what was not acted upon is noticed again, also by the next process.
+        # Last: what was not acted on is noticed again, also by the next process.
         self._store.store_publication_membership(publication, now)
         self._membership = now
 
     def resume(self, indexes: Indexes, published: Published) -> None:
-        """Indexes were compiled anew, and tables may have become others: what they need now is known afterwards."""
+        """Bring builds and maps up to date after compiling again: tables may have been replaced."""
         self.note(indexes, published)
         with self._builds.holding():
             self._learn(indexes)
 
     def _moved(self, seen: Membership, now: Membership) -> set[str]:
-        """Tables whose rows are elsewhere, or sent with other old values; a partition that is new and empty is fine."""
+        """Return tables with other heaps or other old values than before, except for new and empty partitions."""
         moved: set[str] = set()
         with connect(self._settings.source, Role.CATALOG) as connection:
             for name in seen.heaps.keys() & now.heaps.keys():
@@ -128,44 +127,44 @@ class Readiness:
             if self._documents.skip_backfill:
                 self._builds.skip(name, mapping.fingerprint)
             elif is_first or build is None:
-                self._builds.want(name, mapping.fingerprint, "changes are followed from here on")
+                self._builds.want(name, mapping.fingerprint, "no earlier changes were followed")
             elif build.fingerprint != mapping.fingerprint:
                 self._want_changed(indexes, build)
             elif build.status is IndexStatus.SEEDED and not seeded:
-                self._builds.want(name, mapping.fingerprint, "the sink does not have it any more")
+                self._builds.want(name, mapping.fingerprint, "the sink no longer has it")
             elif build.status is IndexStatus.FILLING:
                 generation = build.plan["generation"]
                 if seeded and generation == serving_of(self._sink, name):
                     self._builds.seeded(build)
                 elif generation != filling_of(self._sink, name):
-                    self._builds.want(name, mapping.fingerprint, "what was filled is not there any more")
+                    self._builds.want(name, mapping.fingerprint, "the generation being filled no longer exists")
 
     def _want_changed(self, indexes: Indexes, build: IndexBuild) -> None:
         is_same = is_built_from(build.fingerprint, indexes.specifications[build.index])
-        reason = "keys of its tables have changed" if is_same else "its specification has changed"
+        reason = "a key of its tables changed" if is_same else "its specification changed"
         self._builds.want(build.index, indexes.mappings[build.index].fingerprint, reason)
 
     def _learn(self, indexes: Indexes) -> None:
-        """Learn what rows hang on, for relations that are new; the indexes that use them are built after it."""
+        """Fill the maps of new relations; the indexes that use them are rebuilt afterwards."""
         new = self._relations.prepare(indexes.resolver.tracked)
         if not new:
             return
-        # Before the maps are there: a crash in between must not make an index look complete.
+        # Before the maps exist: a crash in between must not make an index look complete.
         for name in sorted(indexes.resolver.indexes_using(new)):
             build = self._builds.of(name)
             if not self._documents.skip_backfill and (build is None or build.status is not IndexStatus.WANTED):
                 fingerprint = indexes.mappings[name].fingerprint
-                self._builds.want(name, fingerprint, "what its rows hang on was not known")
+                self._builds.want(name, fingerprint, "it needs a new relation map")
         with take_snapshot(self._settings.source, check=self._check) as snapshot:
             for relation in new:
                 self._check()
                 with snapshot.connect(Role.DOCUMENTS, parameters=NO_TIMEOUTS) as connection:
                     self._relations.seed(connection, relation, snapshot.position)
-                logger.info("relations are known table=%s columns=%s", relation.name, ", ".join(relation.links))
+                logger.info("relation map filled table=%s columns=%s", relation.name, ", ".join(relation.links))
         failpoints.reach("after_maps")
 
     def _start_over(self, indexes: Indexes, tables: Collection[str]) -> None:
-        """What is known of these tables is not true any more."""
+        """Rebuild the indexes and maps of these tables."""
         names = indexes.over(tables)
         if not names:
             return
@@ -173,12 +172,12 @@ class Readiness:
         with self._builds.holding():
             self._relations.prepare([each for each in indexes.resolver.tracked if each.name not in tops])
             for name in sorted(names):
-                reason = "a table of it was away for a while, or is another one"
+                reason = "one of its tables left the publication for a while or was replaced"
                 self._builds.want(name, indexes.mappings[name].fingerprint, reason)
             self._learn(indexes)
 
 
 def _has_rows(connection: psycopg.Connection[Any], heap: Heap) -> bool:
-    """By its size: rows that nobody can see yet count, too."""
+    """Judge by the size, so that uncommitted rows count."""
     statement = "select pg_catalog.pg_relation_size($1::int8::pg_catalog.oid::pg_catalog.regclass) > 0"
-    return run_statement(connection, statement, [heap.oid], "look whether a partition is empty")[0][0] is not False
+    return run_statement(connection, statement, [heap.oid], "check whether a partition is empty")[0][0] is not False

@@ -34,12 +34,12 @@ from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, conne
 from penstock.workers.process_tasks import ProcessTasks
 
 SESSION: Mapping[str, str] = {**NO_TIMEOUTS, "lock_timeout": "200"}
-"""Patient with rows, not with locks: in a deadlock with somebody who empties or alters several tables we give way, long
-before the server looks for a victim, and try again."""
+"""No timeout for rows, a short one for locks: in a deadlock with a session that truncates or alters several tables, we
+give way long before the server chooses a victim, and retry."""
 
 _KEPT = 4
-"""Connections that wait for the next task; in a Python worker of Spark one is enough."""
-# Both answer for now, whatever snapshot the transaction has.
+"""Idle connections to keep; a Python worker of Spark needs one."""
+# Both read the current state, whatever snapshot the transaction has.
 _CURRENT = """
     select pg_catalog.format('%I.%I', t.object_names[1], t.object_names[2]),
            pg_catalog.pg_relation_filenode($1::oid)::int8
@@ -49,30 +49,30 @@ _CURRENT = """
 
 @dataclass(frozen=True, slots=True)
 class DocumentsSettings:
-    """How changes are grouped, and how much is done at once."""
+    """How changes are grouped, and how much work is done at once."""
 
     batch: BatchPolicy = field(default_factory=lambda: BatchPolicy(max_changes=10_000))
     failure_policies: FailurePolicies = field(default_factory=FailurePolicies)
     skip_backfill: bool = False
-    """Nothing is built from tables, whatever the sink says: only changes are followed."""
+    """Fill no index, whatever the sink says: only follow changes."""
     piece_changes: int = 20_000
-    """A transaction with more is resolved in pieces, and confirmed as a whole."""
+    """A larger transaction is resolved in pieces and confirmed as a whole."""
     chunk_documents: int = 1_000
-    """Documents of one statement, and of one write to the sink."""
+    """Documents per statement and per write to the sink."""
     wave_chunks: int = 32
-    """Chunks of one job; how many keys are in memory at the same time follows from it."""
+    """Chunks per job; bounds the number of keys in memory."""
     local_documents: int = 2_000
-    """As many documents, and no more, are built without a job. These take 0.1 s; a Spark job takes as long to start on
-    an idle machine, and over a second on a busy one."""
+    """Up to so many documents are built without a job. They take 0.1 s; a Spark job takes as long to start on an idle
+    machine, and over a second on a busy one."""
     fan_out_documents: int = 20_000
-    """Of one index and one piece of changes. If there are more, they are built beside the stream: others do not wait
-    for them."""
+    """If a piece of changes affects more documents of one index, they are built beside the stream, so that other
+    changes do not wait."""
     range_bytes: int = 8 << 20
-    """Of the root table, TOAST included, in one range of a backfill: a second or two of work."""
+    """Size of a backfill range of the root table, TOAST included: a second or two of work."""
 
 
 class ConnectionPool:
-    """Belongs to a process; what a fork has inherited is not used."""
+    """Connections that tasks of this process reuse; a fork does not use those that it inherited."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class ConnectionPool:
 
     @contextmanager
     def borrow(self, source: SourceSettings) -> Iterator[psycopg.Connection[Any]]:
-        """A connection in autocommit, for this thread alone; after an error it is not used again."""
+        """Lend a connection in autocommit to this thread; it is closed after an error."""
         key = (os.getpid(), source)
         with self._lock:
             idle = self._idle.setdefault(key, [])
@@ -91,7 +91,7 @@ class ConnectionPool:
         except BaseException as error:
             connection.close()
             if isinstance(error, ServerUnavailable):
-                self.clear()  # the others are cut off as well
+                self.clear()  # the others are broken as well
             raise
         if connection.info.transaction_status != pq.TransactionStatus.IDLE:
             connection.close()
@@ -103,7 +103,7 @@ class ConnectionPool:
         connection.close()
 
     def clear(self) -> None:
-        """Close what waits."""
+        """Close idle connections."""
         with self._lock:
             waiting = [each for (process, _), idle in self._idle.items() if process == os.getpid() for each in idle]
             self._idle.clear()
@@ -112,11 +112,11 @@ class ConnectionPool:
 
 
 POOL = ConnectionPool()
-"""The one of this process."""
+"""The pool of this process."""
 
 
 class Generations:
-    """May be used from any thread; not again by one that is inside already."""
+    """Lets many threads write documents, or one begin or end a generation. Not reentrant."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -126,9 +126,9 @@ class Generations:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, the generations stay what they are."""
+        """Keep generations from changing meanwhile."""
         with self._changed:
-            # Who waits to change them goes first, or there would always be somebody who writes.
+            # A waiting change goes first, or writers could keep it waiting forever.
             self._changed.wait_for(lambda: not self._changing)
             self._writing += 1
         try:
@@ -140,7 +140,7 @@ class Generations:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Inside, nobody writes."""
+        """Keep others from writing meanwhile."""
         with self._changed:
             self._changing += 1
             self._changed.wait_for(lambda: not self._writing and not self._alone)
@@ -155,7 +155,7 @@ class Generations:
 
 
 class SharedSink:
-    """A sink and the lock that keeps its users apart. In another process it is a copy, with a lock of its own."""
+    """A sink and the lock that serializes its users. A pickled copy has its own lock."""
 
     def __init__(self, sink: Sink, lock: threading.RLock | None = None) -> None:
         self.sink = sink
@@ -169,7 +169,7 @@ class SharedSink:
         self.lock = threading.RLock()
 
     def write(self, index: str, built: pa.Table) -> tuple[Rejection, ...]:
-        """Documents as `penstock.documents.build.BUILT`; durable afterwards, but for those that are refused."""
+        """Write documents (`penstock.documents.build.BUILT`), durably; returns the rejections."""
         name = pa.repeat(pa.scalar(index, pa.string()), built.num_rows)
         with self.lock:
             self.sink.write(pa.Table.from_arrays([name, *built.columns], schema=DOCUMENT_SCHEMA))
@@ -178,30 +178,30 @@ class SharedSink:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a chunk of documents, or of a range."""
+    """The result of a chunk of documents, or of a range."""
 
     index: str
     documents: int
-    """Bodies and removals."""
+    """The number of bodies and removals."""
     bodies: int
     rejections: tuple[Rejection, ...] = ()
     removed: tuple[list[str], ...] = ()
-    """The keys of documents that are not there, one array per key column; only if they are wanted."""
+    """The keys of removed documents, one list per key column; only for indexes in `BuildJob.recorded`."""
     taken: tuple[str, ...] = ()
-    """Documents that were quarantined before, and are written now."""
+    """Quarantined documents that the sink has taken now."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildJob:
-    """Build the documents of some keys, from the rows as they are now, and write them."""
+    """Builds the documents of some keys from the current rows, and writes them."""
 
     source: SourceSettings
     queries: Mapping[str, BuildQuery]
     sink: SharedSink
     recorded: frozenset[str] = frozenset()
-    """Indexes whose removals are wanted."""
+    """Indexes whose removals have to be reported."""
     quarantined: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    """Documents that were refused before."""
+    """Ids of quarantined documents by index."""
 
     def __call__(self, keys: ResolvedKeys) -> Outcome:
         with POOL.borrow(self.source) as connection:
@@ -218,18 +218,18 @@ class BuildJob:
 
 @dataclass(frozen=True, slots=True)
 class HeapRange:
-    """A piece of a root table."""
+    """A range of a root table."""
 
     part: int
     oid: int
     filenode: int
-    """Of the heap when the ranges were planned."""
+    """The heap's file when the ranges were planned."""
     condition: str
 
 
 @dataclass(frozen=True, slots=True)
 class RangeJob:
-    """Build the documents of a range of the root table, and write them into the generation that is being filled."""
+    """Builds the documents of a range of the root table, and writes them to the generation being filled."""
 
     source: SourceSettings
     query: BuildQuery
@@ -254,7 +254,7 @@ class RangeJob:
         return Outcome(self.query.index, documents, bodies, tuple(rejections), (), tuple(taken))
 
     def _overlapped(self, pieces: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, tuple[Rejection, ...]]]:
-        """Write a piece while the server builds the next one; each with what was refused of it."""
+        """Write each piece while the server builds the next one; yields pieces with their rejections."""
         with ThreadPoolExecutor(1, thread_name_prefix="documents-range") as writer:
             before: tuple[pa.Table, Future[tuple[Rejection, ...]]] | None = None
             for built in pieces:
@@ -274,9 +274,10 @@ def _taken(built: pa.Table, quarantined: frozenset[str] | None, refused: Sequenc
 
 
 def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:
-    """Keep a heap from being rewritten until the transaction ends; its quoted name. `TableRewritten` if it was.
+    """Lock a heap against rewriting until the transaction ends, and return its quoted name.
 
-    The statement that comes after it has a younger snapshot, so it sees every row of the heap as it is now.
+    Raises `TableRewritten` if it was rewritten before. The next statement has a newer snapshot, so it sees every
+    current row of the heap.
     """
 
     def look() -> tuple[Any, ...]:
@@ -286,11 +287,11 @@ def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:
     heap, _ = look()
     if heap is not None:
         run_statement(connection, f"lock table only {heap} in access share mode", [], doing)
-        # What was locked is what was meant, and its file is the one that the ranges are of.
+        # The locked heap is the planned one, and still has the file that the ranges refer to.
         if look() == (heap, part.filenode):
             return heap
     name = heap or "a table of an index"
-    raise TableRewritten(f"{name} was rewritten, emptied, renamed or dropped while documents were built from it")
+    raise TableRewritten(f"{name} was rewritten, truncated, renamed or dropped while documents were built from it")
 
 
 @dataclass(slots=True)
@@ -308,7 +309,7 @@ class WriteReport:
 
 
 class DocumentWriter:
-    """Runs the jobs of one thread."""
+    """Builds and writes documents for one thread."""
 
     def __init__(
         self,
@@ -318,7 +319,7 @@ class DocumentWriter:
         generations: Generations,
         on_written: Callable[[Sequence[Outcome]], None],
     ) -> None:
-        """`job` is asked anew for each wave: which generations there are changes. `on_written` hears of each wave."""
+        """`job` is called for each wave, since generations change. `on_written` receives the outcomes of each wave."""
         self._settings = settings
         self._tasks = tasks
         self._here = ProcessTasks()
@@ -327,12 +328,12 @@ class DocumentWriter:
         self._on_written = on_written
 
     def write(self, keys: Iterable[ResolvedKeys]) -> WriteReport:
-        """Build and write all of them."""
+        """Build and write documents."""
         written = WriteReport()
         for wave in self._waves(keys):
             few = sum(map(len, wave)) <= self._settings.local_documents
             tasks = self._here if few else self._tasks
-            # Nobody begins or ends a generation while documents are on their way to those that there are.
+            # No generation may begin or end while documents are being written.
             with self._generations.writing():
                 outcomes = tasks.run(wave, self._job(), description=_description(wave))
                 self._on_written(outcomes)

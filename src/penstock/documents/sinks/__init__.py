@@ -1,4 +1,4 @@
-"""Where documents go."""
+"""Sinks: where documents go."""
 
 from penstock.documents.sinks.local import CountingSink, MemorySink, StdoutSink, TeeSink
 

@@ -25,43 +25,43 @@ class Generation:
     documents: dict[str, tuple[int, str | None]] = field(default_factory=dict[str, tuple[int, str | None]])
 
     def take(self, id_: str, version: int, body: str | None) -> None:
-        """A body or a removal, unless a higher version is there."""
+        """Store a body or a removal, unless a higher version exists."""
         known = self.documents.get(id_)
         if known is None or known[0] <= version:
             self.documents[id_] = (version, body)
 
     @property
     def count(self) -> int:
-        """Documents that are there."""
+        """The number of documents."""
         return sum(body is not None for _, body in self.documents.values())
 
 
 @dataclass(slots=True)
 class MemoryIndex:
-    """What serves searches, and what is being filled beside it."""
+    """The generation that serves searches, and the one being filled."""
 
     serving: Generation | None = None
     filling: Generation | None = None
 
     @property
     def generations(self) -> list[Generation]:
-        """All that get what changes, the newest last."""
+        """The generations that changes go to, the newest last."""
         return [each for each in (self.serving, self.filling) if each is not None]
 
 
 class MemorySink(Sink):
-    """Documents are there after `flush`, and searches see a generation after `mark_seeded`."""
+    """Indexes in memory, for tests: generations, versions and seeding work as in a search server."""
 
     def __init__(self) -> None:
         self.indexes: dict[str, MemoryIndex] = {}
         self._waiting: list[pa.Table] = []
 
     def documents(self, index: str) -> dict[str, Any]:
-        """What a search would see, by id."""
+        """Return the documents that a search would see, by id."""
         return {id_: json.loads(body) for id_, body in self._serving(index).items()}
 
     def ensure_index(self, mapping: IndexMapping) -> None:
-        """See `Sink`. Another fingerprint is another generation."""
+        """See `Sink`. A new fingerprint means a new generation."""
         index = self.indexes.setdefault(mapping.index, MemoryIndex())
         newest = index.filling or index.serving
         if newest is None or newest.fingerprint != mapping.fingerprint:
@@ -72,9 +72,9 @@ class MemorySink(Sink):
         self._waiting.append(batch)
 
     def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`. Both generations get everything."""
+        """See `Sink`. Writes to both generations."""
         for batch in self._waiting:
-            # Cold: this sink is for tests and for looking.
+            # Cold: this sink is for tests.
             for row in batch.to_pylist():
                 for generation in self.indexes[row["index"]].generations:
                     generation.take(row["id"], row["version"], row["body"])
@@ -100,7 +100,7 @@ class MemorySink(Sink):
         """See `Sink`."""
         return _GenerationSink(index, self.indexes[index].generations[-1])
 
-    # What others read: see `ReadableSink`
+    # Reading: see `ReadableSink`
 
     def facts(self, index: str) -> IndexFacts:
         """See `ReadableSink`."""
@@ -153,7 +153,7 @@ class _GenerationSink(Sink):
     def flush(self, caught_up: bool) -> FlushReport:
         """See `Sink`."""
         for batch in self._waiting:
-            # Cold: this sink is for tests and for looking.
+            # Cold: this sink is for tests.
             for row in batch.to_pylist():
                 if row["index"] == self._index:
                     self._generation.take(row["id"], row["version"], row["body"])
@@ -166,9 +166,9 @@ class _GenerationSink(Sink):
 
 
 class StdoutSink(Sink):
-    """`{"op":"upsert","index":…,"id":…,"version":…,"document":{…}}` or `"op":"delete"`, a line each.
+    """Prints one line per document: `{"op":"upsert","index":…,"id":…,"version":…,"document":{…}}`, or `"op":"delete"`.
 
-    It cannot remember that it was seeded: without `skip_backfill` everything comes again at each start.
+    It cannot store that it was filled: without `skip_backfill` each start prints everything again.
     """
 
     def __init__(self, stream: TextIO | None = None, *, pretty: bool = False) -> None:
@@ -184,7 +184,7 @@ class StdoutSink(Sink):
         """See `Sink`."""
         stream = self._stream or sys.stdout
         for batch in self._waiting:
-            # Cold: somebody reads this.
+            # Cold: for people to read.
             for row in batch.to_pylist():
                 body = row.pop("body")
                 line = {"op": "delete" if body is None else "upsert", **row}
@@ -197,7 +197,7 @@ class StdoutSink(Sink):
 
 
 class CountingSink(Sink):
-    """Counts documents and bytes by index, and keeps nothing: for measuring what comes before the sink."""
+    """Counts documents and bytes by index, and stores nothing: to measure everything before the sink."""
 
     def __init__(self) -> None:
         self.upserts: Counter[str] = Counter()
@@ -219,9 +219,9 @@ class CountingSink(Sink):
 
 
 class TeeSink(Sink):
-    """Forwards every method to all, one after the other; the first error ends the call.
+    """Forwards every call to several sinks, one after the other; the first error ends the call.
 
-    An index is seeded when it is in all of them. What one of them refuses counts as refused.
+    An index is seeded if it is seeded in all of them. A document that one of them rejects is rejected.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -261,6 +261,6 @@ class TeeSink(Sink):
         return TeeSink([sink.filling(index) for sink in self._sinks])
 
     def count(self, index: str) -> int | None:
-        """See `Sink`. The smallest: what one of them lacks is missing."""
+        """See `Sink`. Returns the smallest count."""
         counts = [count for sink in self._sinks if (count := sink.count(index)) is not None]
         return min(counts, default=None)

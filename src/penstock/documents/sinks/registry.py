@@ -1,4 +1,4 @@
-"""Which sinks there are, by the name that a config gives them; nothing is imported before it is asked for.
+"""Sinks by their names in config files; a sink is imported when it is first used.
 
 create_sink("opensearch", {"url": "http://localhost:9200"})
 create_sink("my_package.my_module:MySink", {"anything": 1})
@@ -20,16 +20,16 @@ SINKS: Mapping[str, Registered] = {
 }
 
 _METHODS = ("write", "flush", "ensure_index", "is_seeded", "mark_seeded", "reindex")
-_CONTRACT = "Derive from penstock.documents.Sink, which has a default for all but write and flush."
+_CONTRACT = "Derive from penstock.documents.Sink, which has defaults for all methods but write and flush."
 
 
 def create_sink(type_: str, options: Mapping[str, Any] | None = None, other_keys: Iterable[str] = ()) -> Sink:
-    """Make a sink from its type and its options; nothing is connected yet."""
+    """Create a sink from its type and options; opens no connection yet."""
     return _registry().create(type_, options, other_keys)
 
 
 def load_sink(type_: str) -> type[Any]:
-    """The class behind a name, or behind `module:Class`."""
+    """Return the class of a name, or of `module:Class`."""
     return _registry().load(type_)
 
 

@@ -1,4 +1,4 @@
-"""Index specifications: what people write, and what it means."""
+"""Index specifications: the file that users write, and the plain objects that it becomes."""
 
 from penstock.documents.specification.loading import load_specification, parse_specification
 from penstock.documents.specification.tree import (

@@ -1,7 +1,7 @@
-"""From what was written to what it means: defaults filled in, names of columns and schemas decided.
+"""Turns validated models into plain objects: fills in defaults, resolves names of columns and schemas.
 
-What a model alone cannot see is refused here: a junction's columns outside of a many-to-many relation, keys of
-different lengths, a soft delete by a field that is no column.
+Reports mistakes that a single model cannot see: a junction's columns outside a many-to-many relation, keys of different
+lengths, a soft delete by a field without a column.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _JoinModel = BelongsToModel | HasOneModel | HasManyModel | ManyToManyModel
 
 
 def build_tree(model: SpecificationModel, name: str) -> tuple[IndexSpecification, Mistakes]:
-    """The specification, and what is wrong with it (then it is of no use)."""
+    """Return the specification, and its mistakes; with mistakes it must not be used."""
     builder = _Builder(model.schema_)
     primary_key = tuple(model.primary_key or ())
     fields = builder.fields(model.fields, primary_key, False, ())
@@ -108,7 +108,7 @@ class _Builder:
         if column is None:
             named = [each for each in fields if each.name == model.soft_delete.field]
             if not named or not isinstance(named[0], Scalar):
-                self.mistakes.append((("soft_delete", "field"), "names no field of the root that has a column"))
+                self.mistakes.append((("soft_delete", "field"), "does not name a field of the root with a column"))
                 return None
             column = named[0].column
         return SoftDelete(column, when)
@@ -224,12 +224,14 @@ class _Builder:
 
     def _check_junction(self, source: str | None, junction: bool, path: Path) -> None:
         if source is not None and not junction:
-            self.mistakes.append((path, "there is no junction here; only many_to_many and aggregates through one have"))
+            self.mistakes.append(
+                (path, "there is no junction here; only many_to_many and aggregates with through have one")
+            )
 
     def _check_lengths(self, columns: tuple[str, ...], key: tuple[str, ...], path: Path) -> None:
-        """Keys from the catalog are empty here; their lengths are compared by the checks."""
+        """Compare the lengths of keys; those from the catalog are empty here and checked later."""
         if columns and key and len(columns) != len(key):
-            self.mistakes.append((path, f"has {len(columns)} columns, and the key that it points at {len(key)}"))
+            self.mistakes.append((path, f"has {len(columns)} columns, but the key that it points at has {len(key)}"))
 
 
 def _text(value: object) -> str:

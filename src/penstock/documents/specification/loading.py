@@ -1,7 +1,7 @@
-"""From a `*.schema.yml` to an `IndexSpecification`; all that is wrong with it at once, each with its place.
+"""Loads a `*.schema.yml` as an `IndexSpecification`, and reports all its problems at once.
 
-A problem names file, line and column, the path of keys that leads there, and for a key that does not exist the nearest
-one that does. Everything here works without a database; `penstock.documents.checks` compares with one.
+A problem names the file, line and column, the path of keys, and for an unknown key the nearest known one. Nothing here
+needs a database; `penstock.documents.checks` compares the result with one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SECTIONS: dict[str, type[Model]] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem in a file."""
 
     position: Position
     key: str
-    """The path of keys, as `fields[2].orders.limit`."""
+    """The path of keys, such as `fields[2].orders.limit`."""
     message: str
 
     def __str__(self) -> str:
@@ -54,12 +54,12 @@ class Problem:
 
 
 def load_specification(path: str | FilePath, name: str | None = None) -> IndexSpecification:
-    """Read a file; the index is called `name`, or as the file without its ending."""
+    """Read a file; the index is called `name`, or like the file without its suffix."""
     path = FilePath(path)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SpecificationInvalid(f"there is no index specification {str(path)!r}", problems=[]) from None
+        raise SpecificationInvalid(f"index specification {str(path)!r} does not exist", problems=[]) from None
     except OSError as error:
         raise SpecificationInvalid(f"cannot read {str(path)!r}: {error.strerror}", problems=[]) from None
     except UnicodeDecodeError as error:
@@ -68,13 +68,13 @@ def load_specification(path: str | FilePath, name: str | None = None) -> IndexSp
 
 
 def parse_specification(text: str, name: str, file: str = "specification") -> IndexSpecification:
-    """The same from a text; `file` is for messages."""
+    """Parse the text of a specification; `file` is for messages."""
     try:
         located = parse_yaml(text)
     except Misplaced as error:
         raise _invalid(file, [Problem(error.position, _key(error.path), error.message)]) from None
     if not isinstance(located.value, dict):
-        raise _invalid(file, [Problem(Position(1, 1), "", "should be a mapping with version, table and fields")])
+        raise _invalid(file, [Problem(Position(1, 1), "", "must be a mapping with version, table and fields")])
     normal = _Normalizer(located)
     values = normal.mapping(located.value, ())
     problems = list(normal.problems)
@@ -104,7 +104,7 @@ class _Normalizer:
             return value
         fields = [self._field(each, (*path, "fields", index)) for index, each in enumerate(inner)]
         self._refuse_repeated(fields, (*path, "fields"))
-        # Positions are looked up by what was written, so something stands in the place of a field that failed.
+        # Positions are looked up by index, so a placeholder replaces a field that failed.
         return value | {"fields": [each or {"kind": "constant", "name": "failed"} for each in fields]}
 
     def _field(self, value: Any, path: Path) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ class _Normalizer:
             self._refuse((*path, *kinds[1:2]), self._wrong_kinds(list(value), kinds))
             return None
         kind = kinds[0]
-        # What pydantic says about the name belongs to the key with the kind.
+        # Pydantic's errors about the name belong to the key with the kind.
         self._located.values[(*path, "name")] = self._located.value_position((*path, kind))
         rest = {key: each for key, each in value.items() if key != kind}
         for reserved in {"kind", "name"} & rest.keys():
@@ -129,14 +129,14 @@ class _Normalizer:
             return f"a field has one type; this one has {' and '.join(kinds)}"
         near = [found for key in keys[:1] for found in difflib.get_close_matches(key, list(FIELD_MODELS), n=1)]
         hint = f'did you mean "{near[0]}"?' if near else f"one of: {', '.join(FIELD_MODELS)}"
-        return f"the field has no type that is known; {hint}"
+        return f"the field has no known type; {hint}"
 
     def _refuse_repeated(self, fields: Sequence[dict[str, Any] | None], path: Path) -> None:
         seen: set[str] = set()
         for index, each in enumerate(fields):
             name = each["name"] if each is not None else None
             if isinstance(name, str) and name.strip() in seen:
-                self._refuse((*path, index), f"there is a field {name.strip()!r} already")
+                self._refuse((*path, index), f"field {name.strip()!r} already exists")
             elif isinstance(name, str):
                 seen.add(name.strip())
 
@@ -165,7 +165,7 @@ def _explain(error: ValidationError, located: Located) -> Iterator[Problem]:
 
 
 def _written_path(location: Sequence[str | int]) -> Path:
-    """Without the tag that pydantic puts after each index of `fields`."""
+    """Remove the tags that pydantic adds after each index of `fields`."""
     path: list[str | int] = []
     skip = False
     for part in location:
@@ -178,7 +178,7 @@ def _written_path(location: Sequence[str | int]) -> Path:
 
 
 def _model_at(path: Path, value: Any) -> tuple[type[Model], str]:
-    """The model that describes a place, and how to call that place in a message."""
+    """Return the model that describes a place, and the place's name for a message."""
     model: type[Model] = SpecificationModel
     place = ""
     for index, part in enumerate(path):

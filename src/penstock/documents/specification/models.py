@@ -38,25 +38,27 @@ _FIELD = "Field"
 
 
 def refuse(key: str, message: str) -> PydanticCustomError:
-    """An error about one key of the model that is being checked."""
+    """Return an error about one key of the model being validated."""
     return PydanticCustomError("key", "{message}", {"key": key, "message": message})
 
 
 def fold_identifier(text: str) -> str:
-    """The name that Postgres would understand."""
+    """Fold a name as Postgres does."""
     text = text.strip()
     quoted = _QUOTED.fullmatch(text)
     name = quoted[1].replace('""', '"') if quoted else text.lower()
     if not quoted and not _PLAIN.fullmatch(name):
-        raise ValueError(f"{text!r} is no plain name; write '\"{text}\"' if the table or column is really called so")
+        raise ValueError(
+            f"{text!r} is not a plain name; write '\"{text}\"' if the table or column is really called that"
+        )
     if len(name.encode()) > _NAME_LIMIT:
-        raise ValueError(f"names in Postgres have at most {_NAME_LIMIT} bytes")
+        raise ValueError(f"Postgres names have at most {_NAME_LIMIT} bytes")
     return name
 
 
 def _check_field_name(text: str) -> str:
     if not _FIELD_NAME.fullmatch(text.strip()):
-        raise ValueError("a field's name has letters, digits and '_', at most 63, and does not begin with a digit")
+        raise ValueError("a field's name has at most 63 letters, digits and '_', and does not begin with a digit")
     return text.strip()
 
 
@@ -71,7 +73,7 @@ FieldName = Annotated[str, AfterValidator(_check_field_name)]
 
 
 class Model(BaseModel):
-    """Unknown keys are errors, and errors do not show values. Built when first used: most commands load none."""
+    """Rejects unknown keys, and shows no values in errors. Built on first use: most commands need none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, defer_build=True)
 
@@ -90,7 +92,7 @@ class FilterModel(Model):
         if self.raw is not None:
             for key in ("column", "op", "value", "from"):
                 if key in {("from" if each == "from_" else each) for each in self.model_fields_set}:
-                    raise refuse(key, "does not go together with raw")
+                    raise refuse(key, "cannot be combined with raw")
             if not self.raw.strip():
                 raise refuse("raw", "is empty")
             return self
@@ -149,20 +151,20 @@ class ScalarModel(Model):
     @model_validator(mode="after")
     def check_enum(self) -> ScalarModel:
         if not _is_scalar(self.default) and self.default is not None:
-            raise refuse("default", "should be a plain value")
+            raise refuse("default", "must be a plain value")
         if self.variants is None:
             return self
         if self.kind != "enum":
-            raise refuse("variants", f"only an enum has them, not {self.kind}")
+            raise refuse("variants", f"only allowed for enum, not for {self.kind}")
         if len(set(self.variants)) != len(self.variants):
-            raise refuse("variants", "has a value twice")
+            raise refuse("variants", "has a duplicate value")
         if any(not each.strip() or "=>" in each or "\n" in each for each in self.variants):
             raise refuse("variants", "has a value that is empty or contains '=>' or a line break")
         return self
 
 
 class CustomModel(Model):
-    """A column of a type that the others do not cover."""
+    """A column of a type that no other field covers."""
 
     kind: Literal["custom"]
     name: FieldName
@@ -176,7 +178,7 @@ class CustomModel(Model):
 
 
 class MapModel(Model):
-    """A jsonb column whose keys are not known beforehand."""
+    """A jsonb column with arbitrary keys."""
 
     kind: Literal["map"]
     name: FieldName
@@ -202,7 +204,7 @@ class GeoModel(Model):
         if (self.lat is None) != (self.lon is None):
             raise refuse("lat" if self.lat is None else "lon", "is missing; a point has lat and lon, or column")
         if self.lat is not None and self.column is not None:
-            raise refuse("column", "does not go together with lat and lon")
+            raise refuse("column", "cannot be combined with lat and lon")
         return self
 
 
@@ -268,7 +270,7 @@ class HasManyModel(_RelatedModel):
 
 
 class ManyToManyModel(_RelatedModel):
-    """Rows that a junction connects with this one."""
+    """Rows that a junction connects to this one."""
 
     kind: Literal["many_to_many"]
     name: FieldName
@@ -281,7 +283,7 @@ class ManyToManyModel(_RelatedModel):
 
 
 class AggregateModel(_RelatedModel):
-    """One value made of related rows."""
+    """One value computed from related rows."""
 
     kind: Literal["count", "sum", "avg", "min", "max", "ids"]
     name: FieldName
@@ -355,7 +357,7 @@ class SpecificationModel(Model):
     @model_validator(mode="after")
     def check_transform(self) -> SpecificationModel:
         if self.transform is not None and not _FUNCTION.fullmatch(self.transform):
-            raise refuse("transform", "should be module:function")
+            raise refuse("transform", "must be module:function")
         return self
 
 
@@ -376,7 +378,7 @@ FIELD_MODELS: dict[str, type[Model]] = {
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
-    """What people may write in the place that a model describes; of fields without the type key."""
+    """Return the keys that a file may have in the place of a model; for fields without the type key."""
     names = [info.alias or name for name, info in model.model_fields.items()]
     return [name for name in names if name not in ("kind", "name")]
 
@@ -386,7 +388,11 @@ def _is_scalar(value: Any) -> bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema, as plain dictionaries and lists."""
+    """Return the JSON Schema of specifications.
+
+    It is derived from the models, so the two cannot diverge. Models have fields as `{kind, name, …}`; files have
+    `{keyword: email, …}`, so each kind becomes an object whose type key is required.
+    """
     schema = SpecificationModel.model_json_schema(by_alias=True)
     definitions: dict[str, Any] = schema.pop("$defs")
     fields = {kind: _written(kind, definitions[model.__name__]) for kind, model in FIELD_MODELS.items()}
@@ -396,7 +402,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _written(kind: str, model: dict[str, Any]) -> dict[str, Any]:
-    """A field as it is written: its type key with the name, then the rest."""
+    """Return a field as it is written: its type key with the name, then the rest."""
     properties = dict(model["properties"])
     del properties["kind"]
     name = {**properties.pop("name"), "description": "The field's name in the document."}
@@ -405,7 +411,7 @@ def _written(kind: str, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """References to fields point at the union of all kinds; titles that repeat the key go."""
+    """Point references to fields at the union of all kinds, and remove titles that repeat the key."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
 """An index specification as plain objects: every default filled in, every table with its schema.
 
-The root is an `IndexSpecification`. Below it, `fields` of six sorts. Three take their value from the row that they
-stand on (`Scalar`, `Geo`, `Group`), one from nowhere (`Constant`), and two from rows of another table: a `Join` embeds
-them, an `Aggregate` counts or adds them up. Both have a `Relation`, which says which rows those are.
+The root is an `IndexSpecification`. Its `fields` are of six kinds. Three take their value from the current row
+(`Scalar`, `Geo`, `Group`), one is constant (`Constant`), and two use rows of another table: a `Join` embeds them, an
+`Aggregate` counts them or adds them up. Both have a `Relation`, which selects those rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.source.patterns import TableName
 
 
 class ScalarType(StrEnum):
-    """What a value is to the index."""
+    """The type of a value in the index."""
 
     TEXT = "text"
     IDENTIFIER = "identifier"
@@ -39,14 +39,14 @@ class ScalarType(StrEnum):
 
 
 class Transform(StrEnum):
-    """What is done to a text before it enters the document."""
+    """A conversion of texts."""
 
     LOWERCASE = "lowercase"
     TRIM = "trim"
 
 
 class Operation(StrEnum):
-    """How an aggregate makes one value of many rows."""
+    """How an aggregate reduces rows to one value."""
 
     COUNT = "count"
     SUM = "sum"
@@ -57,7 +57,7 @@ class Operation(StrEnum):
 
 
 class Verb(StrEnum):
-    """Which table holds the key that connects two of them, and how many rows there can be."""
+    """Which of two tables has the foreign key, and how many rows there can be."""
 
     BELONGS_TO = "belongs_to"
     HAS_ONE = "has_one"
@@ -73,10 +73,10 @@ class Filter:
     operator: str = ""
     """`eq neq lt lte gt gte like ilike in not_in between is_null is_not_null`; empty for SQL."""
     values: tuple[str, ...] = ()
-    """As texts; Postgres reads them as the column's type."""
+    """As texts; Postgres casts them to the column's type."""
     raw: str = ""
     junction: bool = False
-    """The column is one of the junction's."""
+    """True for a column of the junction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class Junction:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Which rows of another table belong to a row.
+    """Selects the rows of another table that belong to a row.
 
-    Directly, those where `columns` equal the parent's `parent_columns`. Through a junction, those whose `columns` equal
-    the junction's right key where its left key equals `parent_columns`. Empty columns mean the table's primary key, as
-    the catalog has it.
+    Without a junction, those whose `columns` equal the parent's `parent_columns`. Through a junction, those whose
+    `columns` equal the junction's right key where its left key equals `parent_columns`. Empty columns mean the primary
+    key in the catalog.
     """
 
     table: TableName
@@ -130,18 +130,18 @@ class Scalar:
     transforms: tuple[Transform, ...] = ()
     default: Any = None
     variants: tuple[str, ...] = ()
-    """Of an enum: its values in their order."""
+    """Values of an enum, in order."""
     values: ScalarType | None = None
-    """Of a map: what all its values are."""
+    """Type of all values of a map."""
     postgres: tuple[str, ...] = ()
-    """Of a custom field: which types its column may have."""
+    """Column types that a custom field accepts."""
     opensearch: str = ""
-    """Of a custom field: what it is in the index."""
+    """Index type of a custom field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geo:
-    """A point, from two columns or from one that has the shape already."""
+    """A point, from two columns or from one that already has the shape."""
 
     name: str
     latitude: str = ""
@@ -168,7 +168,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Rows of another table: one object, or an array of them."""
+    """Embeds rows of another table: one object, or an array of them."""
 
     name: str
     verb: Verb
@@ -184,14 +184,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """One value made of rows of another table."""
+    """One value computed from rows of another table."""
 
     name: str
     operation: Operation
     relation: Relation
     column: str = ""
     value_type: ScalarType | None = None
-    """Of `sum`, `min` and `max` their result; of `ids` each key."""
+    """Type of the result of `sum`, `min` and `max`, and of each key of `ids`."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -200,7 +200,7 @@ Field = Scalar | Geo | Group | Constant | Join | Aggregate
 
 @dataclass(frozen=True, slots=True)
 class SoftDelete:
-    """Rows that are there and count as deleted: `column` is true, or, unless it is boolean, not null."""
+    """Marks rows that count as deleted: `column` is true or, if it is not boolean, not null."""
 
     column: str
     when: tuple[Filter, ...] = ()
@@ -214,16 +214,16 @@ class IndexSpecification:
     table: TableName
     fields: tuple[Field, ...]
     primary_key: tuple[str, ...] = ()
-    """Empty: as the catalog has it."""
+    """If empty, the catalog's primary key."""
     doc_id: tuple[str, ...] = ()
-    """The columns that name a document; empty: the primary key."""
+    """The columns that identify a document; if empty, the primary key."""
     filters: tuple[Filter, ...] = ()
     soft_delete: SoftDelete | None = None
     transform: str = ""
-    """`module:function`, called with the built documents; empty if there is none."""
+    """`module:function`, called with the built documents; may be empty."""
 
     def tables(self) -> set[TableName]:
-        """Every table whose rows can change a document."""
+        """Return every table whose rows can change a document."""
         found = {self.table}
         for relation in relations_in(self.fields):
             found.add(relation.table)
@@ -233,7 +233,7 @@ class IndexSpecification:
 
 
 def relations_in(fields: tuple[Field, ...]) -> Iterator[Relation]:
-    """The relations of these fields and of all below them."""
+    """Yield the relations of these fields and of all fields below them."""
     for each in fields:
         if isinstance(each, Join | Aggregate):
             yield each.relation

@@ -1,7 +1,7 @@
-"""YAML as plain values that know where they stood: line and column of every key and of every value.
+"""Parses YAML into plain values, with the line and column of every key and value.
 
-Plain scalars are read by the core schema of YAML 1.2: `yes`, `12:30` and `2026-01-01` are texts, so a value means what
-it looks like and reaches Postgres as it was written. A key that stands twice in one mapping is an error.
+Plain scalars follow the core schema of YAML 1.2: `yes`, `12:30` and `2026-01-01` are strings, so a value means what it
+looks like and reaches Postgres as written. A duplicate key in a mapping is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A place in a text; both count from 1."""
+    """A line and column; both count from 1."""
 
     line: int
     column: int
@@ -34,7 +34,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Misplaced(Exception):
-    """Something about the text itself, before any key means anything."""
+    """An error in the YAML itself."""
 
     message: str
     position: Position
@@ -43,25 +43,25 @@ class Misplaced(Exception):
 
 @dataclass(slots=True)
 class Located:
-    """Values with the places of their keys and of themselves."""
+    """Values with the positions of their keys and of themselves."""
 
     value: Any = None
     keys: dict[Path, Position] = field(default_factory=dict[Path, Position])
     values: dict[Path, Position] = field(default_factory=dict[Path, Position])
 
     def key_position(self, path: Path) -> Position:
-        """Where the key at this path stands; for what has no key, where its value does."""
+        """Return the position of the key at this path, or of its value if it has no key."""
         return self.keys.get(path) or self.value_position(path)
 
     def value_position(self, path: Path) -> Position:
-        """Where the value stands, or the nearest around it."""
+        """Return the position of the value, or of the nearest value around it."""
         while path and path not in self.values:
             path = path[:-1]
         return self.values.get(path, Position(1, 1))
 
 
 def parse_yaml(text: str) -> Located:
-    """The one document in a text; raises `Misplaced`."""
+    """Parse the only document of a text; raises `Misplaced`."""
     with requires_extra("opensearch", "an index specification"):
         import yaml
     try:
@@ -88,7 +88,7 @@ class _Reader:
         place = _position(node)
         self._count += 1
         if id(node) in self._open or self._count > _NODE_LIMIT:
-            raise Misplaced("repeats itself without end through aliases", place, path)
+            raise Misplaced("contains itself through aliases", place, path)
         self._open.add(id(node))
         self._located.values[path] = place
         try:
@@ -105,10 +105,10 @@ class _Reader:
         for key_node, value_node in node.value:
             place = _position(key_node)
             if key_node.id != "scalar":
-                raise Misplaced("keys are texts", place, path)
+                raise Misplaced("keys must be strings", place, path)
             key = str(key_node.value)
             if key in found:
-                raise Misplaced(f"{key!r} stands twice in the same place", place, (*path, key))
+                raise Misplaced(f"{key!r} appears twice in the same mapping", place, (*path, key))
             self._located.keys[(*path, key)] = place
             found[key] = self.read(value_node, (*path, key))
         return found

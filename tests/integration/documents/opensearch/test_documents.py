@@ -85,11 +85,11 @@ def test_what_does_not_fit_is_refused_alone_and_its_values_are_not_told(sink: Op
     assert dict(refused) == {
         "number": "mapper_parsing_exception [n]: the value is not a number",
         "range": "mapper_parsing_exception [n]: the number is out of the type's range",
-        "date": "mapper_parsing_exception [when.day]: the value is not a date of the mapping's format",
+        "date": "mapper_parsing_exception [when.day]: the value is not a date in the mapping's format",
         "object": "mapper_parsing_exception [when]: the value does not fit the mapping",
         "new": "strict_dynamic_mapping_exception [unheard_of]: the mapping does not have this field",
         "deep": "strict_dynamic_mapping_exception [when]: the mapping does not have this field",
-        "keyword": "illegal_argument_exception [shape]: the value is longer than a keyword can be",
+        "keyword": "illegal_argument_exception [shape]: the value is too long for a keyword",
     }
     assert not any("4711" in reason for _, reason in refused)
     assert looker.stored() == {"good": {"n": 1}, "also good": {"n": 2}}

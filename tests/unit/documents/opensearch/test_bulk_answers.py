@@ -87,12 +87,12 @@ def test_refusals_name_the_field_and_never_a_value() -> None:
         f"failed to parse field [address.since] of type [date] {quoted}",
         ("illegal_argument_exception", "failed to parse date field [secret]"),
         ("date_time_parse_exception", "secret"),
-    ) == ("mapper_parsing_exception [address.since]: the value is not a date of the mapping's format")
+    ) == ("mapper_parsing_exception [address.since]: the value is not a date in the mapping's format")
     assert reason(
         "illegal_argument_exception",
         'Document contains at least one immense term in field="code" (whose UTF8 encoding is longer): secret',
         ("max_bytes_length_exceeded_exception", "got 40000"),
-    ) == ("illegal_argument_exception [code]: the value is longer than a keyword can be")
+    ) == ("illegal_argument_exception [code]: the value is too long for a keyword")
     assert reason("mapper_parsing_exception", "failed to parse", ("json_parse_exception", "secret")) == (
         "mapper_parsing_exception: the body is not JSON"
     )

@@ -78,7 +78,7 @@ def test_indexes_with_similar_names_are_others() -> None:
     ("answer", "message"),
     [
         ({"people": {"aliases": {}}}, "an index named 'people'"),
-        ({"theirs": FOREIGN}, "'theirs', which is not an index of Penstock's"),
+        ({"theirs": FOREIGN}, "'theirs', which is not an index of Penstock"),
         (found(1, "aa11", "people") | {"theirs": FOREIGN}, "'theirs', which is not"),
         (found(1, "aa11", "people") | found(2, "aa11", "people"), "several indexes: people_aa11_1, people_aa11_2"),
     ],

@@ -1,4 +1,4 @@
-"""Documents in OpenSearch, and in servers that speak its language."""
+"""Documents in OpenSearch and compatible servers."""
 
 from penstock.documents.sinks.opensearch.client import OpenSearchSettings
 from penstock.documents.sinks.opensearch.sink import OpenSearchSink

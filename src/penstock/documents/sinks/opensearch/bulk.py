@@ -25,44 +25,44 @@ from penstock.documents.sinks.opensearch.client import (
     TOO_LARGE,
     OpenSearchClient,
     OpenSearchSettings,
-    Passing,
-    Patience,
+    RetryLimit,
+    Transient,
 )
 from penstock.errors import DestinationError, IndexUnusable
 
 LONGEST_ID = 512
-"""In bytes. A longer one makes the server refuse the whole request."""
+"""In bytes. A longer one makes the server reject the whole request."""
 
 _TEXT = pa.large_string()
 _ACTION_BYTES = 84
-"""What is sent for a document besides its id and its body."""
+"""Bytes sent for a document besides its id and body."""
 _RARE = "[\\x00-\\x1f]"
 STALE = 409
-"""A newer body is there, or a newer removal: what was wanted is done."""
+"""A newer body or removal exists: nothing to do."""
 
 _NO_ERRORS = b'"errors":false'
 _HEAD = 64
 _PASSING = frozenset({408, 429})
 _PASSING_TYPES = frozenset({"cluster_block_exception", "circuit_breaking_exception"})
-# A name that leads nowhere is taken for that of an index to be made, which it cannot be.
+# The server tries to create an index for a missing alias, but its name is invalid.
 _GONE_TYPES = frozenset({"index_not_found_exception", "index_closed_exception", "invalid_index_name_exception"})
 _SENTENCES: Mapping[str, str] = {
     "strict_dynamic_mapping_exception": "the mapping does not have this field",
     "mapper_parsing_exception": "the value does not fit the mapping",
     "document_parsing_exception": "the value does not fit the mapping",
-    "max_bytes_length_exceeded_exception": "the value is longer than a keyword can be",
-    "illegal_argument_exception": "the index does not take the value",
+    "max_bytes_length_exceeded_exception": "the value is too long for a keyword",
+    "illegal_argument_exception": "the index rejects the value",
     "json_parse_exception": "the body is not JSON",
     "json_e_o_f_exception": "the body is not JSON",
     "not_x_content_exception": "the body is not a JSON object",
     "number_format_exception": "the value is not a number",
     "input_coercion_exception": "the number is out of the type's range",
-    "date_time_parse_exception": "the value is not a date of the mapping's format",
+    "date_time_parse_exception": "the value is not a date in the mapping's format",
     "parse_exception": "the value does not fit the mapping",
     "parsing_exception": "the value does not fit the mapping",
     "x_content_parse_exception": "the value does not fit the mapping",
 }
-"""Types that are about the document itself; those of causes are more exact than those of the whole."""
+"""Error types that concern the document itself; causes are more precise than the outer type."""
 _FIELDS = (
     re.compile(r"failed to parse field \[([^\]]*)\]"),
     re.compile(r"object mapping for \[([^\]]*)\]"),
@@ -70,15 +70,15 @@ _FIELDS = (
 )
 _NEW_FIELD = re.compile(r"mapping set to strict, dynamic introduction of \[([^\]]*)\] within \[([^\]]*)\]")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
-"""What a field of a specification looks like; what looks different may come from data, and is not told."""
+"""The form of a field's name; anything else may come from data and is not reported."""
 _WANTED = "errors,items.*.status,items.*.error.type,items.*.error.reason,items.*.error.caused_by"
 _HASH_LENGTH = 16
 _BAD_ID = f"the id is empty or longer than {LONGEST_ID} bytes"
-_TOO_LARGE = "the document is larger than the server takes in one request"
+_TOO_LARGE = "the document exceeds the server's limit for a request"
 
 
 def bulk_lines(batch: pa.Table) -> memoryview:
-    """What to send for these documents (`penstock.documents.base.DOCUMENT_SCHEMA`); the index is in the address."""
+    """Return the body of a request for these documents (`DOCUMENT_SCHEMA`); the index is in the URL."""
     body = _one_line(batch.column("body"))
     gone = pc.is_null(body)
     line = pc.binary_join_element_wise(
@@ -94,14 +94,14 @@ def bulk_lines(batch: pa.Table) -> memoryview:
 
 
 def documents_size(batch: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """About how many bytes each document is on its way."""
+    """Return the approximate number of bytes sent for each document."""
     body = pc.fill_null(pc.binary_length(batch.column("body")), 0)
     lengths = pc.add(pc.cast(body, pa.int64()), pc.cast(pc.binary_length(batch.column("id")), pa.int64()))
     return lengths.to_numpy() + _ACTION_BYTES
 
 
 def split(batch: pa.Table, most_documents: int, most_bytes: int) -> Iterator[pa.Table]:
-    """Pieces that hold at most so many documents and bytes; a document that is larger comes alone."""
+    """Split documents into pieces of limited number and bytes; a larger document is alone in its piece."""
     ends = np.cumsum(documents_size(batch))
     start = 0
     while start < batch.num_rows:
@@ -113,7 +113,7 @@ def split(batch: pa.Table, most_documents: int, most_bytes: int) -> Iterator[pa.
 
 
 def unusable_ids(batch: pa.Table) -> pa.ChunkedArray:
-    """Whether each document has an id that no index takes; one of them would spoil the request of all."""
+    """Mark documents with an id that no index takes; one of them would fail the whole request."""
     length = pc.binary_length(batch.column("id"))
     return pc.or_(pc.equal(length, 0), pc.greater(length, LONGEST_ID))
 
@@ -125,20 +125,20 @@ def _escaped(ids: pa.ChunkedArray) -> pa.ChunkedArray:
             ids = pc.replace_substring(ids, sign, "\\" + sign)
     control = pc.match_substring_regex(ids, _RARE)
     if pc.any(control).as_py():
-        # Cold: control characters in a key. What was escaped above has to be read back for that.
+        # Cold: control characters in a key. The escapes above have to be undone first.
         rare = [json.dumps(json.loads(f'"{each}"', strict=False))[1:-1] for each in ids.filter(control).to_pylist()]
         ids = pc.replace_with_mask(ids.combine_chunks(), control.combine_chunks(), pa.array(rare, _TEXT))
     return ids
 
 
 def _one_line(body: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A line break in JSON stands only between its parts, where a blank does as well."""
+    """Replace line breaks by blanks; in JSON they occur only between tokens."""
     body = pc.cast(body, _TEXT)
     return pc.replace_substring(body, "\n", " ") if pc.any(pc.match_substring(body, "\n")).as_py() else body
 
 
 def _content(line: pa.ChunkedArray) -> memoryview:
-    """The texts one after the other; Arrow has them so in memory already."""
+    """Return the joined texts, which Arrow stores one after the other."""
     whole = line.combine_chunks() if isinstance(line, pa.ChunkedArray) else line
     if isinstance(whole, pa.ChunkedArray):
         whole = pa.concat_arrays(whole.chunks)
@@ -155,20 +155,20 @@ def _text(value: str) -> pa.Scalar:
 
 @dataclass(frozen=True, slots=True)
 class BulkResult:
-    """What became of a request: places of documents that go again, of those refused with the reason, and trouble."""
+    """The result of a request: places of documents to send again, places and reasons of rejected ones, and failures."""
 
     again: tuple[int, ...] = ()
     refused: tuple[tuple[int, str], ...] = ()
     busy: str = ""
-    """Why some go again, by type."""
+    """Why some are sent again: status and type."""
     gone: str = ""
-    """The index is not there or closed: nothing helps but a person."""
+    """Type of the error if the index is missing or closed; not retried."""
     unknown: str = ""
-    """A refusal that is not about a document, as far as we know."""
+    """Status and type of an unknown error."""
 
 
 def read_answer(data: bytes, said: Any, fields: frozenset[str]) -> BulkResult:
-    """Read an answer; only where something was not taken are its items looked at. `fields` may be named."""
+    """Read an answer; its items only if it has errors. Rejections may name these `fields`."""
     if _NO_ERRORS in data[:_HEAD]:
         return BulkResult()
     items = said.get("items") if isinstance(said, dict) else None
@@ -180,12 +180,12 @@ def read_answer(data: bytes, said: Any, fields: frozenset[str]) -> BulkResult:
     again: list[int] = []
     refused: list[tuple[int, str]] = []
     busy = gone = unknown = ""
-    # By item: most answers have no error and do not come here.
+    # Cold: most answers have no errors.
     for place, item in enumerate(items):
         (outcome,) = item.values()
         error = outcome.get("error")
         status = int(outcome.get("status", 0))
-        # A removal of what is not there is also 404, but is no error.
+        # Removing a missing document is 404 without an error.
         if error is None or status == STALE:
             continue
         kind = str(error.get("type", ""))
@@ -202,9 +202,9 @@ def read_answer(data: bytes, said: Any, fields: frozenset[str]) -> BulkResult:
 
 
 def reason_of(error: Mapping[str, Any], fields: frozenset[str]) -> str:
-    """Type, field and a sentence: `mapper_parsing_exception [price]: the value is not a number`."""
+    """Return type, field and a sentence: `mapper_parsing_exception [price]: the value is not a number`."""
     kind = str(error.get("type"))
-    sentence = _SENTENCES.get(kind, "the index does not take the document")
+    sentence = _SENTENCES.get(kind, "the index rejects the document")
     cause = error.get("caused_by")
     while isinstance(cause, Mapping):
         inner = str(cause.get("type"))
@@ -216,7 +216,7 @@ def reason_of(error: Mapping[str, Any], fields: frozenset[str]) -> str:
 
 
 def _field(reason: str, fields: frozenset[str]) -> str:
-    """The field that a reason begins with, as far as the mapping has it: keys of maps come from data."""
+    """Return the field that a reason begins with, as far as the mapping has it: keys of maps come from data."""
     if found := _NEW_FIELD.match(reason):
         key, parent = found.groups()
         known = _known(parent, fields)
@@ -235,24 +235,24 @@ def _known(path: str, fields: frozenset[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A generation, as those who write need it."""
+    """A generation to write to."""
 
     index: str
     generation: str
     alias: str
     fields: frozenset[str] = frozenset()
-    """What the mapping has; only these may be named when a document is refused."""
+    """The fields of the mapping; a rejection may name only these."""
 
 
 class BulkSender:
-    """Sends; every document that it was given is durable when it returns, but for those that it gives back."""
+    """Sends documents until they are durable or rejected."""
 
     def __init__(self, client: OpenSearchClient, settings: OpenSearchSettings) -> None:
         self._client = client
         self._settings = settings
 
     def send(self, target: Target, batch: pa.Table) -> list[Rejection]:
-        """All of a batch, in pieces; gives what is refused."""
+        """Send a batch in pieces, durably; returns the rejections."""
         rejections: list[Rejection] = []
         unusable = unusable_ids(batch)
         if pc.any(unusable).as_py():
@@ -263,14 +263,14 @@ class BulkSender:
         return rejections
 
     def _send_piece(self, target: Target, piece: pa.Table) -> Iterator[Rejection]:
-        patience = Patience(self._settings.retry_seconds)
+        retries = RetryLimit(self._settings.retry_seconds)
         path = f"/{quote(target.alias, safe='')}/_bulk?filter_path={_WANTED}"
         while piece.num_rows:
             try:
                 answer = self._client.try_once("POST", path, bulk_lines(piece), lines=True)
-            except Passing as error:
-                # Perhaps it was taken: versions make it harmless to send it again.
-                patience.wait(error)
+            except Transient as error:
+                # The server may have taken it: versions make it harmless to send it again.
+                retries.wait(error)
                 continue
             if answer.status == TOO_LARGE:
                 yield from self._send_smaller(target, piece)
@@ -284,10 +284,10 @@ class BulkSender:
             for place, reason in result.refused:
                 yield from _rejected(target, piece.slice(place, 1), reason)
             if len(result.again) < piece.num_rows:
-                patience.backoff.reset()
+                retries.backoff.reset()
             piece = piece.take(pa.array(result.again, pa.int64()))
             if result.again:
-                patience.wait(f"{len(result.again)} documents: {result.busy}")
+                retries.wait(f"{len(result.again)} documents: {result.busy}")
 
     def _send_smaller(self, target: Target, piece: pa.Table) -> Iterator[Rejection]:
         if piece.num_rows == 1:
@@ -310,12 +310,11 @@ def _hash(body: str | None) -> str:
 def _check(target: Target, result: BulkResult) -> None:
     if result.gone:
         raise IndexUnusable(
-            f"index {target.generation!r}, a generation of {target.index!r}, is gone or closed ({result.gone})",
+            f"index {target.generation!r}, a generation of {target.index!r}, was deleted or closed ({result.gone})",
             index=target.index,
         )
     if result.unknown:
         raise DestinationError(
-            f"the search server refused documents of {target.index!r} for a reason that Penstock does not know:"
-            f" {result.unknown}",
-            hint="Look into the server's log; nothing of this batch was acknowledged.",
+            f"the search server rejected documents of {target.index!r} with an unknown error: {result.unknown}",
+            hint="Check the server's log; nothing of this batch was acknowledged.",
         )

@@ -1,6 +1,6 @@
 """Settings of a search server and requests to it.
 
-Transient failures are retried, a refusal is raised with its reason, and no secret appears in either.
+Transient failures are retried, rejected requests raise an error with the reason, and no secret appears in either.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.observe.redact import redact, scrub
 from penstock.retry import Backoff
 
 SERVING_GC_DELETES = 600
-"""Seconds for which a generation that serves remembers what was removed. A body that is older than its removal must
-arrive within them, or it would come back: a bulk is given up after half of it."""
+"""Seconds for which a generation that serves keeps removals. An older body must not arrive later, or the document would
+return: a bulk request is given up after half of it."""
 FILLING_GC_DELETES = 86_400
-"""While a generation is filled, old bodies come late: ranges take their time."""
+"""The same while a generation is being filled: ranges can write old bodies late."""
 DEFAULT_GRACE_SECONDS = 600.0
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -35,12 +35,12 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
 }
-"""What a value may be, by what its field is annotated with."""
+"""The types that a value may have, by the annotation of its field."""
 _NAMES: Mapping[type, str] = {
-    str: "a text",
-    type(None): "left out",
+    str: "a string",
+    type(None): "omitted",
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
 }
 OK = (200, 201)
@@ -49,12 +49,12 @@ TOO_LARGE = 413
 _PASSING = (408, 429, 500, 502, 503, 504)
 _FORBIDDEN = (401, 403)
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-"""An end in the middle of an encrypted connection: the server stops, and says nothing about who asks."""
+"""An encrypted connection that ends abruptly: the server is stopping; not a matter of certificates."""
 _BLOCKED = "cluster_block_exception"
-"""An index that is read-only because a disk is full, or a cluster without a leader: 403, but not about who asks."""
+"""A read-only index because of a full disk, or a cluster without a leader: 403, but not a matter of permissions."""
 
 _LONG_ATTEMPTS = 5
-"""After some seconds, people should know what is waited for."""
+"""After so many attempts, which take some seconds, retries are logged as warnings."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,22 +67,22 @@ class OpenSearchSettings:
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     ca_file: str | None = None
-    """Certificates to trust, for servers whose own is not signed by a known authority."""
+    """Certificates to trust, for servers whose certificate no known authority signed."""
     verify_certificates: bool = True
     client_certificate: str | None = None
     client_key: str | None = None
     shards: int = 1
     replicas: int = 1
     refresh_interval: str = "1s"
-    """How late searches see a document at most; they see it at once when nothing waits behind it."""
+    """How late searches see a document at most; at once if no more changes are waiting."""
     bulk_documents: int = 5_000
     bulk_bytes: int = 8 << 20
     timeout_seconds: float = 60.0
     """For one request."""
     retry_seconds: float = 120.0
-    """For how long a request is tried again."""
+    """How long a request is retried."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
-    """How long a generation that serves no more is kept."""
+    """How long a replaced generation is kept."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -90,19 +90,19 @@ class OpenSearchSettings:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("sink: url must be http://host:port or https://host:port")
         if parts.username is not None:
-            # Credentials in the URL would turn up wherever it is named.
+            # Credentials in the URL would appear wherever the URL does.
             host = parts.netloc.rpartition("@")[2]
             self._set("url", parts._replace(netloc=host).geturl())
             self._set("user", self.user or unquote(parts.username))
             self._set("password", self.password or unquote(parts.password or ""))
         if not 0 < self.retry_seconds <= SERVING_GC_DELETES / 2:
             raise ConfigError(
-                f"sink: retry_seconds must lie between 0 and {SERVING_GC_DELETES // 2}",
-                hint="The index forgets removals after a while; an older body that comes later would stay.",
+                f"sink: retry_seconds must be between 0 and {SERVING_GC_DELETES // 2}",
+                hint="The index forgets removals after a while; an older body that arrives later would stay.",
             )
         for name in ("bulk_documents", "bulk_bytes", "shards", "timeout_seconds"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"sink: {name} must be more than 0")
+                raise ConfigError(f"sink: {name} must be greater than 0")
         for name in ("replicas", "grace_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"sink: {name} must not be negative")
@@ -120,51 +120,51 @@ class OpenSearchSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server said."""
+    """An answer of the server."""
 
     status: int
     data: bytes
 
     def json(self) -> Any:
-        """The answer as values; nothing if it is not JSON, as what proxies say."""
+        """Return the parsed answer; None if it is not JSON, such as a proxy's page."""
         try:
             return json.loads(self.data)
         except ValueError:
             return None
 
     def error_type(self) -> str:
-        """The type of the error that it tells of, such as `index_not_found_exception`."""
+        """Return the type of its error, such as `index_not_found_exception`."""
         said = self.json()
         error = said.get("error") if isinstance(said, dict) else None
         return str(error.get("type", "")) if isinstance(error, dict) else ""
 
 
-class Passing(Exception):
-    """A request failed for a reason that passes: a full queue, a server that starts, a connection that was cut."""
+class Transient(Exception):
+    """A request failed for a transient reason: a full queue, a starting server, a broken connection."""
 
 
 @dataclass(slots=True)
-class Patience:
-    """How long something is tried again; pauses start over after progress, the limit does not."""
+class RetryLimit:
+    """Limits retries: progress resets the pauses, but not the time limit."""
 
     seconds: float
     backoff: Backoff = field(default_factory=lambda: Backoff(first=0.1, longest=10.0))
     started: float = field(default_factory=time.monotonic)
 
     def wait(self, reason: object) -> None:
-        """Pause before the next try; gives up when there was time enough."""
+        """Pause before the next attempt; raises `DestinationUnavailable` when the time is up."""
         delay = self.backoff.next_delay()
         left = self.started + self.seconds - time.monotonic()
         if left <= 0:
             raise DestinationUnavailable(f"the search server did not take documents for {self.seconds:g} s: {reason}")
         attempt = self.backoff.attempt
         level = logging.INFO if attempt < _LONG_ATTEMPTS else logging.WARNING
-        logger.log(level, "search server busy or away, trying again attempt=%d reason=%s", attempt, reason)
+        logger.log(level, "search server busy or unavailable, retrying attempt=%d reason=%s", attempt, reason)
         time.sleep(min(delay, left))
 
 
 class OpenSearchClient:
-    """One server, or several behind one address. Connections are made when they are needed, and kept."""
+    """One server, or several behind one address. Connections are opened on demand and reused."""
 
     def __init__(self, settings: OpenSearchSettings) -> None:
         self._settings = settings
@@ -185,11 +185,11 @@ class OpenSearchClient:
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close all connections."""
         self._pool.clear()
 
     def try_once(self, method: str, path: str, body: Any = None, *, lines: bool = False) -> Answer:
-        """One request; raises `Passing` for what another one may get through."""
+        """Send one request; raises `Transient` if a retry may succeed."""
         if body is not None and not lines:
             body = json.dumps(body).encode()
         headers = dict(self._pool.headers)
@@ -199,29 +199,29 @@ class OpenSearchClient:
         except (HTTPError, OSError) as error:
             if isinstance(error, SSLError) and not isinstance(error.args[0], _CUT_OFF):
                 said = self._clean(error)
-                raise DestinationRefused(f"no encrypted connection to the search server: {said}") from None
-            raise Passing(self._clean(error)) from None
+                raise DestinationRefused(f"cannot open an encrypted connection to the search server: {said}") from None
+            raise Transient(self._clean(error)) from None
         answer = Answer(response.status, response.data)
         if answer.status in _PASSING:
-            raise Passing(f"it answered {answer.status} {answer.error_type()}".rstrip())
+            raise Transient(f"it answered {answer.status} {answer.error_type()}".rstrip())
         if answer.status in _FORBIDDEN:
             kind = answer.error_type()
             if kind == _BLOCKED:
-                raise Passing(f"it answered {answer.status} {kind}")
+                raise Transient(f"it answered {answer.status} {kind}")
             raise DestinationRefused(f"the search server answered {answer.status} to {method} {_place(path)}")
         return answer
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
-        """A request that may be repeated; tried again while there is patience."""
-        patience = Patience(self._settings.retry_seconds)
+        """Send a request that may be repeated; retries transient failures."""
+        retries = RetryLimit(self._settings.retry_seconds)
         while True:
             try:
                 return self.try_once(method, path, body)
-            except Passing as error:
-                patience.wait(error)
+            except Transient as error:
+                retries.wait(error)
 
     def expect(self, method: str, path: str, body: Any = None, *, allowed: tuple[int, ...] = ()) -> Any:
-        """The same, for requests that must succeed; an answer that is only allowed is None."""
+        """Send a request that must succeed, and return the parsed answer; None for an `allowed` status."""
         answer = self.ask(method, path, body)
         if answer.status in OK:
             return answer.json()
@@ -229,12 +229,12 @@ class OpenSearchClient:
             return None
         said = answer.json()
         error = said.get("error") if isinstance(said, dict) else None
-        # About indexes, aliases and mappings; what is said of documents is never told.
+        # About indexes, aliases and mappings; errors about documents are never quoted.
         reason = error.get("reason", "") if isinstance(error, dict) else ""
         raise DestinationError(
             f"the search server answered {answer.status} {answer.error_type()} to {method} {_place(path)}:"
             f" {self._clean(reason)}",
-            hint="Is it OpenSearch, or a server that speaks its language, and the address of its API?",
+            hint="Check that sink.url is the address of OpenSearch's API, or of a compatible server.",
         )
 
     def _clean(self, said: object) -> str:

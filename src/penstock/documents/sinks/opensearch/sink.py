@@ -45,7 +45,7 @@ from penstock.errors import IndexUnusable
 _KEEP_ALIVE = "2m"
 _SAMPLE_MOST = 10_000
 _LOOK_SECONDS = 1.0
-"""Between two looks at the generations while documents come without a pause."""
+"""Interval for checking the generations while documents keep arriving."""
 _FILLING = {"refresh_interval": "-1", "gc_deletes": f"{FILLING_GC_DELETES}s"}
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where the documents of an index go."""
+    """The generations that the documents of an index go to."""
 
     serving: Target | None = None
     filling: Target | None = None
@@ -67,7 +67,7 @@ class Targets:
 
 
 class OpenSearchSink(Sink):
-    """A search server; options are those of `OpenSearchSettings`."""
+    """Writes documents to a search server; the options are those of `OpenSearchSettings`."""
 
     OPTIONS = OpenSearchSettings
 
@@ -86,7 +86,7 @@ class OpenSearchSink(Sink):
 
     @classmethod
     def of(cls, settings: OpenSearchSettings, targets: Mapping[str, Targets]) -> Self:
-        """A sink that writes to these generations and knows nothing else: what a task has."""
+        """Return a sink that only writes to these generations, as in a task."""
         sink = cls.__new__(cls)
         sink.__setstate__((settings, dict(targets)))
         return sink
@@ -100,7 +100,7 @@ class OpenSearchSink(Sink):
         self._begin()
 
     def close(self) -> None:
-        """Close its connections; the next call opens others."""
+        """Close all connections; the next call opens new ones."""
         if self._client_ is not None:
             self._client_.close()
             self._client_ = None
@@ -114,7 +114,7 @@ class OpenSearchSink(Sink):
     # Documents
 
     def write(self, batch: pa.Table) -> None:
-        """See `Sink`. Sends as soon as there is enough for a request."""
+        """See `Sink`. Sends as soon as a request is full."""
         self._waiting.append(batch)
         self._waiting_bytes += int(documents_size(batch).sum())
         count = sum(each.num_rows for each in self._waiting)
@@ -122,7 +122,7 @@ class OpenSearchSink(Sink):
             self._send()
 
     def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`. On the driver it also looks whether the indexes are still those that it knows."""
+        """See `Sink`. On the driver it also checks that the indexes were not replaced."""
         self._send()
         if self._known:
             if caught_up or time.monotonic() - self._looked_at >= _LOOK_SECONDS:
@@ -147,15 +147,15 @@ class OpenSearchSink(Sink):
         indexes = pc.unique(batch.column("index")).to_pylist()
         for index in indexes:
             if self._targets.get(index, Targets()).newest is None:
-                raise IndexUnusable(f"documents came for index {index!r}, which was not ensured", index=index)
+                raise IndexUnusable(f"cannot write documents of index {index!r} before ensure_index", index=index)
             mine = batch if len(indexes) == 1 else batch.filter(pc.equal(batch.column("index"), index))
             for target in self._targets[index]:
                 refused = sender.send(target, mine)
                 if target is self._targets[index].newest:
                     self._rejections += refused
                 elif refused:
-                    # An older shape cannot take all that the new one has; it serves only until the new one is complete.
-                    logger.warning("documents do not fit the old generation index=%s count=%d", index, len(refused))
+                    # An older shape cannot take everything; it serves only until the new one is complete.
+                    logger.warning("old generation rejected documents index=%s count=%d", index, len(refused))
 
     def _refresh(self, targets: Sequence[Target | None]) -> None:
         for names in in_paths([each.alias for each in targets if each is not None]):
@@ -164,7 +164,7 @@ class OpenSearchSink(Sink):
     # Generations
 
     def ensure_index(self, mapping: IndexMapping) -> None:
-        """See `Sink`. Goes on with what was begun, and finishes a swap that a crash interrupted."""
+        """See `Sink`. Continues a generation that was begun, and finishes an interrupted swap."""
         state = self._survey([mapping.index])[mapping.index]
         if state.unserved is not None:
             state = self._serve(state, state.unserved)
@@ -174,14 +174,14 @@ class OpenSearchSink(Sink):
             if begun and each is not filling:
                 self._delete(each)
         if filling is not None:
-            # A crash may have come after it was prepared to serve.
+            # A crash may have interrupted it after its settings were changed for serving.
             self._configure(filling, _FILLING)
         elif state.serving is None or not _is_current(state.serving, mapping):
             filling = self._create(state, mapping)
         self._know(mapping, filling)
 
     def reindex(self, mapping: IndexMapping) -> None:
-        """See `Sink`. What was begun before is thrown away."""
+        """See `Sink`. Deletes generations that were begun before."""
         state = self._survey([mapping.index])[mapping.index]
         for each in state.generations:
             if not each.seeded and each.retired_at is None and each is not state.serving:
@@ -194,7 +194,7 @@ class OpenSearchSink(Sink):
         return targets is not None and targets.serving is not None and targets.filling is None
 
     def mark_seeded(self, index: str) -> None:
-        """See `Sink`. First the generation becomes complete, then searches see it, all at once."""
+        """See `Sink`. Marks the generation as complete, then moves the alias in one step."""
         self._send()
         targets = self._targets[index]
         if targets.filling is None:
@@ -236,7 +236,7 @@ class OpenSearchSink(Sink):
         body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping.fingerprint)}
         generation = Generation(name, 0, mapping.fingerprint, "", seeded=False)
         body["aliases"] = {generation.alias: {}}
-        # A repeated request finds what the first one made, if only its answer was lost.
+        # A retried request gets 400 if the first one succeeded and only its answer was lost.
         self._client.expect("PUT", f"/{quote(name, safe='')}", body, allowed=(400,))
         found = self._survey([mapping.index])[mapping.index].find(name)
         if found is None:
@@ -248,7 +248,7 @@ class OpenSearchSink(Sink):
         return found
 
     def _serve(self, state: IndexState, generation: Generation) -> IndexState:
-        """Move the alias in one step, and let the generation before go after a while."""
+        """Move the alias in one step; the former generation is removed later."""
         actions: list[dict[str, Any]] = [{"add": {"index": generation.name, "alias": state.index}}]
         before = state.serving
         if before is not None:
@@ -258,7 +258,7 @@ class OpenSearchSink(Sink):
         return replace(state, serving=generation)
 
     def _look_after(self, states: Mapping[str, IndexState]) -> None:
-        """Refuse what is not as it was left, and remove generations whose time is over."""
+        """Raise `IndexUnusable` if indexes were changed by others, and remove expired generations."""
         now = time.time()
         self._looked_at = time.monotonic()
         for index, state in states.items():
@@ -271,7 +271,7 @@ class OpenSearchSink(Sink):
                 there = "nothing" if state.serving is None else repr(state.serving.name)
                 raise IndexUnusable(
                     f"alias {index!r} points to {there} instead of {expected.generation!r}",
-                    hint=f"Start Penstock again, which puts the alias right, or run: penstock index rebuild {index}",
+                    hint=f"Restart Penstock, which corrects the alias, or run: penstock index rebuild {index}",
                     index=index,
                 )
             for each in state.former:
@@ -372,7 +372,7 @@ class OpenSearchSink(Sink):
 
 
 def _is_current(serving: Generation, mapping: IndexMapping) -> bool:
-    """Whether what serves is complete and of the shape that is asked for."""
+    """Return whether the serving generation is complete and has the wanted shape."""
     return serving.seeded and serving.fingerprint == mapping.fingerprint
 
 
