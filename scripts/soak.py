@@ -249,7 +249,7 @@ def _row(result: StageResult, seed: int) -> str:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     tally = {name: sum(each.outcome == name for each in result.outcomes) for name in ("passed", "failed")}
     outcome = "stopped" if result.cut_off else ", ".join(f"{count} {name}" for name, count in tally.items() if count)
-    notes = [f"Python {platform.python_version()}, load {os.getloadavg()[2]:.1f}"]
+    notes = [f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}"]
     notes += [each.noted for each in result.outcomes if each.noted]
     notes += [f"{each.test}: {_first_line(each.message)}" for each in result.outcomes if each.outcome == "failed"]
     cells = [

@@ -1,10 +1,9 @@
-"""`penstock` in processes of its own that need not import everything first.
+"""Runs `penstock` commands in processes that skip the imports.
 
     result = penstock("tables", "--json", environment={...}, folder=tmp_path)
 
-An interpreter that has imported the program waits for commands, and forks for each. Tests run hundreds of commands, and
-most of what a short one costs is its imports. What is to run in a terminal or under other rights is started as people
-start it.
+An interpreter that has imported the program waits for commands and forks for each. Tests run hundreds of commands, and
+imports dominate the cost of a short one. Commands that need a terminal or another user are started normally.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from tempfile import TemporaryFile
 from typing import IO
 
 PATIENCE = 300.0
-"""A guard against hangs, not a measure."""
+"""A guard against hangs."""
 _LONGEST_MESSAGE = 1 << 17
 _NUMBER = 4
-"""The bytes of one."""
+"""The size of a number in bytes."""
 
 
 class Command:
-    """A command that was started; it offers of `subprocess.Popen` what is asked for here."""
+    """A started command, with the part of `subprocess.Popen` that tests need."""
 
     def __init__(
         self,
@@ -53,14 +52,14 @@ class Command:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status, if it has ended."""
+        """Return its exit status, or None while it runs."""
         try:
             return self.wait(0.0)
         except TimeoutError:
             return None
 
     def wait(self, timeout: float) -> int:
-        """Its exit status; a signal that ended it as a negative number."""
+        """Return its exit status, negative for a signal."""
         if self.returncode is None:
             self._told.settimeout(timeout)
             try:
@@ -79,14 +78,14 @@ class Command:
 
     def _number(self) -> int:
         content = self._told.recv(_NUMBER)
-        assert content, "the interpreter that waits for commands is gone"
+        assert content, "the interpreter that waits for commands has ended"
         return int.from_bytes(content, signed=True)
 
 
 def penstock(
     *arguments: str, environment: Mapping[str, str], folder: Path | None = None, answer: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; `answer` is its standard input."""
+    """Run a command to its end, with `answer` as its standard input."""
     with TemporaryFile() as standard_input, TemporaryFile() as output, TemporaryFile() as errors:
         standard_input.write(answer.encode())
         standard_input.seek(0)
@@ -107,7 +106,7 @@ def _text(file: IO[bytes]) -> str:
 
 @cache
 def _waiting_interpreter() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Ends with this process: its end of the connection is closed then."""
+    """Start the interpreter; it ends with this process, which closes the connection."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", __name__, str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -118,7 +117,7 @@ def _waiting_interpreter() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 def _serve(connection: socket.socket) -> None:
     import penstock.cli.main  # noqa: F401
 
-    # What is never collected is not copied for each command.
+    # Frozen objects are not copied for each command.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:

@@ -1,4 +1,4 @@
-"""The lake as a stranger reads it: delta-rs, which knows nothing of us; names and types are put back for comparing."""
+"""Reads Delta tables with delta-rs, and restores names and types for comparison with the source."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LakeReadBack:
 
 
 class HistoryReadBack(LakeReadBack):
-    """The rows that follow from the changes, and these (`tests.support.readback.ChangesReadBack`)."""
+    """The rows that result from the changes, and the changes (`tests.support.readback.ChangesReadBack`)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: a published database with slots and spools, waiting, and writers that keep count."""
+"""Shared by the end-to-end tests: published databases, settings, waiting, and writers that keep a journal."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.support.workload import read_rows
 
 PUBLICATION = "e2e"
 HANG_SECONDS = 120.0
-"""Ten times what anything here takes, and more: a guard, not a measure."""
+"""A guard against hangs, more than ten times what anything here takes."""
 _Result = TypeVar("_Result")
 
 
 def wait_for(look: Callable[[], _Result], what: str, timeout: float = HANG_SECONDS) -> _Result:
-    """Look until there is something true to see."""
+    """Call `look` until it returns something true, and return that."""
     deadline = time.monotonic() + timeout
     while not (seen := look()):
         if time.monotonic() > deadline:
@@ -43,7 +43,7 @@ def wait_for(look: Callable[[], _Result], what: str, timeout: float = HANG_SECON
 
 
 def current_position(database: Any) -> Lsn:
-    """A boundary behind every transaction whose commit has returned."""
+    """Return a boundary after every transaction whose commit has returned."""
     with database.connect() as connection:
         return oracle.current_position(connection)
 
@@ -112,13 +112,13 @@ def updates_of_both() -> Callable[[Any], None]:
 
 @dataclass
 class Stream:
-    """A database whose tables `things`, `others` and `journal` are published; slots and spools by name."""
+    """A database that publishes the tables `things`, `others` and `journal`, with slots and spools by name."""
 
     database: Any
-    """With `dsn`, `connect` and `execute`."""
+    """Anything with `dsn`, `connect` and `execute`."""
     folder: Path
     url: str = ""
-    """Where capture connects to; the database itself unless told otherwise."""
+    """Where capture connects; by default the database itself."""
     slots: list[str] = field(default_factory=list)
 
     def create(self, identity: str = "default") -> None:
@@ -134,7 +134,7 @@ class Stream:
         )
 
     def slot(self, name: str = "one") -> str:
-        """Create a slot; its name on the server."""
+        """Create a slot and return its name on the server."""
         full = f"{name}_{self.database.name}"
         self.database.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", [full])
         return full
@@ -158,14 +158,14 @@ class Stream:
         return current_position(self.database)
 
     def flushed_position(self) -> Lsn:
-        """A boundary behind everything so far, which the server will send: an unpublished commit follows it."""
+        """Return a boundary after everything so far; an unpublished commit makes the server send up to it."""
         with self.database.connect() as connection:
             position = oracle.current_position(connection)
             connection.execute("insert into unpublished values (0, 'flush')")
         return position
 
     def walsender(self, name: str = "one") -> int | None:
-        """The process that reads the slot for us."""
+        """Return the process id of the walsender that uses the slot."""
         rows = self.database.execute(
             "select active_pid from pg_replication_slots where slot_name = %s", [f"{name}_{self.database.name}"]
         )
@@ -185,12 +185,12 @@ class Stream:
         assert process.wait_captured(position, HANG_SECONDS), f"stopped at {process.status}"
 
     def check(self, name: str = "one") -> Replayable:
-        """The spool, from an empty start, holds what the journal lists, and replays to what the tables hold."""
+        """Check that the spool contains what the journal lists, and replays to the contents of the tables."""
         spool = read_spool(self.folder / name)
         with self.database.connect() as connection:
             listed = connection.execute("select xid::text::bigint & 4294967295, changes from journal").fetchall()
             found = spool.transactions()
-            # The journal does not know the order of commits; positions do, and they are checked by reading.
+            # The journal does not know the commit order; reading the spool checks that by its positions.
             place = {xid: at for at, (xid, _) in enumerate(found)}
             check_transactions(spool, sorted(listed, key=lambda row: place.get(row[0], 0)))
             for versions in spool.schemas.values():
@@ -207,7 +207,7 @@ class Stream:
 
 @contextlib.contextmanager
 def following(stream: Stream, name: str = "one") -> Iterator[None]:
-    """A registered reader that needs nothing any more as soon as it is there."""
+    """A registered reader that acknowledges everything immediately."""
     stop = threading.Event()
 
     def follow() -> None:
@@ -231,18 +231,18 @@ def following(stream: Stream, name: str = "one") -> Iterator[None]:
 
 
 def watch_connection(stream: Stream, capture: CaptureProcess, reading: Reading, seconds: float) -> None:
-    """The same connection for some time, in the same state."""
+    """Check that the connection and its state stay the same for some time."""
     walsender = wait_for(stream.walsender, "a connection")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        assert stream.walsender() == walsender, "the server has given up on us"
+        assert stream.walsender() == walsender, "the server closed the connection"
         assert capture.status.reading is reading
         threading.Event().wait(0.5)
     assert capture.restarts == 0
 
 
 class Writers:
-    """Threads that run transactions and list them in the journal; use as a context manager."""
+    """Threads that run transactions and record them in the journal; a context manager."""
 
     _numbers = itertools.count(1)
 
@@ -280,7 +280,7 @@ class Writers:
 
 
 def write_transaction(connection: psycopg.Connection, writer: int, choose: random.Random, *, big: bool = False) -> None:
-    """One transaction on rows of this writer, some of it rolled back; its last row lists it in the journal."""
+    """Run one transaction on this writer's rows, partly rolled back; its last row records it in the journal."""
     size = 1500 if big else 20
     rows = choose.randint(1, 60 if big else 12)
     changes = 0
@@ -318,7 +318,7 @@ def list_in_journal(connection: psycopg.Connection, changes: int) -> None:
 
 
 def write_rows(stream: Stream, count: int, size: int, *, per_transaction: int = 50, seed: int = 1) -> None:
-    """Rows in plain transactions, each listed in the journal."""
+    """Insert rows in plain transactions, each recorded in the journal."""
     choose = random.Random(seed)
     with stream.database.connect() as connection:
         for first in range(0, count, per_transaction):

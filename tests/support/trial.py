@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from random import Random
@@ -365,7 +365,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = TrialSettings(given.seed, given.kills, given.pipelines, given.master, ddl=Ddl(given.ddl))
     with tempfile.TemporaryDirectory(prefix="penstock-trial-") as folder:
         report = run_trial(settings, Path(folder))
-    sys.stdout.write(json.dumps(asdict(report)) + "\n")
+    # Not `asdict`, which cannot copy a Counter before Python 3.12.
+    sys.stdout.write(json.dumps({each.name: getattr(report, each.name) for each in fields(report)}) + "\n")
 
 
 if __name__ == "__main__":
