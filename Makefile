@@ -144,9 +144,10 @@ soak: $(STAMP) system s3-server ## the long tests, in full or as much as fits: M
 	$(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .PHONY: wheel
-wheel: $(STAMP) ## build the wheel into dist
+wheel: | $(BIN)/python ## build the wheel into dist; installs nothing but its build tool
 	rm -rf dist
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) hatchling
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 .PHONY: build
 build: wheel system ## build the wheel and try it in empty environments, with each extra; PYTHON=python3.13 tries another Python
