@@ -177,14 +177,15 @@ class Bench:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        with Coordinator([self.output]):
-            self.wait(lambda: self.output.settled, "the first build")
+        with Coordinator([self.output]) as coordinator:
+            [self.running] = coordinator
+            self.wait(lambda: self.running.settled, "the first build")
             yield
 
     def wait(self, look: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + HANG_SECONDS
         while not look():
-            self.output.wait(0)
+            self.running.wait(0)
             if time.monotonic() > deadline:
                 raise BenchmarkFailed(f"waited too long for {what}")
             time.sleep(0.01)
@@ -201,20 +202,20 @@ class Bench:
         end = self._position()
 
         def look() -> bool:
-            status = self.output.status
-            return status is not None and reaches(status.acknowledged, end) and self.output.settled
+            status = self.running.status
+            return reaches(status.acknowledged, end) and self.running.settled
 
         self.wait(look, "changes")
 
     def fill(self) -> float:
         """Build the index anew; the seconds that it took."""
-        before = self.output.indexes[INDEX].build
+        before = self.running.indexes[INDEX].build
         began = time.monotonic()
         self.store.add_command(CommandKind.REBUILD_INDEX)
-        self.wait(lambda: self.output.indexes[INDEX].build != before, "the command")
-        self.wait(lambda: self.output.indexes[INDEX].status is IndexStatus.SEEDED, "the index")
+        self.wait(lambda: self.running.indexes[INDEX].build != before, "the command")
+        self.wait(lambda: self.running.indexes[INDEX].status is IndexStatus.SEEDED, "the index")
         seconds = time.monotonic() - began
-        found = sum(self.store.get_index_ranges(INDEX, self.output.indexes[INDEX].build).values())
+        found = sum(self.store.get_index_ranges(INDEX, self.running.indexes[INDEX].build).values())
         if found != self.rows:
             raise BenchmarkFailed(f"{found:,} documents were built of {self.rows:,} rows")
         return seconds
@@ -244,7 +245,7 @@ class Bench:
         count = max(1, min(documents, self.rows) // fan_out)
         self.wait_followed()
         self.store.add_command(CommandKind.PAUSE)
-        self.wait(lambda: self.output.paused, "the pause")
+        self.wait(lambda: self.running.paused, "the pause")
         with self.server.connect(self.database) as connection:
             for first in range(1, count + 1, 1000):
                 connection.execute(
@@ -255,7 +256,7 @@ class Bench:
         self.wait(lambda: SpoolReader(self.spool).wait(end, 0.0), "capture")
         before, batches = self.observer.documents, self.observer.batches
         self.store.add_command(CommandKind.RESUME)
-        self.wait(lambda: not self.output.paused, "the end of the pause")
+        self.wait(lambda: not self.running.paused, "the end of the pause")
         began = time.monotonic()
         self.wait_followed()
         seconds = time.monotonic() - began

@@ -46,8 +46,10 @@ from processes import TreeWatch, merge_peaks
 from stages import CORES, open_stage, spark_session
 from workloads import PUBLICATION, create_orders, prepare_many, prepare_mixed_into
 
+from penstock.coordinator import Coordinator
 from penstock.destinations.registry import create_destination
 from penstock.lsn import Lsn, reaches
+from penstock.output import RunningOutput
 from penstock.source.connections import SourceSettings
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
@@ -92,7 +94,7 @@ class Bench:
         return self.folder / name / "lake"
 
     @contextmanager
-    def pipeline(self, name: str) -> Iterator[TablesOutput]:
+    def pipeline(self, name: str) -> Iterator[RunningOutput]:
         """A pipeline with a slot, a spool, a state and a lake of its own; runs inside."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,8 +109,9 @@ class Bench:
         destination = create_destination("delta", {"path": str(self.lake(name)), **self.options})
         tasks = SparkTasks(self.session)
         with open_store(f"sqlite:///{folder / 'state.db'}", name) as store:
-            pipeline = TablesOutput(settings, store, destination, tasks, self.session)
-            with pipeline:
+            output = TablesOutput(settings, store, destination, tasks, self.session)
+            with Coordinator([output]) as coordinator:
+                [pipeline] = coordinator
                 yield pipeline
 
 
@@ -204,7 +207,7 @@ def run_large(bench: Bench, sizes: Sequence[int], rounds: int) -> dict[str, dict
     return results
 
 
-def _apply_batch(pipeline: TablesOutput, connection: psycopg.Connection[Any], rows: int, number: int) -> Drained:
+def _apply_batch(pipeline: RunningOutput, connection: psycopg.Connection[Any], rows: int, number: int) -> Drained:
     """One transaction: 60% updates, 30% inserts, 10% deletes; until it is durable."""
     table = f"orders_{rows}"
     with connection.transaction():
@@ -256,7 +259,7 @@ def _drain(bench: Bench, connection: psycopg.Connection[Any], slot: str, load: L
         return Drained(ended - started.at, watch.cpu_seconds, watch)
 
 
-def _wait(pipeline: TablesOutput, look: Callable[[], bool], what: str) -> None:
+def _wait(pipeline: RunningOutput, look: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DRAIN_SECONDS
     while not look():
         if pipeline.wait(0):
@@ -266,7 +269,7 @@ def _wait(pipeline: TablesOutput, look: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def _all_ready(pipeline: TablesOutput, count: int) -> bool:
+def _all_ready(pipeline: RunningOutput, count: int) -> bool:
     phases = pipeline.phases
     for name, phase in phases.items():
         if isinstance(phase, Errored):
@@ -274,9 +277,9 @@ def _all_ready(pipeline: TablesOutput, count: int) -> bool:
     return len(phases) == count and all(isinstance(phase, Ready) for phase in phases.values())
 
 
-def _has_acknowledged(pipeline: TablesOutput, position: Lsn) -> bool:
+def _has_acknowledged(pipeline: RunningOutput, position: Lsn) -> bool:
     status = pipeline.status
-    return status is not None and reaches(status.acknowledged, position)
+    return reaches(status.acknowledged, position)
 
 
 def _require_equal(bench: Bench, connection: psycopg.Connection[Any], name: str, sums: str) -> None:

@@ -1,100 +1,54 @@
-"""The outputs of one stream, which start and end together.
+"""The coordinator: the one object that owns a running stream.
 
-An output reads a stream's spool and writes somewhere: a `penstock.tables.TablesOutput` tables, a
-`penstock.documents.output.DocumentsOutput` search documents. Each has its own lease, positions and progress.
+    with Coordinator([tables, documents]) as coordinator:
+        coordinator.wait()
+
+Starting acquires the leases of all outputs, opens the stream and starts the outputs; one stack unwinds it in reverse,
+on any exit and from any step of a start that fails: outputs finish their batches, capture stops, leases are released.
+
+One thread carries out commands, follows the publication and starts table sync workers, for all outputs of the stream.
+It is the only one that asks the source's catalog while the outputs apply changes. An output that fails stops alone.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from penstock.state import Store, TableReplicationPhase
-from penstock.stream import Stream, StreamSettings
-from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
+from penstock import failpoints
+from penstock.errors import PenstockError, Retry
+from penstock.output import Output, RunningOutput
+from penstock.retry import Backoff
+from penstock.stream import Stream, open_stream
+from penstock.workers.lifecycle import Lifecycle
 
-WAIT_SECONDS = 0.5
-"""How soon one hears that an output has ended."""
+logger = logging.getLogger(__name__)
 
-
-class Output(Protocol):
-    """What all readers of a stream have in common. Only `Coordinator` calls the second half, in its order."""
-
-    @property
-    def output(self) -> str:
-        """Its name among the outputs of the stream, and as a reader of the spool."""
-        ...
-
-    @property
-    def settings(self) -> StreamSettings:
-        """Those of the stream; of the first output they count."""
-        ...
-
-    @property
-    def store(self) -> Store:
-        """Its own."""
-        ...
-
-    @property
-    def status(self) -> ApplyStatus | None:
-        """How far it is; None before the start."""
-        ...
-
-    @property
-    def phases(self) -> Mapping[str, TableReplicationPhase]:
-        """The phase of each table, by name; empty where there are none."""
-        ...
-
-    @property
-    def copies(self) -> Mapping[str, CopyStatus]:
-        """The copy of each table, by name."""
-        ...
-
-    @property
-    def waits(self) -> Mapping[str, SnapshotWait]:
-        """What waits for open transactions to end, by name."""
-        ...
-
-    @property
-    def paused(self) -> bool:
-        """Whether it was told to wait."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; False when it has not come in time. Raises what ended it."""
-        ...
-
-    def stop(self) -> None:
-        """Ask it to end, without waiting."""
-        ...
-
-    def lead(self) -> None:
-        """Take the lease."""
-        ...
-
-    def follow(self, stream: Stream) -> None:
-        """Begin, over a stream that is open."""
-        ...
-
-    def settle(self) -> None:
-        """Finish the batch at hand; the stream still runs. May be called before `follow`, and twice."""
-        ...
-
-    def retire(self) -> None:
-        """Give the lease back, last of all."""
-        ...
+REFRESH_SECONDS = 5.0
+"""How often the coordinator looks at the publication."""
+COMMAND_SECONDS = 0.5
+"""How often it looks for commands."""
+TICK_SECONDS = 0.1
+"""How soon a table sync worker that has ended is replaced by the next one."""
 
 
 class Coordinator:
     """All outputs of one stream; each has its own store, destination and positions."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
-        """The first one's settings are those of the stream."""
-        self._outputs = {each.output: each for each in outputs}
-        if len(self._outputs) < len(outputs):
+        """The settings of the first output are those of the stream."""
+        names = [each.output for each in outputs]
+        if len(set(names)) < len(names):
             raise ValueError("the outputs of a stream have different names")
-        self._stream = Stream(outputs[0].settings)
+        self._outputs = tuple(outputs)
+        self._running: list[RunningOutput] = []
+        self._is_started = False
+        self._stack = ExitStack()
+        self._unpublished: Mapping[str, PenstockError] = {}
 
     def __enter__(self) -> Coordinator:
         self.start()
@@ -103,45 +57,171 @@ class Coordinator:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
-    def __iter__(self) -> Iterator[Output]:
-        return iter(self._outputs.values())
+    def __iter__(self) -> Iterator[RunningOutput]:
+        """The running outputs; none before the start."""
+        return iter(self._running)
 
     def __len__(self) -> int:
         return len(self._outputs)
 
+    @property
+    def errors(self) -> Mapping[str, BaseException]:
+        """The outputs that an error has stopped, by name."""
+        return {each.output: each.error for each in self._running if each.error is not None}
+
+    @property
+    def unpublished(self) -> Mapping[str, PenstockError]:
+        """Tables that should be published and cannot be, with the server's reason. They are tried again."""
+        return self._unpublished
+
     def start(self) -> None:
-        """Returns when changes flow; copies run on. Raises what prevents it, and leaves nothing running then."""
-        try:
-            for output in self:
-                output.lead()
-            self._stream.open({name: output.store for name, output in self._outputs.items()})
-            for output in self:
-                output.follow(self._stream)
-        except BaseException:
-            self.shutdown()
-            raise
+        """Return when changes flow; copies run on. If a step fails, undo the steps before it and raise.
+
+        A coordinator starts once: `RuntimeError` the second time, and what runs is left alone.
+        """
+        if self._is_started:
+            raise RuntimeError("a coordinator starts once: make another one to start the outputs again")
+        self._is_started = True
+        with ExitStack() as stack:
+            leases = [stack.enter_context(_leased(each)) for each in self._outputs]
+            stream = stack.enter_context(
+                open_stream(self._outputs[0].settings, {each.output: each.store for each in self._outputs})
+            )
+            published = stream.refresh()
+            for output, (lifecycle, epoch) in zip(self._outputs, leases, strict=True):
+                running = stack.enter_context(output.opened(stream, lifecycle, epoch, published))
+                self._running.append(running)
+            self._unpublished = stream.unpublished
+            stack.enter_context(self._coordinating(stream))
+            self._stack = stack.pop_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until one of them ends; False when none has in time. Raises what ended it."""
+        """Wait until all outputs have ended; False if they have not in time.
+
+        Raises the error of the first output that has one, when the last output has ended. `errors` tells earlier.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if any(output.wait(0) for output in self):
-                return True
-            left = WAIT_SECONDS if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+        for output in self._running:
+            if not output.join(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return False
-            next(iter(self)).wait(min(left, WAIT_SECONDS))
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raise the error of the first output that has one."""
+        for error in self.errors.values():
+            raise error
 
     def stop(self) -> None:
-        """Ask all of them to end, without waiting."""
-        for output in self:
-            output.stop()
+        """Ask all outputs to end, without waiting. A copy that is given up from now on is no error of its table."""
+        for output in self._running:
+            output.lifecycle.stop.set()
 
     def shutdown(self) -> None:
-        """Finish the batches at hand, store how far they went, and stop everything; may be called twice."""
+        """Finish the current batches, store how far they went, and stop everything. May be called twice."""
         self.stop()
-        for output in self:
-            output.settle()
-        self._stream.close()
-        for output in self:
-            output.retire()
+        self._stack.close()
+
+    # The thread
+
+    @contextmanager
+    def _coordinating(self, stream: Stream) -> Iterator[None]:
+        ending = threading.Event()
+
+        def run() -> None:
+            try:
+                self._coordinate(stream, ending)
+            except BaseException as error:
+                for output in self._running:
+                    output.lifecycle.fail(error)
+
+        thread = threading.Thread(target=run, name="coordinator", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ending.set()
+            thread.join()
+
+    def _coordinate(self, stream: Stream, ending: threading.Event) -> None:
+        refreshing = Backoff(first=REFRESH_SECONDS, longest=60.0)
+        refresh_at = time.monotonic() + REFRESH_SECONDS
+        tended = [_Tended(output) for output in self._running]
+        while not ending.wait(TICK_SECONDS):
+            stream.check()
+            for each in tended:
+                each.answer_commands()
+            wanted = [each for each in self._running if each.refresh_wanted.is_set()]
+            if time.monotonic() >= refresh_at or wanted:
+                for output in wanted:
+                    output.refresh_wanted.clear()
+                delay = self._refresh(stream, tended, refreshing)
+                refresh_at = time.monotonic() + delay
+            for each in tended:
+                each.tend(source_answers=not refreshing.attempt)
+
+    def _refresh(self, stream: Stream, tended: Sequence[_Tended], backoff: Backoff) -> float:
+        """Look at the publication; seconds until the next look. Whatever prevents it, changes are still applied."""
+        try:
+            published = stream.refresh()
+        except PenstockError as error:
+            delay = backoff.next_delay()
+            logger.warning("cannot look at the publication, trying again in=%.1fs error=%s", delay, error)
+            return delay
+        backoff.reset()
+        self._unpublished = stream.unpublished
+        for each in tended:
+            each.attempt(lambda output: output.refresh(published))
+        return REFRESH_SECONDS
+
+
+class _Tended:
+    """An output as the coordinator's thread treats it: its errors are its own, and those that pass are waited for."""
+
+    def __init__(self, output: RunningOutput) -> None:
+        self._output = output
+        self._backoff = Backoff(first=0.5, longest=30.0)
+        self._next_at = 0.0
+        self._commands_at = 0.0
+
+    def answer_commands(self) -> None:
+        now = time.monotonic()
+        if now >= self._commands_at or self._output.is_urgent:
+            self._commands_at = now + COMMAND_SECONDS
+            # Also when it has stopped: whoever asks wants an answer.
+            if not self._output.lifecycle.lost.is_set():
+                self.attempt(lambda output: output.answer_commands(), stopped=True)
+
+    def tend(self, *, source_answers: bool) -> None:
+        self.attempt(lambda output: output.tend(source_answers=source_answers))
+
+    def attempt(self, step: Any, *, stopped: bool = False) -> None:
+        if time.monotonic() < self._next_at or (self._output.lifecycle.stop.is_set() and not stopped):
+            return
+        try:
+            step(self._output)
+            self._backoff.reset()
+        except PenstockError as error:
+            if error.retry is not Retry.TIMED:
+                self._output.lifecycle.fail(error)
+                return
+            delay = self._backoff.next_delay()
+            self._next_at = time.monotonic() + delay
+            logger.warning(
+                "output cannot be tended, trying again output=%s in=%.1fs error=%s", self._output.output, delay, error
+            )
+        except Exception as error:
+            self._output.lifecycle.fail(error)
+
+
+@contextmanager
+def _leased(output: Output) -> Iterator[tuple[Lifecycle, int]]:
+    """Hold the output's lease inside; its lifecycle, and the epoch of the lease."""
+    lifecycle = Lifecycle(output.output)
+    failpoints.reach("before_lease")
+    lease = output.store.acquire_lease(on_lost=lifecycle.lose)
+    try:
+        failpoints.reach("after_lease")
+        yield lifecycle, lease.epoch
+    finally:
+        output.store.release_lease()

@@ -8,7 +8,9 @@ new, it was lost) happens to all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -19,16 +21,17 @@ import psycopg
 from penstock import failpoints
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
-from penstock.errors import PermissionDenied, SlotLost, SlotMissing, SlotUndecodable
+from penstock.errors import PenstockError, PermissionDenied, SlotLost, SlotMissing, SlotUndecodable
 from penstock.lsn import Lsn, earliest, reaches
-from penstock.source.connections import Role, SourceSettings, connect, connect_replication
+from penstock.retry import Backoff
+from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.lineage import Lineage, identify_system, verify_lineage
 from penstock.source.publications import (
+    EnsuredPublication,
     Membership,
     ensure_publication,
     load_membership,
-    published_tables,
     without_identity,
 )
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
@@ -90,24 +93,165 @@ class Published:
     membership: Membership
     tables: Mapping[int, str]
     """Names by table id."""
+    unpublished: Mapping[str, PenstockError]
+    """Tables that should be published and cannot be, by name."""
 
 
 class Stream:
-    """Opened once, and closed once."""
+    """A stream that is open. May be used from any thread."""
+
+    def __init__(self, settings: StreamSettings, starts: Mapping[str, Start], capture: CaptureProcess) -> None:
+        self._settings = settings
+        self._starts = starts
+        self._capture = capture
+        self._publication = _PublicationKeeper(settings)
+        self.is_decodable = True
+        """False when the server has said that it cannot decode its log from this slot."""
+
+    def start_of(self, output: str) -> Start:
+        """Where an output begins."""
+        return self._starts[output]
+
+    @property
+    def unpublished(self) -> Mapping[str, PenstockError]:
+        """Tables that should be published and cannot be, as of the last refresh, with the server's reason."""
+        return self._publication.refused
+
+    def wait_until_streaming(self) -> None:
+        """Wait until capture reads the slot; raise what prevents it."""
+        with self._noticing():
+            self._capture.wait_until_streaming()
+
+    def check(self) -> None:
+        """Raise what ended capture for good, if anything did."""
+        with self._noticing():
+            self._capture.check()
+
+    def refresh(self) -> Published:
+        """Bring the publication up to date, if Penstock manages it, and load it.
+
+        Waits for no lock longer than `CATALOG_LIMITS` say. A table that cannot be published is left for later.
+        """
+        with connect(self._settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
+            if self._settings.manage_publication:
+                self._publication.ensure(connection)
+            membership = load_membership(connection, self._settings.publication)
+        return Published(membership, membership.names, self.unpublished)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except SlotUndecodable:
+            self.is_decodable = False
+            raise
+
+
+@contextmanager
+def open_stream(settings: StreamSettings, outputs: Mapping[str, Store]) -> Iterator[Stream]:
+    """Changes flow into the spool inside. The leases of these stores are held.
+
+    On the way out capture publishes what is whole, answers the server and ends.
+    """
+    starts = _Opening(settings, outputs).prepare()
+    with CaptureProcess(
+        CaptureSettings(
+            source=settings.source,
+            slot=settings.slot,
+            publication=settings.publication,
+            spool=settings.spool,
+            assembler=AssemblerSettings(
+                types=settings.types, ddl_prefix=settings.trigger.prefix if settings.ddl_trigger else None
+            ),
+        )
+    ) as capture:
+        stream = Stream(settings, starts, capture)
+        try:
+            stream.wait_until_streaming()
+            yield stream
+        finally:
+            capture.stop()
+            if not stream.is_decodable and not any(_has_tables(store) for store in outputs.values()):
+                # Nothing depends on it, so the next start creates another one, and nothing is lost.
+                with connect(settings.source, Role.CATALOG) as connection:
+                    drop_slot(connection, settings.slot)
+                logger.warning("dropped a slot that cannot be decoded: run again slot=%s", settings.slot)
+
+
+class _PublicationKeeper:
+    """Keeps a managed publication up to date, and remembers which tables the server refuses to publish."""
 
     def __init__(self, settings: StreamSettings) -> None:
         self._settings = settings
-        self._capture: CaptureProcess | None = None
-        self._starts: dict[str, Start] = {}
-        self._outputs: Mapping[str, Store] = {}
-        self._is_decodable = True
+        self._lock = threading.Lock()
+        self._refused: dict[str, _Refused] = {}
 
-    def open(self, outputs: Mapping[str, Store]) -> None:
-        """Returns when changes flow into the spool. The leases of these stores are held."""
-        settings = self._settings
+    @property
+    def refused(self) -> Mapping[str, PenstockError]:
+        with self._lock:
+            return {name: each.error for name, each in self._refused.items()}
+
+    def ensure(self, connection: psycopg.Connection[Any]) -> None:
+        """Publish what the patterns name; log each refusal once, and try it again after a while."""
+        with self._lock:
+            now = time.monotonic()
+            waiting = {name for name, each in self._refused.items() if now < each.next_at}
+            ensured = _ensure_publication(connection, self._settings, waiting)
+            for name in self._refused.keys() - ensured.refused.keys() - waiting:
+                logger.info("table can be published now, or is no longer wanted table=%s", name)
+                del self._refused[name]
+            for name, error in ensured.refused.items():
+                known = self._refused.get(name)
+                if known is None or known.error.message != error.message:
+                    logger.warning("table cannot be published, trying again later table=%s error=%s", name, error)
+                backoff = known.backoff if known is not None else Backoff(first=5.0, longest=300.0)
+                self._refused[name] = _Refused(error, backoff, now + backoff.next_delay())
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    error: PenstockError
+    backoff: Backoff
+    next_at: float
+
+
+def _ensure_publication(
+    connection: psycopg.Connection[Any], settings: StreamSettings, later: Collection[str] = ()
+) -> EnsuredPublication:
+    """`later` names tables that are not tried now."""
+    ensured = ensure_publication(
+        connection,
+        settings.publication,
+        settings.tables,
+        settings.exclude,
+        manage=settings.manage_publication,
+        later=later,
+    )
+    unidentified = without_identity(connection, ensured.added) if ensured.added else []
+    if unidentified:
+        logger.warning(
+            "published without replica identity: the server refuses updates and deletes of %s until there is one",
+            ", ".join(unidentified),
+        )
+    if ensured.created and not ensured.added:
+        logger.warning("no table matches %s: nothing is copied until one does", ", ".join(settings.tables))
+    return ensured
+
+
+class _Opening:
+    """What comes before capture: publication, lineage, slot, and the outputs' places in the spool."""
+
+    def __init__(self, settings: StreamSettings, outputs: Mapping[str, Store]) -> None:
+        self._settings = settings
         self._outputs = outputs
+
+    def prepare(self) -> dict[str, Start]:
+        """Where each output starts to read."""
+        settings, outputs = self._settings, self._outputs
         with connect(settings.source, Role.CATALOG) as connection:
-            self._ensure_publication(connection)
+            ensured = _ensure_publication(connection, settings)
+            if ensured.refused and not ensured.members:
+                raise next(iter(ensured.refused.values()))
             self._ensure_trigger(connection)
             lineages = {name: self._identify(store) for name, store in outputs.items()}
             slot = self._prepare_slot(connection, outputs)
@@ -119,76 +263,8 @@ class Stream:
                 self._refuse_gap(name, store, confirmed)
         folder = SpoolFolder(settings.spool.path)
         Holds(folder).release_all()
-        for name, position in self._register(Readers(folder), outputs, confirmed).items():
-            self._starts[name] = Start(position, *lineages[name])
-        self._capture = CaptureProcess(
-            CaptureSettings(
-                source=settings.source,
-                slot=settings.slot,
-                publication=settings.publication,
-                spool=settings.spool,
-                assembler=AssemblerSettings(
-                    types=settings.types, ddl_prefix=settings.trigger.prefix if settings.ddl_trigger else None
-                ),
-            )
-        )
-        self._capture.start()
-        with self._noticing():
-            self._capture.wait_until_streaming()
-
-    def start_of(self, output: str) -> Start:
-        """Where an output begins."""
-        return self._starts[output]
-
-    def check(self) -> None:
-        """Raise what ended capture for good, if anything did."""
-        if self._capture is not None:
-            with self._noticing():
-                self._capture.check()
-
-    def look(self) -> Published:
-        """The publication as it is now; brought up to date first, if it is ours."""
-        with connect(self._settings.source, Role.CATALOG) as connection:
-            if self._settings.manage_publication:
-                self._ensure_publication(connection)
-            membership = load_membership(connection, self._settings.publication)
-            tables = published_tables(connection, self._settings.publication)
-        return Published(membership, {table.oid: str(table) for table in tables})
-
-    def close(self) -> None:
-        """Let capture publish what is whole, answer the server and end; may be called twice."""
-        if self._capture is not None:
-            self._capture.stop()
-            self._capture = None
-            if not self._is_decodable and not any(_has_tables(store) for store in self._outputs.values()):
-                # Nobody has anything from it, so the next start makes another one, and nothing is lost.
-                with connect(self._settings.source, Role.CATALOG) as connection:
-                    drop_slot(connection, self._settings.slot)
-                logger.warning(
-                    "the slot was of no use to anybody and is dropped: run again slot=%s", self._settings.slot
-                )
-
-    @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        try:
-            yield
-        except SlotUndecodable:
-            self._is_decodable = False
-            raise
-
-    def _ensure_publication(self, connection: psycopg.Connection[Any]) -> None:
-        settings = self._settings
-        ensured = ensure_publication(
-            connection, settings.publication, settings.tables, settings.exclude, manage=settings.manage_publication
-        )
-        unidentified = without_identity(connection, ensured.added) if ensured.added else []
-        if unidentified:
-            logger.warning(
-                "published without replica identity: the server refuses updates and deletes of %s until there is one",
-                ", ".join(unidentified),
-            )
-        if ensured.created and not ensured.added:
-            logger.warning("no table matches %s: nothing is copied until one does", ", ".join(settings.tables))
+        positions = self._register(Readers(folder), outputs, confirmed)
+        return {name: Start(position, *lineages[name]) for name, position in positions.items()}
 
     def _ensure_trigger(self, connection: psycopg.Connection[Any]) -> None:
         """Make the DDL trigger if it is wanted, and remove one of earlier days if it is not."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.coordinator import Coordinator
 from penstock.documents.base import Sink
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
@@ -21,7 +20,7 @@ from penstock.spool import SpoolSettings
 from penstock.state import IndexStatus, MemoryStore, Store
 from penstock.stream import StreamSettings
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import Alone, current_position, wait_for
 
 PEOPLE = """
 version: 1
@@ -93,7 +92,10 @@ class Site:
         }
         return StreamSettings(**values | self.stream)
 
-    def output(self, tasks: Any = None, **options: Any) -> DocumentsOutput:
+    def output(self, tasks: Any = None, **options: Any) -> Alone:
+        return Alone(self.definition(tasks, **options))
+
+    def definition(self, tasks: Any = None, **options: Any) -> DocumentsOutput:
         return DocumentsOutput(
             self.stream_settings(),
             self.store,
@@ -105,7 +107,7 @@ class Site:
             **options,
         )
 
-    def wait_settled(self, output: DocumentsOutput, position: Lsn | None = None) -> None:
+    def wait_settled(self, output: Alone, position: Lsn | None = None) -> None:
         """Every index serves, and has all that is committed now."""
         end = position or current_position(self.database)
 
@@ -124,5 +126,5 @@ class Site:
             assert found == wanted, name
 
 
-def run(output: DocumentsOutput) -> Coordinator:
-    return Coordinator([output])
+def run(output: Alone) -> Alone:
+    return output

@@ -16,10 +16,11 @@ from urllib.parse import quote
 import psycopg
 
 from penstock.capture import CaptureProcess, CaptureSettings, Reading
+from penstock.coordinator import Coordinator
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
-from penstock.tables import TablesSettings
+from penstock.tables import TablesOutput, TablesSettings
 from penstock.workers import BatchSettings
 from tests.support import oracle
 from tests.support.oracle import check_transactions, normalised
@@ -108,6 +109,36 @@ def updates_of_both() -> Callable[[Any], None]:
                 connection.execute(f"update {table} set n = %s where id %% 7 = %s and id <= 100", [number, number % 7])
 
     return step
+
+
+class Alone:
+    """One output with a coordinator of its own; it has all that the running output has."""
+
+    def __init__(self, output: Any) -> None:
+        self.definition = output
+        self.coordinator = Coordinator([output])
+
+    def __enter__(self) -> Alone:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def __getattr__(self, name: str) -> Any:
+        running = next(iter(self.coordinator), self.definition)
+        return getattr(running, name)
+
+    def start(self) -> None:
+        self.coordinator.start()
+
+    def shutdown(self) -> None:
+        self.coordinator.shutdown()
+
+
+def tables_alone(*arguments: Any, **options: Any) -> Alone:
+    """A `TablesOutput` alone, not started."""
+    return Alone(TablesOutput(*arguments, **options))
 
 
 @dataclass

@@ -16,15 +16,14 @@ from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.lsn import reaches
 from penstock.state import CommandKind, Errored, MemoryStore
-from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.lake import LakeReadBack
-from tests.e2e.support import current_position, tables_settings, wait_for
+from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
 from tests.support.readback import ReadBack, check_equal
 
 
 @pytest.fixture(params=[False, True], ids=["by the catalog", "by the trigger"])
-def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TablesOutput]:
+def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Alone]:
     """Two tables with rows, ready."""
     for table in ("t", "other"):
         database.execute(f"create table {table} (id int primary key, note text)")
@@ -34,36 +33,34 @@ def pipeline(database: Any, tmp_path: Path, request: pytest.FixtureRequest) -> I
 
 
 @contextmanager
-def started(database: Any, folder: Path, destination: Destination, *, ddl_trigger: bool) -> Iterator[TablesOutput]:
+def started(database: Any, folder: Path, destination: Destination, *, ddl_trigger: bool) -> Iterator[Alone]:
     """A pipeline of two tables that are ready."""
     settings = tables_settings(database, folder, "added", ddl_trigger=ddl_trigger)
-    with TablesOutput(settings, MemoryStore("added"), destination, ProcessTasks()) as made:
+    with tables_alone(settings, MemoryStore("added"), destination, ProcessTasks()) as made:
         wait_ready(made)
         yield made
 
 
-def wait_ready(pipeline: TablesOutput) -> None:
+def wait_ready(pipeline: Alone) -> None:
     wait_for(
         lambda: pipeline.wait(0) or [phase.name for phase in pipeline.phases.values()] == ["ready"] * 2, "ready tables"
     )
 
 
-def check(
-    database: Any, pipeline: TablesOutput, folder: Path, read: Callable[[Path], ReadBack] = ParquetReader
-) -> None:
+def check(database: Any, pipeline: Alone, folder: Path, read: Callable[[Path], ReadBack] = ParquetReader) -> None:
     wait_ready(pipeline)
     end = current_position(database)
     wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply to reach the end")
     check_equal(database.dsn, read(folder / "lake"), ["t", "other"])
 
 
-def copies(pipeline: TablesOutput, database: Any) -> int:
+def copies(pipeline: Alone, database: Any) -> int:
     (table_id,) = database.execute("select 't'::regclass::oid::int8")[0]
     history = pipeline.store.get_table_replication_history(table_id)
     return sum(record.phase.name == "data_sync" for record in history)
 
 
-def test_a_column_without_a_default_is_followed(database: Any, pipeline: TablesOutput, tmp_path: Path) -> None:
+def test_a_column_without_a_default_is_followed(database: Any, pipeline: Alone, tmp_path: Path) -> None:
     database.execute("alter table t add column c int")
     database.execute("insert into t values (100, 'new', 1)")
     # A default for rows to come concerns no others.
@@ -84,7 +81,7 @@ def test_a_column_without_a_default_is_followed(database: Any, pipeline: TablesO
     ],
 )
 def test_a_column_with_a_default_stops_its_table_until_it_is_copied_again(
-    database: Any, pipeline: TablesOutput, tmp_path: Path, definition: str
+    database: Any, pipeline: Alone, tmp_path: Path, definition: str
 ) -> None:
     database.execute(f"alter table t add column {definition}")
     database.execute("insert into t (id, note) values (100, 'new')")

@@ -15,11 +15,11 @@ from penstock.errors import Retry
 from penstock.lsn import reaches
 from penstock.spark.tasks import SparkTasks
 from penstock.state import Command, CommandKind, CommandStatus, Errored, MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesSettings
 from penstock.values import OutOfRange, TypeSettings
 from penstock.workers import ErrorHold
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import current_position, wait_for
+from tests.e2e.support import Alone, current_position, tables_alone, wait_for
 from tests.e2e.test_spark_pipeline import (
     WAY,
     Shape,
@@ -67,15 +67,15 @@ class Site:
         self.store = MemoryStore("spark")
         hold = ErrorHold(time=timedelta(hours=1), bytes=HOLD_BYTES)
         self.settings: TablesSettings = replace(pipeline_settings(database, folder), error_hold=hold)
-        self.pipeline: TablesOutput | None = None
+        self.pipeline: Alone | None = None
         create_tables(database, self.shapes)
         self.ids = {shape.name: database.execute(f"select '{shape.name}'::regclass::oid::int8")[0][0]
                     for shape in self.shapes}  # fmt: skip
 
-    def start(self, tasks: Any, session: Any = None, *, types: TypeSettings = STRICT) -> TablesOutput:
+    def start(self, tasks: Any, session: Any = None, *, types: TypeSettings = STRICT) -> Alone:
         self.stop()
         settings = replace(self.settings, types=types)
-        self.pipeline = TablesOutput(settings, self.store, ParquetDestination(self.lake), tasks, session)
+        self.pipeline = tables_alone(settings, self.store, ParquetDestination(self.lake), tasks, session)
         self.pipeline.start()
         return self.pipeline
 
@@ -99,7 +99,7 @@ class Site:
         )
 
     @property
-    def running(self) -> TablesOutput:
+    def running(self) -> Alone:
         assert self.pipeline is not None
         self.pipeline.wait(0)
         return self.pipeline

@@ -17,9 +17,8 @@ from penstock.lsn import reaches
 from penstock.source.snapshots import SLOT_PREFIX
 from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.state.transitions import is_legal
-from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import current_position, tables_settings, wait_for
+from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
 from tests.support.readback import check_equal
 
 ROWS = 600
@@ -55,7 +54,7 @@ class Site:
         self.store = MemoryStore("disturbed")
         self._lake = folder / "lake"
         self._settings = tables_settings(database, folder, "disturbed", copy=CopySettings(range_bytes=64 << 10))
-        self.pipeline: TablesOutput | None = None
+        self.pipeline: Alone | None = None
         database.execute(
             "create table busy (id int primary key, version int, note text);"
             "create table other (id int primary key, version int, note text)"
@@ -65,9 +64,9 @@ class Site:
                 f"insert into {table} select i, 0, repeat('n', i % 1000) from generate_series(1, {ROWS}) i"
             )
 
-    def start(self, tasks: ProcessTasks | None = None) -> TablesOutput:
+    def start(self, tasks: ProcessTasks | None = None) -> Alone:
         destination = ParquetDestination(self._lake)
-        self.pipeline = TablesOutput(self._settings, self.store, destination, tasks or ProcessTasks())
+        self.pipeline = tables_alone(self._settings, self.store, destination, tasks or ProcessTasks())
         self.pipeline.start()
         return self.pipeline
 

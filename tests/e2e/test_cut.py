@@ -13,20 +13,19 @@ from penstock.destinations.memory import MemoryDestination
 from penstock.errors import PenstockError, SnapshotBlocked
 from penstock.lsn import reaches
 from penstock.state import CommandKind, MemoryStore
-from penstock.tables import TablesOutput
 from penstock.testing.faults import FaultyDestination
 from penstock.workers import cuts
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import Background, tables_settings, updates_of_both, wait_for
+from tests.e2e.support import Alone, Background, tables_alone, tables_settings, updates_of_both, wait_for
 
 
 @pytest.fixture
-def pipeline(database: Any, tmp_path: Any) -> Iterator[TablesOutput]:
+def pipeline(database: Any, tmp_path: Any) -> Iterator[Alone]:
     """Two tables, followed."""
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
     database.execute("insert into a select i, 0 from generate_series(1, 100) i; insert into b select * from a")
     settings = tables_settings(database, tmp_path, "cut")
-    made = TablesOutput(settings, MemoryStore("cut"), FaultyDestination(MemoryDestination()), ProcessTasks())
+    made = tables_alone(settings, MemoryStore("cut"), FaultyDestination(MemoryDestination()), ProcessTasks())
     with made:
         wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
         yield made
@@ -40,7 +39,7 @@ def busy(database: Any, pipeline: Any) -> Iterator[None]:
 
 
 def rows(pipeline: Any, table: str) -> list[tuple[int, int]]:
-    return sorted((row["id"], row["n"]) for row in pipeline._destination.rows(table))
+    return sorted((row["id"], row["n"]) for row in pipeline.destination.rows(table))
 
 
 def hold(pipeline: Any, **options: Any) -> Any:
@@ -92,7 +91,7 @@ def test_a_blocked_snapshot_is_an_error_in_the_end(database: Any, pipeline: Any)
 
 
 def test_a_table_that_stopped_is_left_out(database: Any, pipeline: Any) -> None:
-    pipeline._destination.reject("public.b")
+    pipeline.destination.reject("public.b")
     database.execute("update b set n = 1 where id = 1")
     wait_for(lambda: pipeline.phases["public.b"].name == "errored", "the table to stop")
     with hold(pipeline) as cut:

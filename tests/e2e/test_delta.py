@@ -11,12 +11,11 @@ import pytest
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.lsn import reaches
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
 from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
-from tests.e2e.support import Background, current_position, tables_settings, wait_for
+from tests.e2e.support import Alone, Background, current_position, tables_alone, tables_settings, wait_for
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.readback import check_equal, check_exactly_once
@@ -32,7 +31,7 @@ SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 
 def pipeline_into(
     database, folder, *, max_rows: int = 500, publication="e2e", lake=None, error_hold=None, **options
-) -> TablesOutput:
+) -> Alone:
     settings = tables_settings(
         database,
         folder,
@@ -42,15 +41,15 @@ def pipeline_into(
         error_hold=error_hold or ErrorHold(),
     )
     destination = DeltaDestination(lake or folder / "lake", **options)
-    return TablesOutput(settings, MemoryStore("e2e"), destination, LocalTasks())
+    return tables_alone(settings, MemoryStore("e2e"), destination, LocalTasks())
 
 
-def wait_applied(pipeline: TablesOutput, database) -> None:
+def wait_applied(pipeline: Alone, database) -> None:
     end = current_position(database)
     wait_for(lambda: reaches(pipeline.status.applied, end), "apply to reach the end")
 
 
-def wait_ready(pipeline: TablesOutput, count: int) -> None:
+def wait_ready(pipeline: Alone, count: int) -> None:
     wait_for(lambda: [phase.name for phase in pipeline.phases.values()] == ["ready"] * count, "ready tables")
 
 

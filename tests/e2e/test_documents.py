@@ -37,6 +37,7 @@ from penstock.state import CommandKind, CommandStatus, IndexBuild, MemoryStore, 
 from penstock.stream import OnLostSlot
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.postgres import PostgresServer
+from penstock.workers import Lifecycle
 from penstock.workers.process_tasks import ProcessTasks
 from tests.conftest import Database
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
@@ -336,13 +337,13 @@ def test_a_refused_document_is_set_aside_and_taken_back(refusing: Site) -> None:
 
 
 def test_tables_and_documents_come_from_one_slot(site: Site, tmp_path: Path) -> None:
-    documents = site.output()
     stream = site.stream_settings()
     values = {each.name: getattr(stream, each.name) for each in fields(stream)}
-    tables = TablesOutput(
+    output = TablesOutput(
         TablesSettings(**values), MemoryStore("e2e"), ParquetDestination(tmp_path / "lake"), ProcessTasks()
     )
-    with Coordinator([tables, documents]):
+    with Coordinator([output, site.definition()]) as coordinator:
+        tables, documents = coordinator
         site.wait_settled(documents)
         with connect(SourceSettings(site.database.dsn), Role.CATALOG) as connection:
             for _ in range(10):
@@ -430,7 +431,7 @@ def test_another_replica_identity_loses_no_deletes_and_no_moves(site: Site) -> N
 def test_a_replica_identity_that_was_another_one_for_a_moment_loses_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.documents.output.output.REFRESH_SECONDS", 3600.0)
+    monkeypatch.setattr("penstock.coordinator.REFRESH_SECONDS", 3600.0)
     site.database.execute("alter table w.orders replica identity full")
     with run(output := site.output()):
         site.wait_settled(output)
@@ -446,7 +447,7 @@ def test_a_replica_identity_that_was_another_one_for_a_moment_loses_nothing(
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.documents.output.output.REFRESH_SECONDS", 0.2)
+    monkeypatch.setattr("penstock.coordinator.REFRESH_SECONDS", 0.2)
 
 
 def wait_rebuilt(site: Site, output: DocumentsOutput, before: IndexBuild) -> None:
@@ -595,9 +596,9 @@ def test_a_standby_is_refused(make_server: Callable[..., PostgresServer], tmp_pa
     database = SimpleNamespace(dsn=server.dsn(), name="in_recovery")
     output = Site(database, tmp_path, specifications(people=PEOPLE), sink, sink.documents).output()
     stream: Any = SimpleNamespace(start_of=lambda _: SimpleNamespace(position=Lsn(0)))
-    with pytest.raises(UnsupportedServer, match="documents cannot be built from a standby"):
-        output.follow(stream)
-    output.settle()
+    opened = output.definition.opened(stream, Lifecycle("documents"), 1, stream)
+    with pytest.raises(UnsupportedServer, match="documents cannot be built from a standby"), opened:
+        pass
 
 
 @pytest.mark.trap(44)

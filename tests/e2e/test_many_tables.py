@@ -22,8 +22,7 @@ from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.lsn import reaches
 from penstock.spark.tasks import SparkTasks
 from penstock.state import open_store
-from penstock.tables import TablesOutput
-from tests.e2e.support import current_position, tables_settings, wait_for
+from tests.e2e.support import current_position, tables_alone, tables_settings, wait_for
 from tests.e2e.test_spark_pipeline import CountingTasks, job_description, job_ids
 from tests.support.processes import Part, descendants_of, part_of, resident_bytes
 
@@ -120,7 +119,7 @@ def follow(
     settings = tables_settings(database, folder, "many", interval=0.5)
     store = open_store(f"sqlite:///{folder / 'state.db'}", "many")
     changes = Changes(database)
-    with TablesOutput(settings, store, ParquetDestination(folder / "lake"), tasks, spark) as pipeline:
+    with tables_alone(settings, store, ParquetDestination(folder / "lake"), tasks, spark) as pipeline:
 
         def ready() -> bool:
             pipeline.wait(0)

@@ -9,10 +9,9 @@ import pytest
 from penstock.destinations.memory import MemoryDestination
 from penstock.lsn import Lsn, reaches
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
-from tests.e2e.support import current_position, tables_settings, wait_for
+from tests.e2e.support import current_position, tables_alone, tables_settings, wait_for
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.readback import MemoryReadBack, check_equal
 from tests.support.samples import available_samples
@@ -36,7 +35,7 @@ def test_tables_are_copied_while_they_change_and_then_followed(database, tmp_pat
     )
     store = MemoryStore("e2e")
     writers = Writers(database.dsn, Random(12), tables, SIZE, truncates=False)
-    with TablesOutput(settings, store, destination, LocalTasks()) as pipeline:
+    with tables_alone(settings, store, destination, LocalTasks()) as pipeline:
         with writers:
             # Without truncates every table goes straight to Ready; with them a copy may start over.
             wait_for(lambda: [phase.name for phase in pipeline.phases.values()] == ["ready"] * len(names), "ready")

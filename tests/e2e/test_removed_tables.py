@@ -10,10 +10,9 @@ from penstock import failpoints
 from penstock.destinations.memory import MemoryDestination
 from penstock.lsn import reaches
 from penstock.state import CommandKind, MemoryStore
-from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
-from tests.e2e.support import tables_settings, wait_for
+from tests.e2e.support import Alone, tables_alone, tables_settings, wait_for
 from tests.e2e.test_pipeline import current_position
 
 
@@ -24,23 +23,23 @@ def pipeline(database, tmp_path):
     database.execute("insert into a values (1); insert into b values (1)")
     database.execute("create publication e2e for table a, b")
     settings = tables_settings(database, tmp_path, tables=("*.*",), manage_publication=False)
-    made = TablesOutput(settings, MemoryStore("e2e"), FaultyDestination(MemoryDestination()), LocalTasks())
+    made = tables_alone(settings, MemoryStore("e2e"), FaultyDestination(MemoryDestination()), LocalTasks())
     yield made
     failpoints.arm("")
     made.shutdown()
 
 
-def refresh(pipeline: TablesOutput) -> None:
-    pipeline._store.add_command(CommandKind.REFRESH)
+def refresh(pipeline: Alone) -> None:
+    pipeline.store.add_command(CommandKind.REFRESH)
 
 
-def phase(pipeline: TablesOutput, table: str) -> str | None:
+def phase(pipeline: Alone, table: str) -> str | None:
     found = pipeline.phases.get(table)
     return None if found is None else found.name
 
 
-def rows(pipeline: TablesOutput, table: str) -> list[int]:
-    return sorted(row["id"] for row in pipeline._destination.rows(table))
+def rows(pipeline: Alone, table: str) -> list[int]:
+    return sorted(row["id"] for row in pipeline.destination.rows(table))
 
 
 @pytest.mark.trap(18, 23)
@@ -59,12 +58,12 @@ def test_a_table_that_leaves_during_its_copy_holds_back_nothing(database, pipeli
     database.execute("insert into b values (3)")
     wait_for(lambda: reaches(pipeline.status.acknowledged, end), "the acknowledgement")
     assert phase(pipeline, "public.a") is None
-    assert set(pipeline._store.get_table_replication_states().values()) == {pipeline.phases["public.b"]}
+    assert set(pipeline.store.get_table_replication_states().values()) == {pipeline.phases["public.b"]}
 
 
 @pytest.mark.trap(18, 19)
 def test_a_table_that_comes_back_during_its_copy_is_copied_again(database, pipeline):
-    with pipeline._destination.hold("write_table_rows") as hold:
+    with pipeline.destination.hold("write_table_rows") as hold:
         pipeline.start()
         hold.wait_until_reached()
         wait_for(lambda: phase(pipeline, "public.a") == "data_sync", "the copy")
@@ -76,7 +75,7 @@ def test_a_table_that_comes_back_during_its_copy_is_copied_again(database, pipel
     wait_for(lambda: phase(pipeline, "public.a") == "ready", "the second copy")
     database.execute("insert into a values (3)")
     wait_for(lambda: rows(pipeline, "public.a") == [1, 2, 3], "all rows")
-    history = pipeline._store.get_table_replication_history
+    history = pipeline.store.get_table_replication_history
     (table_id,) = [each for each, name in pipeline._names.items() if name == "public.a"]
     assert [record.phase.name for record in history(table_id)][-5:] == [
         "init", "data_sync", "finished_copy", "sync_done", "ready",

@@ -6,24 +6,23 @@ from typing import Any
 
 import pytest
 
-from penstock import tables as tables_module
+from penstock import coordinator
 from penstock.destinations.memory import MemoryDestination
 from penstock.lsn import reaches
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput
 from penstock.testing.faults import FaultyDestination
 from penstock.workers.process_tasks import ProcessTasks
 from tests.conftest import Database
-from tests.e2e.support import current_position, tables_settings, wait_for
+from tests.e2e.support import current_position, tables_alone, tables_settings, wait_for
 
 
 def test_what_is_in_the_spool_is_applied_while_the_server_is_away(
     make_server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In every round, so that each of them meets a server that does not answer.
-    monkeypatch.setattr(tables_module, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(coordinator, "REFRESH_SECONDS", 0.0)
     server = make_server()
     database = Database(server, server.create_database())
     database.execute("create table t (id int primary key)")
@@ -39,7 +38,7 @@ def test_what_is_in_the_spool_is_applied_while_the_server_is_away(
         captured = SpoolReader(settings.spool.path).captured
         return captured is not None and reaches(captured, position)
 
-    with TablesOutput(settings, MemoryStore("away"), destination, ProcessTasks()) as pipeline:
+    with tables_alone(settings, MemoryStore("away"), destination, ProcessTasks()) as pipeline:
         wait_for(lambda: [phase.name for phase in pipeline.phases.values()] == ["ready"], "the table to be ready")
         with destination.hold("write_events") as hold:
             database.execute("insert into t values (1)")

@@ -26,9 +26,9 @@ from penstock.lsn import Lsn, reaches
 from penstock.spark.java import find_java
 from penstock.spark.tasks import SparkTasks
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import TablesSettings
 from penstock.testing.server import wait_until_gone
-from tests.e2e.support import current_position, tables_settings, wait_for
+from tests.e2e.support import current_position, tables_alone, tables_settings, wait_for
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
 from tests.support.processes import descendants_of
@@ -256,7 +256,7 @@ def test_tables_of_all_shapes_are_copied_and_followed_on_spark(spark: Any, datab
     store = MemoryStore("spark")
     destination = ParquetDestination(tmp_path / "lake")
     settings = pipeline_settings(database, tmp_path)
-    with TablesOutput(settings, store, destination, tasks, spark) as pipeline:
+    with tables_alone(settings, store, destination, tasks, spark) as pipeline:
 
         def all_ready() -> bool:
             phases = pipeline.phases

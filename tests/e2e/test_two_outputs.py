@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from penstock.coordinator import Coordinator
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import SlotLost
 from penstock.lsn import Lsn, reaches
+from penstock.output import RunningOutput
 from penstock.spark.tasks import SparkTasks
 from penstock.state import CommandKind, MemoryStore, Store
-from penstock.tables import Coordinator, OnLostSlot, TablesOutput
+from penstock.tables import OnLostSlot, TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import wait_for
 from tests.e2e.test_spark_pipeline import (
@@ -86,8 +88,7 @@ def all_ready(outputs: Coordinator, shapes: tuple[Shape, ...]) -> Callable[[], b
     return look
 
 
-def acknowledged(pipeline: TablesOutput) -> Lsn:
-    assert pipeline.status is not None
+def acknowledged(pipeline: RunningOutput) -> Lsn:
     return pipeline.status.acknowledged
 
 
@@ -107,10 +108,9 @@ def test_two_outputs_follow_one_slot_and_one_may_be_paused(spark: Any, database:
             wait_for(all_ready(outputs, SHAPES), "all tables of both to be ready")
             second.store.add_command(CommandKind.PAUSE)
             wait_for(lambda: second.paused, "the second to pause")
-            assert second.status is not None
             held = second.status.applied
             batches = first.status.batches if first.status else 0
-            wait_for(lambda: first.status is not None and first.status.batches >= batches + 3, "the first to go on")
+            wait_for(lambda: first.status.batches >= batches + 3, "the first to go on")
             assert not reaches(held, acknowledged(first))
         wait_for(lambda: reaches(acknowledged(first), current_position(database)), "the first to reach the end")
         assert reaches(held, site.confirmed())
@@ -134,7 +134,7 @@ def test_an_output_that_is_left_out_for_a_while_misses_nothing(site: Site, caplo
         held = site.confirmed()
         with writers(site.database, 2, FEW):
             before = first.status.batches if first.status else 0
-            wait_for(lambda: first.status is not None and first.status.batches >= before + 3, "the first to go on")
+            wait_for(lambda: first.status.batches >= before + 3, "the first to go on")
         site.wait_reached(outputs)
     assert "an output that does not run holds back the slot output=second" in caplog.text
     stored = site.stores["second"].get_stored_progress()
@@ -167,7 +167,7 @@ def test_an_output_that_the_slot_did_not_wait_for_is_not_continued(site: Site) -
     shutil.rmtree(site.folder / "spool")
     with site.outputs("tables") as outputs, writers(site.database, 2, FEW):
         [first] = outputs
-        wait_for(lambda: first.status is not None and first.status.batches >= 2, "changes that the second does not get")
+        wait_for(lambda: first.status.batches >= 2, "changes that the second does not get")
         end = acknowledged(first)
         wait_for(lambda: reaches(site.confirmed(), end), "the slot to move")
     with pytest.raises(SlotLost, match="'second' has changes only up to"):

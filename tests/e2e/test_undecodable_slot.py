@@ -15,10 +15,9 @@ from penstock.copy import CopySettings
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.errors import SlotUndecodable
 from penstock.state import MemoryStore, Store
-from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import LocalTasks
 from tests.e2e.lake import LakeReadBack
-from tests.e2e.support import tables_settings, wait_for
+from tests.e2e.support import Alone, tables_alone, tables_settings, wait_for
 from tests.e2e.test_delta import wait_applied, wait_ready
 from tests.support.readback import check_equal
 
@@ -33,9 +32,9 @@ class Site:
         database.execute("create table t (id int primary key)")
         database.execute("insert into t select generate_series(1, 200)")
 
-    def pipeline(self, **copy: Any) -> TablesOutput:
+    def pipeline(self, **copy: Any) -> Alone:
         settings = tables_settings(self.database, self.folder, interval=0.1, copy=CopySettings(**copy))
-        return TablesOutput(settings, self.store, DeltaDestination(self.folder / "lake"), LocalTasks())
+        return tables_alone(settings, self.store, DeltaDestination(self.folder / "lake"), LocalTasks())
 
     def slots(self) -> list[Any]:
         return self.database.execute(
@@ -52,7 +51,7 @@ def site(database: Any, tmp_path: Path) -> Site:
     return Site(database, tmp_path)
 
 
-def end_undecodable(pipeline: TablesOutput, monkeypatch: pytest.MonkeyPatch) -> SlotUndecodable:
+def end_undecodable(pipeline: Alone, monkeypatch: pytest.MonkeyPatch) -> SlotUndecodable:
     with monkeypatch.context() as patched:
         patched.setattr(CaptureProcess, "check", undecodable)
         with pytest.raises(SlotUndecodable) as caught:

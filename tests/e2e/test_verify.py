@@ -17,12 +17,11 @@ from penstock.destinations.stdout import StdoutDestination
 from penstock.errors import NotComparable, SnapshotBlocked
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput
 from penstock.testing.faults import FaultyDestination
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import Background, tables_settings, updates_of_both, wait_for
+from tests.e2e.support import Alone, Background, tables_alone, tables_settings, updates_of_both, wait_for
 
-Started = Callable[[Any], TablesOutput]
+Started = Callable[[Any], Alone]
 
 
 class Unversioned(MemoryDestination):
@@ -36,11 +35,11 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
     """A pipeline of two tables into a destination, followed; writers change rows 1 to 100 of both all the time."""
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
     database.execute("insert into a select i, 0 from generate_series(1, 150) i; insert into b select * from a")
-    pipelines: list[TablesOutput] = []
+    pipelines: list[Alone] = []
 
-    def start(destination: Any) -> TablesOutput:
+    def start(destination: Any) -> Alone:
         settings = tables_settings(database, tmp_path, "verify")
-        made = TablesOutput(settings, MemoryStore("verify"), destination, ProcessTasks())
+        made = tables_alone(settings, MemoryStore("verify"), destination, ProcessTasks())
         pipelines.append(made)
         made.start()
         wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
@@ -55,7 +54,7 @@ def started(database: Any, tmp_path: Any) -> Iterator[Started]:
 class Watching(Observer):
     """Notes what it is told, with how far apply was."""
 
-    def __init__(self, pipeline: TablesOutput) -> None:
+    def __init__(self, pipeline: Alone) -> None:
         self._pipeline = pipeline
         self.told: list[tuple[str, Any]] = []
         self.position: Lsn | None = None
@@ -79,7 +78,7 @@ class Watching(Observer):
         return reaches(self.position, status.applied)
 
 
-def compare(pipeline: TablesOutput, destination: Any, observer: Observer | None = None, **options: Any) -> Report:
+def compare(pipeline: Alone, destination: Any, observer: Observer | None = None, **options: Any) -> Report:
     return verify_tables(pipeline.settings, pipeline.store, destination, ProcessTasks(), observer=observer, **options)
 
 

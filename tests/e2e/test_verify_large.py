@@ -23,10 +23,9 @@ from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn, reaches
 from penstock.spark.tasks import SparkTasks
 from penstock.state import MemoryStore
-from penstock.tables import TablesOutput
 from penstock.testing.destinations.script import ScriptedTransaction
 from penstock.workers import BatchSettings
-from tests.e2e.support import Background, tables_settings, wait_for
+from tests.e2e.support import Alone, Background, tables_alone, tables_settings, wait_for
 from tests.integration.comparison.support import plant_beside
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
@@ -59,7 +58,7 @@ def writes(rows: int) -> Callable[[Any], None]:
 class Watching(Observer):
     """Notes whether changes flow while rows are compared, and who was waited for."""
 
-    def __init__(self, pipeline: TablesOutput) -> None:
+    def __init__(self, pipeline: Alone) -> None:
         self._pipeline = pipeline
         self._released_at: Lsn | None = None
         self.blocked_by: list[str] = []
@@ -95,7 +94,7 @@ class Comparing:
         self._tasks = SparkTasks(spark)
         self.lake = folder / "lake"
         settings = tables_settings(database, folder, "large", batches=BatchSettings())
-        self.pipeline = TablesOutput(settings, MemoryStore("large"), DeltaDestination(self.lake), self._tasks, spark)
+        self.pipeline = tables_alone(settings, MemoryStore("large"), DeltaDestination(self.lake), self._tasks, spark)
 
     @contextmanager
     def running(self, rows: int) -> Iterator[Background]:

@@ -22,11 +22,12 @@ from penstock.coordinator import Coordinator
 from penstock.copy import CopySettings
 from penstock.destinations.registry import create_destination
 from penstock.documents.base import BatchPolicy, Sink
-from penstock.documents.output import DocumentsOutput, DocumentsSettings
+from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import parse_specification
 from penstock.errors import TableBusy
+from penstock.output import RunningOutput
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
@@ -107,9 +108,10 @@ def main(path: Path) -> None:
     with _started_tasks(settings) as (tasks, session):
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         output = make_documents(settings, tasks) if settings.indexes else make_pipeline(settings, tasks, session)
-        with Coordinator([output]) as outputs:
-            while not stop.wait(_TELL_SECONDS) and not outputs.wait(0):
-                _tell(output, session)
+        with Coordinator([output]) as coordinator:
+            (running,) = coordinator
+            while not stop.wait(_TELL_SECONDS) and not coordinator.wait(0):
+                _tell(running, session)
 
 
 def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOutput:
@@ -184,16 +186,15 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
         stop_session(session)
 
 
-def _tell(pipeline: TablesOutput | DocumentsOutput, session: Any) -> None:
-    status = pipeline.status
+def _tell(pipeline: RunningOutput, session: Any) -> None:
     phases = {name: phase.name for name, phase in pipeline.phases.items()}
-    if isinstance(pipeline, DocumentsOutput):
+    if isinstance(pipeline, RunningDocuments):
         phases = {name: build.status.value for name, build in pipeline.indexes.items()}
         if pipeline.unfinished_work:
             phases = dict.fromkeys(phases, "busy")
     line = {
-        "applied": None if status is None else str(status.applied),
-        "batches": 0 if status is None else status.batches,
+        "applied": str(pipeline.status.applied),
+        "batches": pipeline.status.batches,
         "phases": phases,
     }
     if session is not None:

@@ -32,10 +32,9 @@ from penstock.state.phases import (
     SyncWait,
     TableReplicationPhase,
 )
-from penstock.state.positions import progress, start_position, table_start
+from penstock.state.positions import followed_from, progress, start_position, table_start
 from penstock.state.transitions import (
     after_crash,
-    apply_takes,
     become_ready,
     discover,
     fail,
@@ -307,7 +306,7 @@ def _table_steps(
         errored = fail(phase, reason="", solution=None, retry_policy=RetryPolicy(), at=_SOME_TIME, position=at)
         yield f"fails at {at:d}", table._replace(phase=errored, applied=None), {"errors": world.errors + 1}
     if phase is not None and not isinstance(phase, Init) and world.resyncs < scenario.resyncs:
-        yield "resync", _reset(scenario, table, resync(after_crash(phase))), {"resyncs": world.resyncs + 1}
+        yield "resync", _reset(scenario, table, resync(None)), {"resyncs": world.resyncs + 1}
 
 
 def _copy_steps(
@@ -402,12 +401,10 @@ def _written(scenario: Scenario, world: World, index: int, table: Table, begin: 
     """Return the table after its changes between two boundaries went to the destination."""
     if not reaches(begin, world.released):
         raise _Lost(f"{scenario.tables[index]}: the spool was released up to {world.released:d}, not {begin:d}")
-    followed = isinstance(table.phase, SyncDone | Ready)
     rows = list(table.rows)
     for number in range(begin, end):
         known = Rule.SKIP_RECORDED in scenario and is_in(number, table.recorded)
-        mine = not followed or (table.phase is not None and apply_takes(table.phase, number))
-        if world.sent[number] >> index & 1 and not known and mine:
+        if world.sent[number] >> index & 1 and not known:
             rows[number] += 1
     return table._replace(rows=tuple(rows), recorded=furthest(table.recorded, end))
 
@@ -416,7 +413,7 @@ def _apply_position(table: Table, phase: SyncDone | Ready) -> Lsn:
     if table.applied is None:
         assert isinstance(phase, SyncDone)
         return phase.lsn
-    return furthest(table.applied, phase.lsn) if isinstance(phase, SyncDone) else table.applied
+    return followed_from(phase, table.applied)
 
 
 def _crashed(scenario: Scenario, world: World) -> World:

@@ -127,6 +127,14 @@ class CaptureProcess:
             self._thread.join()
 
     def _supervise(self) -> None:
+        try:
+            self._keep_running()
+        except BaseException as error:
+            # Nobody would notice: what is read of the status would stay as it was.
+            logger.exception("the supervisor of capture failed")
+            self._fail(CaptureStopped(f"capture cannot be supervised: an unexpected {type(error).__name__}"))
+
+    def _keep_running(self) -> None:
         fruitless = 0
         while not self._stopping.is_set():
             captured = self._captured
@@ -147,6 +155,13 @@ class CaptureProcess:
 
     def _run_child(self) -> PenstockError:
         """Run a child to its end; why it ended."""
+        try:
+            return self._run_started_child()
+        except OSError as error:
+            # No process, or no pipe: the machine is short of something, and may not be the next time.
+            return CaptureStopped(f"the capture process could not be started: {error.strerror or error}")
+
+    def _run_started_child(self) -> PenstockError:
         command = [sys.executable, "-m", "penstock.capture"]
         environment = CHILD_SETTINGS | os.environ
         # In a group of its own: Ctrl-C in a terminal is for the parent, which then stops the child in good order.
@@ -257,15 +272,18 @@ def _read_report(line: bytes) -> CaptureStatus | PenstockError | None:
         return None
     if not isinstance(record, dict):
         return None
-    if "error" in record:
-        return _load(record["error"])
-    return CaptureStatus(
-        reading=Reading(record["reading"]),
-        captured=None if record["captured"] is None else Lsn.parse(record["captured"]),
-        acknowledged=None if record["acknowledged"] is None else Lsn.parse(record["acknowledged"]),
-        unreleased_bytes=record["unreleased_bytes"],
-        error=None if record["why"] is None else _load(record["why"]),
-    )
+    try:
+        if "error" in record:
+            return _load(record["error"])
+        return CaptureStatus(
+            reading=Reading(record["reading"]),
+            captured=None if record["captured"] is None else Lsn.parse(record["captured"]),
+            acknowledged=None if record["acknowledged"] is None else Lsn.parse(record["acknowledged"]),
+            unreleased_bytes=record["unreleased_bytes"],
+            error=None if record["why"] is None else _load(record["why"]),
+        )
+    except Exception as error:  # unpickling may raise anything
+        return CaptureStopped(f"a report of the capture process cannot be read: {type(error).__name__}")
 
 
 def _dump(error: PenstockError) -> str:

@@ -164,6 +164,7 @@ def watcher(running: Running, display: Display, ending: Ending) -> Watch:
     def watch(seconds: float, done: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + seconds
         while not ending.stop.is_set() and not running.wait(0):
+            running.check()
             show_running(running, display)
             if done():
                 return True

@@ -85,6 +85,7 @@ def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> Non
         display.say("caught up, stopping" if caught_up else "stopping after the current batch")
         failed = list(running.errored)
         copied = any(output.phases for output in running.outputs)
+    running.check()
     if once and caught_up and config.outputs and not copied:
         raise PenstockError(
             f"no table matches {', '.join(config.pipeline.tables)}, so none was copied",
@@ -98,7 +99,10 @@ def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> Non
 
 
 def _watch(running: Running, ending: Ending, display: Display, *, once: bool) -> bool:
-    """Show progress until an output ends or a signal arrives; with `once`, True when everything is caught up."""
+    """Show progress until all outputs have ended or a signal arrives; with `once`, True when they have caught up.
+
+    An output that has failed is not waited for: the others go on, and its error ends the command.
+    """
     target: Lsn | None = None
     while not ending.stop.is_set():
         if running.wait(0):

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from penstock.config.units import count_of, format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
-from penstock.errors import for_table
+from penstock.errors import PenstockError, for_table
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.source.slots import name_blockers
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """What is looked at: a `TablesOutput`."""
+    """What is looked at: a `RunningOutput`."""
 
     @property
     def output(self) -> str: ...
@@ -45,6 +45,8 @@ class Watched(Protocol):
     def status(self) -> ApplyStatus | None: ...
     @property
     def paused(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...
 
 
 @runtime_checkable
@@ -83,6 +85,8 @@ class OutputLook:
     behind: Behind | None
     """None before anything is known of the server."""
     indexes: Mapping[str, IndexBuild] = field(default_factory=dict[str, IndexBuild])
+    error: str | None = None
+    """What stopped the output, while others go on."""
 
     @property
     def line(self) -> str:
@@ -90,6 +94,8 @@ class OutputLook:
         lag = "unknown"
         if self.behind is not None:
             lag = f"{format_bytes(self.behind.bytes)}, {format_seconds(self.behind.seconds)}"
+        if self.error is not None:
+            return f"stopped: {self.error}"
         state = "paused" if self.paused else "streaming"
         what = count_indexes(self.indexes) if self.indexes else count_phases(self.phases)
         return f"{state}: {what}; {self.changes_per_second:,.0f} changes/s; lag {lag}"
@@ -100,6 +106,7 @@ class OutputLook:
         return {
             "output": self.output,
             "paused": self.paused,
+            **({} if self.error is None else {"error": self.error}),
             "tables": len(self.phases),
             "ready": sum(isinstance(phase, Ready) for phase in self.phases.values()),
             "errored": sum(isinstance(phase, Errored) for phase in self.phases.values()),
@@ -165,6 +172,7 @@ class Progress:
             applied=status.applied,
             behind=self._behind(status),
             indexes=indexes,
+            error=_message(self._pipeline.error),
         )
         return notices, look
 
@@ -365,6 +373,11 @@ def count_indexes(indexes: Mapping[str, IndexBuild]) -> str:
     filling = sum(build.status is IndexStatus.FILLING for build in indexes.values())
     noun = "index" if len(indexes) == 1 else "indexes"
     return f"{_seeded(indexes)} of {len(indexes)} {noun} complete{f', {filling} filling' if filling else ''}"
+
+
+def _message(error: BaseException | None) -> str | None:
+    """Of an unknown error only the class: libraries quote values in their messages."""
+    return error.message if isinstance(error, PenstockError) else None if error is None else type(error).__name__
 
 
 def _state(build: IndexBuild) -> tuple[str, IndexStatus]:

@@ -17,9 +17,9 @@ from typing import Any
 
 from penstock.config import Config, DocumentsChoice
 from penstock.config.units import count_of
-from penstock.coordinator import Coordinator, Output
+from penstock.coordinator import Coordinator
 from penstock.documents import Sink
-from penstock.documents.output import DocumentsOutput, DocumentsSettings
+from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
 from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import Retry
@@ -28,6 +28,7 @@ from penstock.operations.lag import LagWatch
 from penstock.operations.progress import Notice, OutputLook, Progress, StatusFile
 from penstock.operations.signals import Ending
 from penstock.operations.stores import require_stopped
+from penstock.output import Output, RunningOutput
 from penstock.registry import requires_extra
 from penstock.source import Role, connect
 from penstock.source.lineage import current_position
@@ -65,7 +66,7 @@ class Running:
         self._status_file = StatusFile(config.pipeline.spool.path)
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[RunningOutput]:
         """All outputs, in the order of the config."""
         return list(self._coordinator)
 
@@ -75,8 +76,12 @@ class Running:
         return {output.output: output.store for output in self._coordinator}
 
     def wait(self, timeout: float) -> bool:
-        """Wait until an output ends, and raise the error that ended it; False if none ended in time."""
+        """Wait until all outputs have ended, and raise the error of one that failed; False if they have not in time."""
         return self._coordinator.wait(timeout)
+
+    def check(self) -> None:
+        """Raise the error of an output that has failed, also while others go on."""
+        self._coordinator.check()
 
     def look(self) -> tuple[list[Notice], list[OutputLook]]:
         """What is new, and how each output is; also writes the status file. Called about twice a second."""
@@ -90,12 +95,15 @@ class Running:
         return notices, looks
 
     def is_ready(self) -> bool:
-        """True if nothing is being copied or filled, no retry is scheduled, and no command is waiting."""
-        return all(is_ready(output) for output in self._coordinator)
+        """True if nothing is being copied or filled, no retry is scheduled, and no command is waiting.
+
+        An output that has failed is not waited for.
+        """
+        return all(is_ready(output) for output in self._coordinator if output.error is None)
 
     def has_reached(self, target: Lsn) -> bool:
-        """True if everything that was committed before `target` is durable at every output."""
-        return all(has_reached(output, target) for output in self._coordinator)
+        """True if everything that was committed before `target` is durable at every output that has not failed."""
+        return all(has_reached(output, target) for output in self._coordinator if output.error is None)
 
     def current_position(self) -> Lsn:
         """The server's position."""
@@ -111,14 +119,14 @@ class Running:
             if isinstance(phase, Errored)
         }
 
-    def named(self, output: Output, text: str) -> str:
+    def named(self, output: RunningOutput, text: str) -> str:
         """A text about an output, with its name in front if there are several."""
         return f"{output.output}: {text}" if len(self._coordinator) > 1 else text
 
 
-def is_ready(output: Output) -> bool:
+def is_ready(output: RunningOutput) -> bool:
     """True if nothing is being copied or filled, no retry is scheduled, and no command is waiting."""
-    if isinstance(output, DocumentsOutput) and not output.settled:
+    if isinstance(output, RunningDocuments) and not output.settled:
         return False
     return all(command.answered for command in output.store.get_commands()) and all(
         isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)
@@ -126,11 +134,9 @@ def is_ready(output: Output) -> bool:
     )
 
 
-def has_reached(output: Output, target: Lsn) -> bool:
+def has_reached(output: RunningOutput, target: Lsn) -> bool:
     """True if everything that was committed before `target` is durable."""
     status = output.status
-    if status is None:
-        return False
     # A table that failed holds back what is acknowledged.
     held = any(isinstance(phase, Errored) for phase in output.phases.values())
     return reaches(status.applied if held else status.acknowledged, target)

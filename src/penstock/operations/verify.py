@@ -170,6 +170,7 @@ def _closed_on_signal(ending: Ending, tasks: Any) -> Iterator[None]:
 def _wait_ready(pipeline: Running, ending: Ending) -> bool:
     """Wait until all tables are copied; False if the pipeline ends before."""
     while not ending.stop.is_set() and not pipeline.wait(0):
+        pipeline.check()
         if pipeline.is_ready():
             return True
         ending.stop.wait(POLL_SECONDS)

@@ -8,21 +8,24 @@ came back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.errors import ConfigError, PublicationMissing
+from penstock.errors import ConfigError, PublicationMissing, ServerUnavailable, SourceError
 from penstock.source.catalog import load_tables
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import Place, translated
 from penstock.source.patterns import TableName, select_tables
 
 _SCHEMAS_SINCE = 150000
+_ALTER_SECONDS = 10.0
+"""How long tables are tried one by one, at most, each time that a publication is brought up to date."""
 
 # The row filter and the column list are those of the table's own entry; they do not count when the whole schema
 # or the whole database is published.
@@ -52,15 +55,65 @@ _TABLES_13 = """
     order by n.nspname, c.relname
 """
 
-_MEMBERSHIP = """
-    with published as (
+_PUBLISHED_13 = """
+    published as (
         select p.oid as publication, c.oid as relation, c.relnamespace as namespace, n.nspname, c.relname
         from pg_catalog.pg_publication p
         join pg_catalog.pg_publication_tables t on t.pubname = p.pubname
         join pg_catalog.pg_namespace n on n.nspname = t.schemaname
         join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
         where p.pubname = %s
+    )
+"""
+
+# From 15 on `pg_publication_tables` opens every table, and waits for DDL on any of them. The same from the catalog
+# alone: members, tables of published schemas, or all tables; partitions as their leaves, or left to the root.
+_PUBLISHED_15 = """
+    publication as (
+        select oid, puballtables, pubviaroot from pg_catalog.pg_publication where pubname = %s
     ),
+    named as (
+        select r.prrelid as oid
+        from pg_catalog.pg_publication_rel r join publication p on p.oid = r.prpubid
+        where not p.puballtables
+        union
+        select c.oid
+        from pg_catalog.pg_publication_namespace s
+        join publication p on p.oid = s.pnpubid and not p.puballtables
+        join pg_catalog.pg_class c on c.relnamespace = s.pnnspid
+        where c.relkind in ('r', 'p') and c.relpersistence = 'p' and c.oid >= 16384
+        union
+        select c.oid
+        from publication p
+        join pg_catalog.pg_class c on c.relkind in ('r', 'p') and c.relpersistence = 'p' and c.oid >= 16384
+        where p.puballtables
+    ),
+    tree as (
+        select oid from named
+        union
+        select i.inhrelid
+        from tree t
+        join pg_catalog.pg_class parent on parent.oid = t.oid and parent.relkind = 'p'
+        join pg_catalog.pg_inherits i on i.inhparent = t.oid
+    ),
+    published as (
+        select p.oid as publication, c.oid as relation, c.relnamespace as namespace, n.nspname, c.relname
+        from publication p
+        join tree t on true
+        join pg_catalog.pg_class c on c.oid = t.oid
+        join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+        where case when p.pubviaroot
+            then t.oid in (select oid from named) and not exists (
+                select from pg_catalog.pg_partition_ancestors(t.oid) a
+                where c.relispartition and a.relid <> t.oid and a.relid in (select oid from named)
+            )
+            else c.relkind = 'r'
+        end
+    )
+"""
+
+_MEMBERSHIP = """
+    with recursive {published},
     lineages as (
         select publication, relation, relation as member, namespace from published
         union
@@ -124,6 +177,8 @@ _STORED = """
 
 logger = logging.getLogger(__name__)
 
+_Action = Literal["add", "drop"]
+
 
 @dataclass(frozen=True, slots=True)
 class Publication:
@@ -163,10 +218,13 @@ class EnsuredPublication:
     """The result of `ensure_publication`."""
 
     publication: Publication
-    tables: tuple[PublishedTable, ...]
     created: bool = False
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
+    members: frozenset[str] = frozenset()
+    """Tables that are members of a managed publication now."""
+    refused: Mapping[str, SourceError] = field(default_factory=dict[str, SourceError])
+    """Tables that the server did not add or remove, with its reason: another owner, dropped meanwhile, locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,43 +342,88 @@ def ensure_publication(
     *,
     manage: bool = True,
     via_root: bool = True,
+    later: Collection[str] = (),
 ) -> EnsuredPublication:
     """Make a publication contain exactly the tables that match the patterns; with `manage=False` only inspect it.
 
+    A table that the server refuses does not keep the others out. Tables in `later` are not added this time.
     Column lists and row filters of tables that stay are left alone, and so are published schemas. A partition is a
     member itself only if a pattern matches it and none matches a table above it. Call this before creating the slot.
     """
     publication = inspect_publication(connection, name) if manage else require_publication(connection, name)
     if not manage:
         assert publication is not None
-        return EnsuredPublication(publication, tuple(published_tables(connection, name)))
+        return EnsuredPublication(publication)
     wanted = find_tables(connection, patterns, exclude)
+    created = publication is None
+    members: set[TableName] = set()
     if publication is None:
-        publication = create_publication(connection, name, wanted, via_root=via_root)
-        added = tuple(str(table) for table in wanted)
-        return EnsuredPublication(publication, tuple(published_tables(connection, name)), created=True, added=added)
-    if publication.all_tables:
-        raise ConfigError(
-            f"publication {name!r} is for all tables, so Penstock cannot choose its tables",
-            hint="Set manage_publication = false, or use another publication.",
-        )
-    with translated(connection, f"alter publication {name!r}"), connection.transaction():
-        with connection.cursor(row_factory=tuple_row) as cursor:
+        try:
+            publication = create_publication(connection, name, wanted, via_root=via_root)
+            members = set(wanted)
+        except SourceError:
+            # Perhaps because of one table: they are added one by one below. Otherwise this raises the same error.
+            publication = create_publication(connection, name, [], via_root=via_root)
+    else:
+        if publication.all_tables:
+            raise ConfigError(
+                f"publication {name!r} is for all tables, so Penstock cannot choose its tables",
+                hint="Set manage_publication = false, or use another publication.",
+            )
+        with translated(connection, f"inspect publication {name!r}"):
+            cursor = connection.cursor(row_factory=tuple_row)
             members = {TableName(*row) for row in cursor.execute(_MEMBERS, [name]).fetchall()}
-        added_tables = [table for table in wanted if table not in members]
-        removed_tables = sorted(members - set(wanted))
-        for statement, tables in (
-            (sql.SQL("alter publication {} add table {}"), added_tables),
-            (sql.SQL("alter publication {} drop table {}"), removed_tables),
-        ):
-            if tables:
-                connection.execute(statement.format(sql.Identifier(name), _table_list(tables)))
+    refused: dict[str, SourceError] = {}
+    missing = [table for table in wanted if table not in members and str(table) not in later]
+    surplus = sorted(members - set(wanted))
+    added, removed = missing, surplus
+    try:
+        with translated(connection, f"alter publication {name!r}"), connection.transaction():
+            _alter(connection, name, "add", missing)
+            _alter(connection, name, "drop", surplus)
+    except ServerUnavailable:
+        raise
+    except SourceError:
+        added = _alter_one_by_one(connection, name, "add", missing, refused)
+        removed = _alter_one_by_one(connection, name, "drop", surplus, refused)
+    now = (members - set(removed)) | set(added)
     return EnsuredPublication(
         publication,
-        tuple(published_tables(connection, name)),
-        added=tuple(str(table) for table in added_tables),
-        removed=tuple(str(table) for table in removed_tables),
+        created=created,
+        added=tuple(str(table) for table in (sorted(now) if created else added)),
+        removed=tuple(str(table) for table in removed),
+        members=frozenset(str(table) for table in now),
+        refused=refused,
     )
+
+
+def _alter(connection: psycopg.Connection[Any], name: str, action: _Action, tables: Sequence[TableName]) -> None:
+    if tables:
+        statement = sql.SQL("alter publication {} {} table {}")
+        connection.execute(statement.format(sql.Identifier(name), sql.SQL(action), _table_list(tables)))
+
+
+def _alter_one_by_one(
+    connection: psycopg.Connection[Any],
+    name: str,
+    action: _Action,
+    tables: Sequence[TableName],
+    refused: dict[str, SourceError],
+) -> list[TableName]:
+    """Add or drop what the server takes; the rest is `refused`."""
+    taken: list[TableName] = []
+    deadline = time.monotonic() + _ALTER_SECONDS
+    for table in tables:
+        try:
+            with translated(connection, f"{action} table {table}, publication {name!r}"):
+                if time.monotonic() < deadline:  # locked tables cost a wait each; the rest is for the next time
+                    _alter(connection, name, action, [table])
+                    taken.append(table)
+        except ServerUnavailable:
+            raise
+        except SourceError as error:
+            refused[str(table)] = error
+    return taken
 
 
 def find_tables(
@@ -345,13 +448,17 @@ def without_identity(connection: psycopg.Connection[Any], tables: Iterable[str])
 
 def load_membership(connection: psycopg.Connection[Any], publication: str) -> Membership:
     """The fingerprint of a publication, to be compared with an earlier one by `changes_between`."""
-    schemas = _MEMBERSHIP_SCHEMAS if connection.info.server_version >= _SCHEMAS_SINCE else ""
+    has_schemas = connection.info.server_version >= _SCHEMAS_SINCE
+    schemas = _MEMBERSHIP_SCHEMAS if has_schemas else ""
+    published = _PUBLISHED_15 if has_schemas else _PUBLISHED_13
     doing = f"read the membership of publication {publication!r}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         own = cursor.execute(
             "select oid::int8, xmin::text from pg_catalog.pg_publication where pubname = %s", [publication]
         ).fetchone()
-        rows = cursor.execute(_MEMBERSHIP.format(schemas=schemas).encode(), [publication]).fetchall()
+        rows = cursor.execute(
+            _MEMBERSHIP.format(published=published, schemas=schemas).encode(), [publication]
+        ).fetchall()
     if own is None:
         require_publication(connection, publication)
         return load_membership(connection, publication)

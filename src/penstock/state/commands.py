@@ -36,6 +36,12 @@ class CommandKind(StrEnum):
     """Load the publication again."""
     REBUILD_INDEX = "rebuild_index"
     """Rebuild search indexes beside those that serve; `options["indexes"]` names them, none means all."""
+    UNKNOWN = "unknown"
+    """A command of another version of Penstock; it is refused."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> CommandKind:
+        return cls.UNKNOWN
 
 
 class CommandStatus(StrEnum):

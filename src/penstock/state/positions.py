@@ -1,4 +1,4 @@
-"""The rules for progress, acknowledgement and restart, on plain values.
+"""The rules for progress and restart, on plain values.
 
 All positions are boundaries; `penstock.lsn` compares them. P is the apply worker's position, A the highest position
 that was ever stored or handed to capture.
@@ -12,12 +12,9 @@ from penstock.lsn import Lsn, earliest, furthest
 from penstock.state.phases import Catchup, Errored, Ready, SyncDone, TableReplicationPhase
 
 
-def table_position(applied: Lsn, first_pending: Lsn | None) -> Lsn:
-    """Return a table's position: the boundary before its first change that is not durable; P if there is none.
-
-    `first_pending` is the start of that change's commit record, which is a boundary before the change.
-    """
-    return applied if first_pending is None else first_pending
+def followed_from(phase: SyncDone | Ready, position: Lsn) -> Lsn:
+    """From where the apply worker writes a table's changes: from its position, and never from before the hand-over."""
+    return furthest(position, phase.lsn) if isinstance(phase, SyncDone) else position
 
 
 def held_at(phase: TableReplicationPhase, position: Lsn | None) -> Lsn | None:
@@ -29,7 +26,7 @@ def held_at(phase: TableReplicationPhase, position: Lsn | None) -> Lsn | None:
     """
     match phase:
         case SyncDone(lsn):
-            return lsn if position is None else furthest(position, lsn)
+            return lsn if position is None else followed_from(phase, position)
         case Catchup() | Ready():
             if position is None:
                 raise ValueError(f"the position of a table in {phase.name} is not known")
@@ -47,11 +44,6 @@ def progress(applied: Lsn, tables: Iterable[tuple[TableReplicationPhase, Lsn | N
     """
     held = (held_at(phase, position) for phase, position in tables)
     return earliest(applied, *(position for position in held if position is not None))
-
-
-def acknowledgement(stored: Lsn, applied: Lsn, received: Lsn) -> Lsn:
-    """Return what the server may discard: at most what is stored, applied and received."""
-    return earliest(stored, applied, received)
 
 
 def start_position(confirmed: Lsn, stored: Lsn | None) -> Lsn:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from penstock.errors import RESYNC, IllegalTransition, Retry
-from penstock.lsn import Lsn, furthest, is_in, reaches
+from penstock.lsn import Lsn, furthest, reaches
 from penstock.state.phases import (
     Catchup,
     DataSync,
@@ -86,13 +86,6 @@ def become_ready(current: TableReplicationPhase, durable: Lsn) -> Ready:
     if not may_be_ready(current, durable):
         raise _illegal(current, Ready.name, f"it is durable up to {durable}")
     return Ready()
-
-
-def apply_takes(current: TableReplicationPhase, commit_lsn: int) -> bool:
-    """Return True if the apply worker, not the table sync worker, writes a change with this commit LSN."""
-    if isinstance(current, SyncDone):
-        return not is_in(commit_lsn, current.lsn)
-    return isinstance(current, Ready)
 
 
 def fail(

@@ -4,6 +4,7 @@ from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold
 from penstock.workers.batches import BatchSettings
 from penstock.workers.board import Board
 from penstock.workers.cuts import Cuts, CutStep
+from penstock.workers.lifecycle import Lifecycle
 from penstock.workers.table_sync import CopyStatus, SnapshotWait, SyncPool, TableSync
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "CutStep",
     "Cuts",
     "ErrorHold",
+    "Lifecycle",
     "SnapshotWait",
     "SyncPool",
     "TableSync",

@@ -9,28 +9,31 @@ tried again, gets batches of its own until it has caught up, so that nobody wait
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from penstock import failpoints
+from penstock.changes.steps import Message
 from penstock.destinations.base import Destination
-from penstock.errors import PenstockError, Retry
+from penstock.errors import PenstockError, Retry, TasksFailed
 from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
-from penstock.state import Errored, Ready, Store, SyncDone
-from penstock.state.transitions import lose_position, retry_is_due, roll_back
+from penstock.state import Errored, Ready, Store, SyncDone, TableReplicationPhase
+from penstock.state.transitions import lose_position
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
 from penstock.workers.board import Board
 from penstock.workers.failures import errored
+from penstock.workers.lifecycle import Lifecycle
 
 logger = logging.getLogger(__name__)
 
+JOB_FAILURES = 2
+"""After so many failures in a row the tables of a batch go one by one."""
 PRUNE_SECONDS = 60.0
 """How often versions of schemas that nobody needs are looked for."""
 
@@ -66,31 +69,29 @@ class ApplyWorker:
         board: Board,
         store: Store,
         destination: Destination,
-        stop: threading.Event,
+        lifecycle: Lifecycle,
         settings: BatchSettings,
         error_hold: ErrorHold,
         types: TypeSettings | None = None,
-        each_round: Callable[[], None] = lambda: None,
     ) -> None:
-        """`name` is the reader's in the spool. `each_round` runs between batches: commands, and new tables."""
+        """`name` is the reader's in the spool."""
         self._name = name
         self._writer = BatchWriter(spool, store, destination, settings, types)
         self._board = board
         self._store = store
-        self._stop = stop
+        self._lifecycle = lifecycle
         self._settings = settings
         self._error_hold = error_hold
-        self._each_round = each_round
         self._failed: dict[int, Errored] = {}
+        self._job_failures = 0
+        self._alone: set[int] = set()
+        """Tables that have killed the job they shared with others."""
         self._changes = 0
         self._batches = 0
         self._last_commit_time = 0
         self._pruned: float | None = None
         self.limit: Lsn | None = None
-        """A boundary that is not passed; set by `each_round`, for whoever compares the tables there."""
-        self.paused = threading.Event()
-        self.lost = threading.Event()
-        """The lease is gone: another process may write already, so this one must not, not even to finish."""
+        """A boundary that no batch begun from now on passes; `Cuts` sets it for a comparison of the tables there."""
 
     @property
     def status(self) -> ApplyStatus:
@@ -98,53 +99,53 @@ class ApplyWorker:
         return ApplyStatus(board.applied, board.acknowledged, self._changes, self._batches, self._last_commit_time)
 
     def run(self) -> None:
-        """Until `stop`; then one more round, so that what has arrived is not read again."""
+        """Until the output stops; then one more round, so that what has arrived is not read again."""
         backoff = Backoff(first=0.5, longest=30.0)
-        while True:
-            stopping = self._stop.is_set()
-            if self.lost.is_set():
-                return
+        stop = self._lifecycle.stop
+        while not self._lifecycle.lost.is_set():
+            stopping = stop.is_set()
             try:
-                self._each_round()
-                busy = False if self.paused.is_set() else self._round()
+                with self._lifecycle.working() as may_work:
+                    busy = may_work and self._round()
                 backoff.reset()
             except PenstockError as error:
                 if error.retry is not Retry.TIMED:
                     raise
                 delay = backoff.next_delay()
                 logger.warning("apply tries again in=%.1fs error=%s", delay, error)
-                self._stop.wait(delay)
+                stop.wait(delay)
                 busy = True
             if stopping:
                 return
             if not busy:
-                self._stop.wait(self._settings.interval)
+                stop.wait(self._settings.interval)
 
     def _round(self) -> bool:
         """One batch for all tables that it can bring beyond P, and one for those far behind; whether there is more."""
-        self._retry_tables()
-        positions = self._board.positions()
-        applied = self._board.applied
-        far = self._far_behind(positions, applied)
-        others = {table: position for table, position in positions.items() if table not in far}
-        captured = self._reachable()
-        # A table that was just handed over is a little behind. It joins the batch of the others: with one of its own,
-        # up to P, it would stay behind for as long as changes keep coming, at the price of a second job each time.
-        begin = earliest(applied, *others.values())
-        entries = self._writer.take(begin, captured) if captured is not None else []
-        end = earliest(captured, entries[-1].end) if entries and captured is not None else applied
-        durable = self._write(entries, begin, end, others)
-        more = captured is not None and not reaches(end, captured)
-        if far:
-            begin = earliest(*far.values())
-            entries = self._writer.take(begin, applied)
-            until = earliest(applied, entries[-1].end) if entries else applied
-            late = self._write(entries, begin, until, far)
-            durable |= {table: position for table, position in late.items() if reaches(position, far[table])}
-            more = more or not reaches(until, applied)
-        failpoints.reach("after_write")
-        self._lose_overdue(end)
-        acknowledged = self._board.settle(end, durable)
+        self._failed |= self._board.retry_due(datetime.now(UTC))
+        with self._board.batch() as positions:
+            applied = self._board.applied
+            far = self._far_behind(positions, applied)
+            others = {table: position for table, position in positions.items() if table not in far}
+            captured = self._reachable()
+            # A table that was just handed over is a little behind. It joins the batch of the others: with one of its
+            # own, up to P, it would stay behind for as long as changes keep coming, at the price of a second job each
+            # time.
+            begin = earliest(applied, *others.values())
+            entries = self._writer.take(begin, captured) if captured is not None else []
+            end = earliest(captured, entries[-1].end) if entries and captured is not None else applied
+            durable = self._write(entries, begin, end, others)
+            more = captured is not None and not reaches(end, captured)
+            if far:
+                begin = earliest(*far.values())
+                entries = self._writer.take(begin, applied)
+                until = earliest(applied, entries[-1].end) if entries else applied
+                late = self._write(entries, begin, until, far)
+                durable |= {table: position for table, position in late.items() if reaches(position, far[table])}
+                more = more or not reaches(until, applied)
+            failpoints.reach("after_write")
+            self._lose_overdue(end)
+            acknowledged = self._board.settle(end, durable)
         self._writer.reader.readers.advance(self._name, acknowledged)
         failpoints.reach("after_acknowledge")
         self._writer.reader.forget(acknowledged)
@@ -174,7 +175,56 @@ class ApplyWorker:
         return {table: position for table, position in positions.items() if position in far}
 
     def _write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
-        """Hand a batch over; up to where each of these tables is durable afterwards."""
+        """Hand a batch over; up to where each of these tables is durable afterwards.
+
+        All tables share a job. When it fails twice in a row, one of them may be what kills it: then they go one by one,
+        and a table that fails while another succeeds is Errored. From then on it goes alone, until it succeeds.
+        """
+        alone = self._alone & positions.keys()
+        shared = {table: position for table, position in positions.items() if table not in alone}
+        try:
+            durable = self._write_shared(entries, begin, end, shared)
+            self._job_failures = 0
+        except TasksFailed as error:
+            self._job_failures += 1
+            if self._job_failures < JOB_FAILURES:
+                raise
+            self._job_failures = 0
+            logger.warning("a batch failed again, its tables go one by one error=%s", error)
+            durable = self._write_one_by_one(entries, begin, end, shared)
+        for table_id in sorted(alone):
+            own = {table_id: positions[table_id]}
+            try:
+                durable |= self._write_shared(entries, begin, end, own)
+                self._alone.discard(table_id)
+            except TasksFailed as error:
+                self._fail(table_id, error, positions[table_id])
+        return durable
+
+    def _write_one_by_one(
+        self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]
+    ) -> dict[int, Lsn]:
+        steps = (step for entry in entries for step in entry.steps)
+        changed = {step.table_id for step in steps if not isinstance(step, Message)} & positions.keys()
+        quiet = {table: position for table, position in positions.items() if table not in changed}
+        durable: dict[int, Lsn] = {}
+        errors: dict[int, TasksFailed] = {}
+        for table_id in sorted(changed):
+            try:
+                durable |= self._write_shared(entries, begin, end, {table_id: positions[table_id]})
+            except TasksFailed as error:
+                errors[table_id] = error
+        if errors and len(errors) == len(changed):
+            # Nothing says that it is a table: the batch comes again, as a whole.
+            raise next(iter(errors.values()))
+        for table_id, error in errors.items():
+            self._alone.add(table_id)
+            self._fail(table_id, error, positions[table_id])
+        return durable | self._write_shared(entries, begin, end, quiet)
+
+    def _write_shared(
+        self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]
+    ) -> dict[int, Lsn]:
         written = self._writer.write(entries, begin, end, positions)
         for table_id, error in written.failed.items():
             self._fail(table_id, error, positions[table_id])
@@ -188,40 +238,35 @@ class ApplyWorker:
         return written.durable
 
     def _fail(self, table_id: int, error: BaseException, position: Lsn) -> None:
-        phase = self._board.phase(table_id)
-        if not isinstance(phase, SyncDone | Ready):
-            return
-        failed = errored(phase, error, position=position, after=self._failed.get(table_id))
-        name = self._board.name_of(table_id)
-        text = "table stopped table=%s position=%s reason=%s"
-        logger.error(text, name, position, failed.reason, extra={"told_as": "stopped"})
-        self._failed[table_id] = failed
-        failpoints.reach("before_errored")
-        self._board.set_phase(table_id, failed)
-        failpoints.reach("after_errored")
+        def fail(phase: TableReplicationPhase) -> Errored | None:
+            if not isinstance(phase, SyncDone | Ready):
+                return None  # reset while its changes were written
+            failed = errored(phase, error, position=position, after=self._failed.get(table_id))
+            text = "table stopped table=%s position=%s reason=%s"
+            name = self._board.name_of(table_id)
+            logger.error(text, name, position, failed.reason, extra={"told_as": "stopped"})
+            self._failed[table_id] = failed
+            failpoints.reach("before_errored")
+            return failed
 
-    def _retry_tables(self) -> None:
-        """Let errored tables whose time has come go on from where they were."""
-        now = datetime.now(UTC)
-        for table_id, phase in self._board.phases().items():
-            if isinstance(phase, Errored) and retry_is_due(phase, now):
-                self._failed[table_id] = phase
-                resumed = roll_back(phase)
-                failpoints.reach("before_rollback")
-                self._store.rollback_table_replication_state(table_id)
-                failpoints.reach("after_rollback")
-                position = resumed.lsn if isinstance(resumed, SyncDone) else None
-                self._board.show(table_id, resumed, position=position)
+        if self._board.alter(table_id, fail) is not None:
+            failpoints.reach("after_errored")
 
     def _lose_overdue(self, end: Lsn) -> None:
         """Errored tables that have held back progress for too long: stored *before* progress passes them."""
         now = datetime.now(UTC)
+
+        def lose(phase: TableReplicationPhase) -> Errored | None:
+            if not isinstance(phase, Errored) or not phase.holds or phase.position is None:
+                return None
+            hold = self._error_hold
+            is_late = now - phase.since > hold.time or distance(phase.position, end) > hold.bytes
+            return lose_position(phase) if is_late else None
+
         for table_id, phase in self._board.phases().items():
-            if isinstance(phase, Errored) and phase.holds and phase.position is not None:
-                hold = self._error_hold
-                if now - phase.since > hold.time or distance(phase.position, end) > hold.bytes:
-                    name = self._board.name_of(table_id)
-                    logger.error("table has held back progress for too long, its changes go table=%s", name)
-                    failpoints.reach("before_lose_position")
-                    self._board.set_phase(table_id, lose_position(phase))
-                    failpoints.reach("after_lose_position")
+            if isinstance(phase, Errored) and lose(phase) is not None:
+                name = self._board.name_of(table_id)
+                logger.error("table has held back progress for too long, its changes go table=%s", name)
+                failpoints.reach("before_lose_position")
+                self._board.alter(table_id, lose)
+                failpoints.reach("after_lose_position")

@@ -14,14 +14,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 
 from penstock import failpoints
-from penstock.lsn import Lsn, furthest, reaches
+from penstock.errors import IllegalTransition
+from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.spool import Stopping
 from penstock.state import (
     Catchup,
+    DataSync,
     Errored,
+    FinishedCopy,
+    Init,
     Ready,
     Store,
     StoredPhase,
@@ -30,8 +36,17 @@ from penstock.state import (
     TableReplicationPhase,
 )
 from penstock.state.phases import is_persisted, stored_form
-from penstock.state.positions import progress, table_start
-from penstock.state.transitions import hand_over, may_be_ready, wait_for_apply
+from penstock.state.positions import followed_from, progress, table_start
+from penstock.state.transitions import (
+    after_crash,
+    become_ready,
+    hand_over,
+    may_be_ready,
+    resync,
+    retry_is_due,
+    roll_back,
+    wait_for_apply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +70,19 @@ class Board:
         self.name_of = name_of
         """What people call a table."""
         self._changed = threading.Condition(threading.RLock())
-        self._phases: dict[int, TableReplicationPhase] = dict(store.get_table_replication_states())
+        self._phases: dict[int, TableReplicationPhase] = {
+            table_id: after_crash(phase) for table_id, phase in store.get_table_replication_states().items()
+        }
         self._positions: dict[int, Lsn] = {}
         self._snapshots: dict[int, Lsn] = {}
         self._attempts: dict[int, str] = {}
+        self._in_batch: frozenset[int] = frozenset()
         self._applied = start
         self._acknowledged = start
         for table_id, phase in self._phases.items():
             if isinstance(phase, Ready | SyncDone):
-                position = table_start(start, recorded(table_id))
-                # What lies below the hand-over is there, also where nobody has recorded it.
-                self._positions[table_id] = furthest(position, phase.lsn) if isinstance(phase, SyncDone) else position
+                # What lies below the hand-over is durable, also where its position was not recorded.
+                self._positions[table_id] = followed_from(phase, table_start(start, recorded(table_id)))
 
     @property
     def applied(self) -> Lsn:
@@ -88,8 +105,24 @@ class Board:
     def positions(self) -> Mapping[int, Lsn]:
         """Up to where the tables that apply follows are durable."""
         with self._changed:
-            followed = [table for table, phase in self._phases.items() if isinstance(phase, SyncDone | Ready)]
-            return {table_id: self._positions.get(table_id, self._applied) for table_id in followed}
+            return {
+                table_id: followed_from(phase, self._positions.get(table_id, self._applied))
+                for table_id, phase in self._phases.items()
+                if isinstance(phase, SyncDone | Ready)
+            }
+
+    def to_copy(self) -> list[int]:
+        """The tables that wait for a table sync worker.
+
+        Not those of the batch that apply writes now: a table may be reset at any time, but a destination never sees
+        a copy of a table begin while changes are written to it.
+        """
+        with self._changed:
+            return [
+                table_id
+                for table_id, phase in self._phases.items()
+                if isinstance(phase, Init | DataSync | FinishedCopy) and table_id not in self._in_batch
+            ]
 
     def set_phase(self, table_id: int, phase: TableReplicationPhase, *, position: Lsn | None = None) -> None:
         """Store a phase if it is one that is stored, then show it. `position`: how far the table is durable."""
@@ -97,11 +130,19 @@ class Board:
             self._set_phase(table_id, phase, position)
             self._attempts.pop(table_id, None)
 
-    def show(self, table_id: int, phase: StoredPhase, *, position: Lsn | None = None) -> None:
-        """Show what the store has already changed itself (a rollback, a removal undone)."""
+    def resync(self, table_ids: Collection[int]) -> None:
+        """Let tables be copied again: all of them, or none if one is being copied now."""
         with self._changed:
-            self._show(table_id, phase, position)
-            self._attempts.pop(table_id, None)
+            copying = [self.name_of(table_id) for table_id in table_ids if table_id in self._attempts]
+            if copying:
+                raise IllegalTransition(f"being copied now: {', '.join(copying)}")
+            self._set_phases({table_id: resync(None) for table_id in table_ids})
+
+    def roll_back(self, table_ids: Collection[int]) -> None:
+        """Let errored tables go on from where they stopped: all of them, or none if one cannot."""
+        with self._changed:
+            phases = {table_id: self._phases.get(table_id) for table_id in table_ids}
+            self._set_phases({table_id: roll_back(phase or Init()) for table_id, phase in phases.items()})
 
     def remove(self, table_id: int) -> None:
         """The table has left the publication."""
@@ -175,6 +216,44 @@ class Board:
 
     # Apply's side
 
+    @contextmanager
+    def batch(self) -> Iterator[Mapping[int, Lsn]]:
+        """Apply writes a batch inside; the tables that it follows, with their positions."""
+        with self._changed:
+            positions = self.positions()
+            self._in_batch = frozenset(positions)
+        try:
+            yield positions
+        finally:
+            with self._changed:
+                self._in_batch = frozenset()
+
+    def alter(
+        self, table_id: int, transition: Callable[[TableReplicationPhase], TableReplicationPhase | None]
+    ) -> TableReplicationPhase | None:
+        """Take a table from its phase to what `transition` makes of it; None if it is gone, or stays what it is."""
+        with self._changed:
+            phase = self._phases.get(table_id)
+            new = None if phase is None else transition(phase)
+            if new is not None:
+                self._set_phase(table_id, new, None)
+                self._attempts.pop(table_id, None)
+            return new
+
+    def retry_due(self, now: datetime) -> dict[int, Errored]:
+        """Roll back the errored tables whose time has come; the errors that they had."""
+        with self._changed:
+            due = {
+                table_id: phase
+                for table_id, phase in self._phases.items()
+                if isinstance(phase, Errored) and retry_is_due(phase, now)
+            }
+            if due:
+                failpoints.reach("before_rollback")
+                self.roll_back(due)
+                failpoints.reach("after_rollback")
+            return due
+
     def settle(self, applied: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
         """Apply is at a boundary: take positions, store progress, hand tables over. Gives what may be acknowledged.
 
@@ -184,14 +263,14 @@ class Board:
         with self._changed:
             self._applied = furthest(self._applied, applied)
             for table_id, position in durable.items():
-                if table_id in self._phases:
+                if self._is_followed(table_id):
                     self._positions[table_id] = furthest(self._positions.get(table_id, position), position)
             tables = [(phase, self._positions.get(table_id)) for table_id, phase in self._phases.items()]
             reached = progress(self._applied, tables)
             ahead = {
                 table_id: position
                 for table_id, position in durable.items()
-                if table_id in self._phases and not reaches(reached, position)
+                if self._is_followed(table_id) and not reaches(reached, position)
             }
             if not reaches(self._acknowledged, reached) or ahead:
                 failpoints.reach("before_progress")
@@ -214,18 +293,20 @@ class Board:
         self._changed.notify_all()
 
     def _promote(self) -> None:
-        ready = {
-            table_id: Ready()
-            for table_id, phase in self._phases.items()
-            if isinstance(phase, SyncDone)
-            and reaches(self._applied, phase.lsn)
-            and may_be_ready(phase, self._positions.get(table_id, Lsn(0)))
-        }
+        ready: dict[int, StoredPhase] = {}
+        for table_id, phase in self._phases.items():
+            durable = earliest(self._applied, self._positions.get(table_id, Lsn(0)))
+            if may_be_ready(phase, durable):
+                ready[table_id] = become_ready(phase, durable)
         if ready:
             self._store.update_table_replication_states(ready)
             failpoints.reach("after_ready")
             for table_id, phase in ready.items():
                 self._show(table_id, phase, None)
+
+    def _is_followed(self, table_id: int) -> bool:
+        """Whether apply follows it: a table may have been reset, or have left, while its changes were written."""
+        return isinstance(self._phases.get(table_id), SyncDone | Ready)
 
     def _claimed(self, table_id: int, attempt: str) -> TableReplicationPhase:
         if self._attempts.get(table_id) != attempt:
@@ -236,6 +317,14 @@ class Board:
         if is_persisted(phase):
             self._store.update_table_replication_state(table_id, phase)
         self._show(table_id, phase, position)
+
+    def _set_phases(self, phases: Mapping[int, StoredPhase]) -> None:
+        """Several at once, in one transaction."""
+        if phases:
+            self._store.update_table_replication_states(phases)
+        for table_id, phase in phases.items():
+            self._show(table_id, phase, phase.lsn if isinstance(phase, SyncDone) else None)
+            self._attempts.pop(table_id, None)
 
     def _show(self, table_id: int, phase: TableReplicationPhase, position: Lsn | None) -> None:
         self._phases[table_id] = phase

@@ -19,6 +19,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.state import Command, CommandStatus, Store
 from penstock.workers.apply import ApplyWorker
 from penstock.workers.board import Board
+from penstock.workers.lifecycle import Lifecycle
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,18 @@ class CutStep(StrEnum):
 
 
 class Cuts:
-    """Used by the apply thread alone, between batches."""
+    """Used by the coordinator's thread alone.
+
+    A batch that began before the limit was set may end beyond a `hold`, never beyond a `cut`: its end was captured
+    before the snapshot of the cut was taken.
+    """
 
     def __init__(
         self,
         apply: ApplyWorker,
         board: Board,
         store: Store,
+        lifecycle: Lifecycle,
         *,
         server_position: Callable[[], Lsn],
         name_of: Callable[[int], str],
@@ -52,6 +58,7 @@ class Cuts:
         self._apply = apply
         self._board = board
         self._store = store
+        self._lifecycle = lifecycle
         self._server_position = server_position
         self._name_of = name_of
         self._clock = clock
@@ -74,7 +81,7 @@ class Cuts:
             )
         if step is not CutStep.HOLD and not self.active:
             raise PenstockError("apply is not held any more", hint="Ask again, and renew in time.")
-        if self._apply.paused.is_set():
+        if self._lifecycle.paused:
             raise PenstockError("the pipeline is paused", hint="`penstock resume` lets it go on.")
         self._deadline = self._clock() + PATIENCE_SECONDS
         match step:

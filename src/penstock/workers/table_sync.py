@@ -384,13 +384,14 @@ class SyncPool:
             # The store, most likely. The table is what it is there, and is tried again.
             logger.error("the end of a copy could not be stored table_id=%d error=%s", table_id, another)
 
-    def join(self, timeout: float) -> None:
-        """Wait for all of them."""
+    def join(self, timeout: float) -> bool:
+        """Wait for all of them; False if one has not ended in time."""
         deadline = time.monotonic() + timeout
         with self._lock:
             threads = list(self._running.values())
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     def _forget_ended(self) -> None:
         self._running = {table_id: thread for table_id, thread in self._running.items() if thread.is_alive()}

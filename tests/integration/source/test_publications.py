@@ -66,13 +66,15 @@ def test_a_managed_publication_follows_its_patterns(any_database: Any, connectio
     assert changed.removed == ("Odd.T able", "sales.orders")
     assert names(connection) == ["public.later", "public.orders"]
     left_alone = ensure_publication(connection, "pub", ["*"], manage=False)
-    assert [str(table) for table in left_alone.tables] == ["public.later", "public.orders"]
+    assert (left_alone.added, left_alone.removed) == ((), ())
+    assert names(connection) == ["public.later", "public.orders"]
 
 
 def test_a_pattern_that_matches_nothing_makes_an_empty_publication(connection: Connection) -> None:
     ensured = ensure_publication(connection, "pub", ["nothing.*"])
     assert ensured.created
-    assert ensured.tables == ()
+    assert ensured.members == frozenset()
+    assert names(connection) == []
 
 
 def test_a_publication_for_all_tables_cannot_be_managed(any_database: Any, connection: Connection) -> None:
@@ -260,3 +262,56 @@ def test_tables_whose_updates_the_server_would_refuse_are_found(any_database: An
     found = without_identity(connection, [f"public.{name}" for name in every])
     assert found == ["public.keyless", "public.late", "public.nothing", "public.parts"]
     assert without_identity(connection, []) == []
+
+
+@pytest.mark.trap(17)
+@pytest.mark.parametrize("via_root", [True, False])
+def test_membership_is_what_the_server_lists(any_database: Any, connection: Connection, via_root: bool) -> None:
+    any_database.execute(
+        """
+        create schema s; create table plain (id int primary key); create table s.inside (id int primary key);
+        create unlogged table s.scratch (id int primary key); create view s.looks as select 1 as one;
+        create table top (id int primary key) partition by range (id);
+        create table middle partition of top for values from (0) to (10) partition by range (id);
+        create table leaf partition of middle for values from (0) to (5);
+        create table s.other_leaf partition of top for values from (10) to (20);
+        create table parent (id int primary key); create table child () inherits (parent)
+        """
+    )
+    publications = {
+        "members": "for table plain, only parent",
+        "roots": "for table top",
+        "middles": "for table middle, s.other_leaf",
+        "roots_and_leaves": "for table top, leaf",
+        "everything": "for all tables",
+        "empty": "",
+    }
+    if any_database.server.major >= 15:
+        publications |= {
+            "schemas": "for tables in schema s",
+            "root_and_schema": "for table top, tables in schema s",
+            "public_schema": "for tables in schema public",
+        }
+    for name, members in publications.items():
+        any_database.execute(f"create publication {name} {members} with (publish_via_partition_root = {via_root})")
+        listed = any_database.execute(
+            "select schemaname || '.' || tablename from pg_publication_tables where pubname = %s", [name]
+        )
+        assert sorted(load_membership(connection, name).names.values()) == sorted(table for (table,) in listed), name
+
+
+def test_membership_and_a_refresh_wait_for_no_lock_of_a_table(any_database: Any, connection: Connection) -> None:
+    any_database.execute("create table a (id int primary key); create table b (id int primary key)")
+    ensure_publication(connection, "pub", ["public.*"])
+    connection.execute("set lock_timeout = 100")
+    with any_database.connect() as locking, locking.transaction():
+        locking.execute("lock table a in access exclusive mode")
+        assert load_membership(connection, "pub").names.keys()
+        any_database.execute("create table c (id int primary key)")
+        assert ensure_publication(connection, "pub", ["public.*"]).added == ("public.c",)
+        # One that is locked itself is for the next time, and keeps no other out.
+        any_database.execute("create table d (id int primary key); create table e (id int primary key)")
+        locking.execute("lock table d in access exclusive mode")
+        ensured = ensure_publication(connection, "pub", ["public.*"])
+        assert (ensured.added, ensured.refused.keys()) == (("public.e",), {"public.d"})
+    assert ensure_publication(connection, "pub", ["public.*"]).added == ("public.d",)

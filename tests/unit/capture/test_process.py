@@ -22,10 +22,39 @@ class _DeadChild(subprocess.Popen):
         self.wait()
 
 
+def make_capture():
+    source = SourceSettings("postgresql://nobody@localhost/nothing")
+    return process.CaptureProcess(CaptureSettings(source, "slot", "publication", SpoolSettings(Path("unused"))))
+
+
 def test_a_child_that_dies_at_once_is_an_error_and_not_the_supervisors_end(monkeypatch):
     monkeypatch.setattr(process.subprocess, "Popen", _DeadChild)
     monkeypatch.setattr(process, "FRUITLESS_RESTARTS", 2)
-    source = SourceSettings("postgresql://nobody@localhost/nothing")
-    capture = process.CaptureProcess(CaptureSettings(source, "slot", "publication", SpoolSettings(Path("unused"))))
-    with capture, pytest.raises(CaptureStopped, match="exit code 7"):
+    with make_capture() as capture, pytest.raises(CaptureStopped, match="exit code 7"):
         capture.wait_until_streaming(20.0)
+
+
+def no_process(*command, **options):
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+def test_a_child_that_cannot_be_started_is_tried_again_and_then_an_error(monkeypatch):
+    monkeypatch.setattr(process.subprocess, "Popen", no_process)
+    monkeypatch.setattr(process, "FRUITLESS_RESTARTS", 2)
+    with make_capture() as capture, pytest.raises(CaptureStopped, match="could not be started"):
+        capture.wait_until_streaming(20.0)
+    assert capture.restarts == 1
+
+
+def test_a_supervisor_that_fails_says_so(monkeypatch):
+    def fail(self):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(process.CaptureProcess, "_run_child", fail)
+    with make_capture() as capture, pytest.raises(CaptureStopped, match="AssertionError"):
+        capture.wait_until_streaming(20.0)
+
+
+@pytest.mark.parametrize("line", [b'{"error": "AAAA"}', b'{"reading": "dreaming"}', b'{"reading": "streaming"}'])
+def test_a_report_that_cannot_be_read_is_an_error_and_not_the_supervisors_end(line):
+    assert isinstance(process._read_report(line), CaptureStopped)

@@ -22,7 +22,9 @@ WHOLE = HALF.advance(rows=500, bytes=2 << 20, ranges=2)
 
 def watched(phases: Any, copies: Any = None, changes: int = 0, paused: bool = False) -> Any:
     status = ApplyStatus(Lsn(1), Lsn(1), changes, 1, 0)
-    return SimpleNamespace(output="tables", phases=phases, copies=copies or {}, waits={}, status=status, paused=paused)
+    return SimpleNamespace(
+        output="tables", phases=phases, copies=copies or {}, waits={}, status=status, paused=paused, error=None
+    )
 
 
 def test_copies_are_told_when_they_begin_and_end_and_each_once():

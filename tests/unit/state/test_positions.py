@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from penstock.lsn import Lsn, earliest, furthest
+from penstock.lsn import Lsn, earliest, furthest, is_in
 from penstock.state.phases import (
     Catchup,
     DataSync,
@@ -19,11 +19,10 @@ from penstock.state.phases import (
     SyncWait,
 )
 from penstock.state.positions import (
-    acknowledgement,
+    followed_from,
     held_at,
     progress,
     start_position,
-    table_position,
     table_start,
 )
 
@@ -72,16 +71,13 @@ def test_a_followed_table_without_a_position_is_an_error() -> None:
             held_at(phase, None)
 
 
-def test_a_quiet_table_is_where_apply_is() -> None:
-    assert table_position(P, None) == P
-    assert table_position(P, Lsn(60)) == 60
-
-
-@pytest.mark.trap(4, 5)
-def test_the_server_is_told_no_more_than_is_stored_applied_and_received() -> None:
-    assert acknowledgement(Lsn(3), Lsn(2), Lsn(1)) == 1
-    assert acknowledgement(Lsn(1), Lsn(2), Lsn(3)) == 1
-    assert acknowledgement(Lsn(2), Lsn(1), Lsn(3)) == 1
+@pytest.mark.trap(2, 23)
+def test_apply_takes_the_commit_that_starts_at_the_hand_over() -> None:
+    taken_from = followed_from(SyncDone(Lsn(10)), Lsn(5))
+    assert is_in(9, taken_from)
+    assert not is_in(10, taken_from)
+    assert followed_from(SyncDone(Lsn(10)), Lsn(12)) == 12
+    assert followed_from(Ready(), Lsn(1)) == 1
 
 
 @pytest.mark.trap(4)

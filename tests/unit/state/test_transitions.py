@@ -104,14 +104,6 @@ def test_a_worker_is_done_exactly_at_the_boundary_that_apply_named() -> None:
     assert transitions.finish_catchup(Catchup(Lsn(10)), Lsn(99)) == SyncDone(Lsn(10))
 
 
-@pytest.mark.trap(2, 23)
-def test_apply_takes_the_commit_that_starts_at_the_hand_over() -> None:
-    assert not transitions.apply_takes(SyncDone(Lsn(10)), 9)
-    assert transitions.apply_takes(SyncDone(Lsn(10)), 10)
-    assert transitions.apply_takes(Ready(), 1)
-    assert not any(transitions.apply_takes(phase, 99) for phase in (FinishedCopy(), Catchup(Lsn(1)), errored()))
-
-
 def test_a_quiet_table_is_ready_when_apply_reaches_the_hand_over() -> None:
     assert not transitions.may_be_ready(SyncDone(Lsn(10)), Lsn(9))
     assert transitions.become_ready(SyncDone(Lsn(10)), Lsn(10)) == Ready()

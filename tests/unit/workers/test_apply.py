@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +11,23 @@ import pytest
 from penstock.changes.batch import EventBatch
 from penstock.changes.segment import segment_layout
 from penstock.destinations.base import WriteHandle, completed
+from penstock.errors import DestinationUnavailable, PenstockError, Retry, TasksFailed
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Lineage
 from penstock.spool import Readers, SpoolSettings, SpoolWriter
 from penstock.spool.folder import SpoolFolder
-from penstock.state import DataSync, FinishedCopy, Init, MemoryStore, Ready, SyncDone, TableSchemaVersion
-from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold
+from penstock.state import (
+    DataSync,
+    Errored,
+    FinishedCopy,
+    Init,
+    MemoryStore,
+    Ready,
+    SyncDone,
+    TableSchemaVersion,
+)
+from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold, Lifecycle
 
 LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
 START = Lsn(100)
@@ -31,8 +40,15 @@ class Recording:
     def __init__(self) -> None:
         self.batches: list[tuple[int, int, list[int]]] = []
         self.rows: dict[int, list[int]] = {}
+        self.killers: set[int] = set()
+        """Tables whose part kills the job."""
+        self.error: PenstockError | None = None
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
+        if self.error is not None:
+            raise self.error
+        if self.killers & {table.table_id for table in batch.tables}:
+            raise TasksFailed("a Python worker was killed")
         self.batches.append((batch.begin, batch.end, sorted(table.table_id for table in batch.tables)))
         for table in batch.tables:
             for step in table.steps:
@@ -81,8 +97,8 @@ def publish(spool: SpoolWriter, *commits: int) -> None:
 def make_worker(tmp_path: Path, store: MemoryStore, board: Board, destination: Recording, **limits: int) -> ApplyWorker:
     folder = tmp_path / "spool"
     Readers(SpoolFolder(folder)).register("tables", START)
-    stop = threading.Event()
-    stop.set()
+    lifecycle = Lifecycle("tables")
+    lifecycle.stop.set()
     # Already told to stop, it does one round each time that it is run.
     return ApplyWorker(
         name="tables",
@@ -90,7 +106,7 @@ def make_worker(tmp_path: Path, store: MemoryStore, board: Board, destination: R
         board=board,
         store=store,
         destination=destination,
-        stop=stop,
+        lifecycle=lifecycle,
         settings=BatchSettings(**limits),
         error_hold=ErrorHold(),
     )
@@ -134,3 +150,59 @@ def test_versions_of_schemas_that_no_position_needs_are_forgotten(tmp_path, spoo
     board = Board(store, START, {TABLE: START, LATE: START}.get)
     make_worker(tmp_path, store, board, Recording()).run()
     assert [version.snapshot_id.commit_lsn for version in store.get_table_schemas()] == [90, 120]
+
+
+def test_a_destination_that_is_away_stops_no_table_and_progress_waits(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100, 108)
+    destination = Recording()
+    destination.error = DestinationUnavailable("no answer")
+    worker = make_worker(tmp_path, store, board, destination)
+    for _ in range(3):
+        worker.run()
+    assert board.phases() == {TABLE: Ready(), LATE: Ready()}
+    assert (board.applied, board.positions()) == (START, {TABLE: START, LATE: START})
+    assert store.get_replication_progress() is None
+    destination.error = None
+    worker.run()
+    assert board.positions() == {TABLE: 116, LATE: 116}
+
+
+def test_a_table_that_kills_the_job_stops_and_the_others_go_on(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100)
+    destination = Recording()
+    destination.killers = {LATE}
+    worker = make_worker(tmp_path, store, board, destination)
+    worker.run()
+    # Once may be chance: an executor was lost, and the batch comes again.
+    assert board.phases() == {TABLE: Ready(), LATE: Ready()}
+    worker.run()
+    stopped = board.phase(LATE)
+    assert isinstance(stopped, Errored)
+    assert (stopped.position, stopped.retry_policy.retry) == (START, Retry.TIMED)
+    assert board.positions() == {TABLE: 108}
+    # Tried again, it goes alone: others are not concerned.
+    publish(spool, 108)
+    board.roll_back([LATE])
+    worker.run()
+    assert isinstance(board.phase(LATE), Errored)
+    assert board.positions() == {TABLE: 116}
+    destination.killers = set()
+    board.roll_back([LATE])
+    for _ in range(3):
+        worker.run()
+    assert board.positions() == {TABLE: 116, LATE: 116}
+    assert destination.rows == {TABLE: [100, 108], LATE: [100, 108]}
+
+
+def test_jobs_that_all_fail_stop_no_table(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100)
+    destination = Recording()
+    destination.killers = {TABLE, LATE}
+    worker = make_worker(tmp_path, store, board, destination)
+    for _ in range(5):
+        worker.run()
+    assert board.phases() == {TABLE: Ready(), LATE: Ready()}
+    assert board.applied == START

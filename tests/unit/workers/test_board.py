@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.errors import IllegalTransition, StateUnusable
+from penstock.errors import IllegalTransition, LeaseLost, StateUnusable
 from penstock.lsn import Lsn
 from penstock.source.lineage import Lineage
 from penstock.state import (
@@ -21,7 +22,7 @@ from penstock.state import (
     SyncWait,
 )
 from penstock.state.transitions import finish_catchup, finish_copy, resync, start_copy
-from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold
+from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold, Lifecycle
 from penstock.workers.board import Superseded
 
 TABLE, OTHER = 1, 2
@@ -174,13 +175,15 @@ def test_a_table_that_was_handed_over_starts_there_although_nobody_recorded_it(s
 
 
 def test_apply_does_not_finish_its_work_when_the_lease_is_lost(board, store, tmp_path):
-    stop, rounds = threading.Event(), []
+    rounds = []
     destination = SimpleNamespace(write_events=lambda batch: pytest.fail("nothing may be written"))
 
-    def each_round() -> None:
-        rounds.append(1)
-        worker.lost.set()
-        stop.set()
+    class Losing(Lifecycle):
+        @contextmanager
+        def working(self):
+            rounds.append(1)
+            self.lose(LeaseLost("another process has taken over"))
+            yield False
 
     worker = ApplyWorker(
         name="tables",
@@ -188,11 +191,9 @@ def test_apply_does_not_finish_its_work_when_the_lease_is_lost(board, store, tmp
         board=board,
         store=store,
         destination=destination,
-        stop=stop,
+        lifecycle=Losing("tables"),
         settings=BatchSettings(interval=0.01),
         error_hold=ErrorHold(),
-        each_round=each_round,
     )
-    worker.paused.set()
     worker.run()
     assert len(rounds) == 1

@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, furthest
 from penstock.state import CommandKind, CommandStatus, MemoryStore
+from penstock.workers import Lifecycle
 from penstock.workers.cuts import PATIENCE_SECONDS, Cuts
 
 
@@ -19,13 +20,13 @@ class Site:
     def __init__(self) -> None:
         self.store = MemoryStore("cuts")
         self.store.acquire_lease()
-        self.apply = SimpleNamespace(limit=None, paused=SimpleNamespace(is_set=lambda: False))
+        self.apply = SimpleNamespace(limit=None)
         self.board = SimpleNamespace(applied=Lsn(100), positions=dict, phases=dict)
         self.now = 0.0
         apply: Any = self.apply
         board: Any = self.board
         self.cuts = Cuts(
-            *(apply, board, self.store),
+            *(apply, board, self.store, Lifecycle("cuts")),
             server_position=lambda: Lsn(self.board.applied + 10),
             name_of=str,
             clock=lambda: self.now,

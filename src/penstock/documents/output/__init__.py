@@ -5,7 +5,7 @@ Read in this order: `output` (start and stop), `live` (changes become documents)
 that affect very many documents).
 """
 
-from penstock.documents.output.output import DocumentsOutput
+from penstock.documents.output.output import DocumentsOutput, RunningDocuments
 from penstock.documents.output.writer import DocumentsSettings
 
-__all__ = ["DocumentsOutput", "DocumentsSettings"]
+__all__ = ["DocumentsOutput", "DocumentsSettings", "RunningDocuments"]

@@ -1,8 +1,8 @@
 """All search indexes of a config as one output of its stream.
 
     documents = DocumentsOutput(stream_settings, store, specifications, sink, tasks, relations=…)
-    with Coordinator([pipeline, documents]) as outputs:
-        outputs.wait()
+    with Coordinator([tables, documents]) as coordinator:
+        coordinator.wait()
 
 Three threads: one follows changes, one builds indexes from their tables, one builds the documents of changes that
 concern very many. Without Spark they do the work themselves (`penstock.workers.process_tasks`).
@@ -11,9 +11,13 @@ concern very many. Without Spark they do the work themselves (`penstock.workers.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
 
 from penstock.destinations.base import Tasks
 from penstock.documents.base import NoopObserver, Observer, Sink
@@ -39,127 +43,147 @@ from penstock.documents.quarantine import Quarantine, Rejections
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import LOCKED
-from penstock.errors import LeaseLost, PenstockError, Retry
+from penstock.errors import PenstockError, Retry
 from penstock.lsn import distance
+from penstock.output import RunningOutput, unknown_command
 from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
 from penstock.source.lineage import current_position
 from penstock.spool import Stopping
-from penstock.state import (
-    Command,
-    CommandKind,
-    CommandStatus,
-    IndexBuild,
-    Store,
-    TableReplicationPhase,
-    WorkKind,
-)
-from penstock.stream import Stream, StreamSettings
-from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
+from penstock.state import Command, CommandKind, IndexBuild, Store, WorkKind
+from penstock.stream import Published, Stream, StreamSettings
+from penstock.workers import ApplyStatus, Lifecycle
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_OUTPUT = "documents"
-REFRESH_SECONDS = 5.0
-"""How often the publication is looked at."""
-COMMAND_SECONDS = 0.5
+RETRY_SECONDS = 0.5
+"""How often quarantined documents that somebody wants to be tried again are looked for."""
 LAG_SECONDS = 5.0
 """How often an observer hears of the lag."""
-STOP_SECONDS = 60.0
 _IDLE_SECONDS = 0.5
 
 
+@dataclass(frozen=True, slots=True)
 class DocumentsOutput:
-    """Runs in threads of this process (`penstock.coordinator.Output`)."""
+    """All search indexes of a config, as an output of its stream (`penstock.output.Output`)."""
 
-    def __init__(
-        self,
-        settings: StreamSettings,
-        store: Store,
-        specifications: Sequence[IndexSpecification],
-        sink: Sink,
-        tasks: Tasks,
-        *,
-        relations: Callable[[], RelationMap],
-        documents: DocumentsSettings | None = None,
-        output: str = DEFAULT_OUTPUT,
-        quarantine: Quarantine | None = None,
-        observer: Observer | None = None,
-    ) -> None:
-        """`relations` opens the relation maps (`open_relation_map`); `tasks` build documents and write them."""
-        self._settings = settings
-        self._documents = documents or DocumentsSettings()
-        self._store = store
-        self._specifications = tuple(specifications)
-        self._tasks = tasks
-        self._open_relations = relations
-        self._output = output
-        self._observer = observer or NoopObserver()
-        self._is_observed = observer is not None
-        self._sink = SharedSink(sink)
+    settings: StreamSettings
+    store: Store
+    specifications: Sequence[IndexSpecification]
+    sink: Sink
+    tasks: Tasks
+    """Build documents and write them."""
+    relations: Callable[[], RelationMap] = field(kw_only=True)
+    """Opens the relation maps (`open_relation_map`)."""
+    documents: DocumentsSettings = field(default_factory=DocumentsSettings, kw_only=True)
+    output: str = field(default=DEFAULT_OUTPUT, kw_only=True)
+    quarantine: Quarantine | None = field(default=None, kw_only=True)
+    observer: Observer | None = field(default=None, kw_only=True)
+
+    @contextmanager
+    def opened(
+        self, stream: Stream, lifecycle: Lifecycle, epoch: int, published: Published
+    ) -> Iterator[RunningDocuments]:
+        """Refuse what cannot work, prepare indexes, and run inside; what takes long is left to threads."""
+        del epoch, published  # documents are fenced by their versions; each compilation loads the publication itself
+        with ExitStack() as stack:
+            stack.callback(POOL.clear)
+            relations = self.relations()
+            stack.callback(relations.close)
+            running = RunningDocuments(self, stream, lifecycle, relations)
+            stack.callback(running.drain)
+            running.start()
+            yield running
+
+
+class RunningDocuments(RunningOutput):
+    """Documents that are built and followed, in threads of this process."""
+
+    def __init__(self, output: DocumentsOutput, stream: Stream, lifecycle: Lifecycle, relations: RelationMap) -> None:
+        super().__init__(output.output, output.settings, output.store, lifecycle)
+        self._documents = output.documents
+        self._specifications = output.specifications
+        self._tasks = output.tasks
+        self._relations = relations
+        self._stream = stream
+        self._observer = output.observer or NoopObserver()
+        self._is_observed = output.observer is not None
+        self._sink = SharedSink(output.sink)
         self._generations = Generations()
-        self._builds = Builds(store)
-        self._rejections = Rejections(self._documents.failure_policies, quarantine, self._observer)
-        self._stop = threading.Event()
-        self._lost = threading.Event()
-        self._paused = threading.Event()
-        self._error: BaseException | None = None
-        self._started = False
+        self._builds = Builds(self.store)
+        self._rejections = Rejections(self._documents.failure_policies, output.quarantine, self._observer)
         self._begun = False
-        self._stream: Stream | None = None
-        self._relations: RelationMap | None = None
-        self._session: Session | None = None
-        self._indexes: Indexes | None = None
-        self._readiness: Readiness | None = None
-        self._refresh_at = 0.0
-        self._commanded = 0.0
-        self._threads: list[threading.Thread] = []
-        self._live: LiveChanges | None = None
+        self._published: Published | None = None
+        """The publication as the coordinator has last seen it, until the thread that follows changes has looked."""
+        self._retried_at = 0.0
+        self._readiness = Readiness(
+            self.settings,
+            self._documents,
+            self.store,
+            self._sink.sink,
+            self._relations,
+            self._builds,
+            self._check_wanted,
+        )
+        connection, self._indexes, _ = self._compile()
+        self._session: Session | None = Session(connection, self._indexes)
+        """None while there is no connection."""
+        try:
+            self._rejections.load()
+            self._readiness.prepare(self._indexes)
+        except BaseException:
+            connection.close()
+            raise
+        self._fan_outs = FanOuts(
+            source=self.settings.source,
+            store=self.store,
+            tasks=self._tasks,
+            writer=self._writer(),
+            rejections=self._rejections,
+            indexes=self._compiled,
+            stop=lifecycle.stop,
+        )
+        self._live = LiveChanges(
+            name=self.output,
+            spool=self.settings.spool.path,
+            position=stream.start_of(self.output).position,
+            settings=self._documents,
+            store=self.store,
+            sink=self._sink,
+            writer=self._writer(),
+            rejections=self._rejections,
+            builds=self._builds,
+            fan_outs=self._fan_outs,
+            observer=self._observer,
+            stop=lifecycle.stop,
+            altered=self._close_session,
+        )
+        self._backfill = Backfill(
+            source=self.settings.source,
+            settings=self._documents,
+            store=self.store,
+            sink=self._sink,
+            tasks=self._tasks,
+            generations=self._generations,
+            builds=self._builds,
+            writer=self._writer(),
+            rejections=self._rejections,
+            indexes=self._compiled,
+            followed=lambda: self.status.acknowledged,
+            observer=self._observer,
+            stop=lifecycle.stop,
+        )
 
     # What others see of it
 
     @property
-    def settings(self) -> StreamSettings:
-        return self._settings
-
-    @property
-    def store(self) -> Store:
-        return self._store
-
-    @property
-    def output(self) -> str:
-        """Its name among the outputs of the stream."""
-        return self._output
-
-    @property
-    def status(self) -> ApplyStatus | None:
-        """How far changes are followed; None before the start."""
-        return self._live.status if self._live is not None else None
+    def status(self) -> ApplyStatus:
+        return self._live.status
 
     @property
     def indexes(self) -> dict[str, IndexBuild]:
-        """The last build of each index."""
         return self._builds.all()
-
-    @property
-    def phases(self) -> dict[str, TableReplicationPhase]:
-        """None: indexes are built, tables are not copied."""
-        return {}
-
-    @property
-    def copies(self) -> dict[str, CopyStatus]:
-        """None."""
-        return {}
-
-    @property
-    def waits(self) -> dict[str, SnapshotWait]:
-        """None."""
-        return {}
-
-    @property
-    def paused(self) -> bool:
-        """Whether changes were told to wait."""
-        return self._paused.is_set()
 
     @property
     def settled(self) -> bool:
@@ -169,205 +193,109 @@ class DocumentsOutput:
     @property
     def unfinished_work(self) -> bool:
         """Whether documents of a change that concerns very many are still to be built."""
-        return any(self._store.get_index_work(name, WorkKind.FAN_OUT) for name in self.indexes)
-
-    # For `Coordinator`, which starts and ends it
-
-    def lead(self) -> None:
-        """Take the lease."""
-        if self._started:
-            raise RuntimeError("an output is started once")
-        self._started = True
-        self._store.acquire_lease(on_lost=self._lose_lease)
-
-    def follow(self, stream: Stream) -> None:
-        """Refuse what cannot work, prepare indexes, and start; what takes long is left to threads."""
-        self._stream = stream
-        position = stream.start_of(self._output).position
-        self._relations = self._open_relations()
-        session = self._open_session()
-        self._rejections.load()
-        self._readiness = Readiness(
-            self._settings,
-            self._documents,
-            self._store,
-            self._sink.sink,
-            self._relations,
-            self._builds,
-            self._check_wanted,
-        )
-        self._readiness.prepare(session.indexes)
-        self._observer.on_indexes_ensured(len(self._specifications))
-        fan_outs = FanOuts(
-            source=self._settings.source,
-            store=self._store,
-            tasks=self._tasks,
-            writer=self._writer(),
-            rejections=self._rejections,
-            indexes=self._compiled,
-            stop=self._stop,
-        )
-        self._live = live = LiveChanges(
-            name=self._output,
-            spool=self._settings.spool.path,
-            position=position,
-            settings=self._documents,
-            store=self._store,
-            sink=self._sink,
-            writer=self._writer(),
-            rejections=self._rejections,
-            builds=self._builds,
-            fan_outs=fan_outs,
-            observer=self._observer,
-            stop=self._stop,
-            altered=self._close_session,
-        )
-        backfill = Backfill(
-            source=self._settings.source,
-            settings=self._documents,
-            store=self._store,
-            sink=self._sink,
-            tasks=self._tasks,
-            generations=self._generations,
-            builds=self._builds,
-            writer=self._writer(),
-            rejections=self._rejections,
-            indexes=self._compiled,
-            followed=lambda: live.status.acknowledged,
-            observer=self._observer,
-            stop=self._stop,
-        )
-        self._start("changes", lambda: self._round(live))
-        self._start("backfill", lambda: backfill.round(_IDLE_SECONDS))
-        self._start("fan-out", lambda: fan_outs.round(_IDLE_SECONDS))
-        if self._is_observed:
-            self._start("lag", lambda: self._tell_lag(live))
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; False when it has not come in time. Raises what ended it."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def stop(self) -> None:
-        """Ask it to end, without waiting."""
-        self._stop.set()
-
-    def settle(self) -> None:
-        """Finish the batch at hand; the stream still runs."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(STOP_SECONDS)
-        self._close_session()
-        if self._relations is not None:
-            self._relations.close()
-            self._relations = None
-        POOL.clear()
-
-    def retire(self) -> None:
-        """Give the lease back, last of all."""
-        self._store.release_lease()
+        return any(self.store.get_index_work(name, WorkKind.FAN_OUT) for name in self.indexes)
 
     # Threads
 
-    def _start(self, name: str, work: Callable[[], object]) -> None:
-        thread = threading.Thread(target=self._run, args=(name, work), name=f"{self._output}-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def start(self) -> None:
+        """Start its threads: changes, backfill, fan-out, and lag if there is an observer."""
+        self._observer.on_indexes_ensured(len(self._specifications))
+        self._start_rounds("changes", self._round)
+        self._start_rounds("backfill", lambda: self._backfill.round(_IDLE_SECONDS))
+        self._start_rounds("fan-out", lambda: self._fan_outs.round(_IDLE_SECONDS))
+        if self._is_observed:
+            self._start_rounds("lag", self._report_lag)
+
+    def drain(self) -> None:
+        super().drain()
+        self._close_session()
+
+    def _start_rounds(self, name: str, work: Callable[[], object]) -> None:
+        self.start_thread(name, lambda: self._run(name, work))
 
     def _run(self, name: str, work: Callable[[], object]) -> None:
-        """Rounds until `stop`; the changes get one more, so that what has arrived is not read again."""
+        """Rounds until the output stops; the changes get one more, so that what has arrived is not read again."""
+        stop = self.lifecycle.stop
         backoff = Backoff(first=0.5, longest=30.0)
-        while not self._lost.is_set():
-            stopping = self._stop.is_set()
+        while not self.lifecycle.lost.is_set():
+            stopping = stop.is_set()
             if stopping and name != "changes":
                 return
             try:
                 work()
                 backoff.reset()
-            except PenstockError as error:
-                if not _can_be_tried_again(error):
-                    self._fail(error)
-                    return
+            except Stopping:
+                return
+            except Exception as error:
+                if not isinstance(error, PenstockError) or not _can_be_tried_again(error):
+                    self._observer.on_error(str(error))
+                    raise
                 delay = backoff.next_delay()
                 logger.warning("documents: %s are tried again in=%.1fs error=%s", name, delay, error)
                 if name == "changes":
                     self._close_session()
-                self._stop.wait(delay)
-            except Stopping:
-                return
-            except BaseException as error:
-                self._fail(error)
-                return
+                stop.wait(delay)
             if stopping:
                 return
 
-    def _fail(self, error: BaseException) -> None:
-        logger.error("documents stop error=%s", error if isinstance(error, PenstockError) else type(error))
-        self._observer.on_error(str(error))
-        self._error = self._error or error
-        self._stop.set()
-
-    def _lose_lease(self, error: LeaseLost) -> None:
-        self._error = error
-        self._lost.set()
-        self._stop.set()
-
-    def _round(self, live: LiveChanges) -> None:
-        assert self._stream is not None
-        assert self._readiness is not None
+    def _round(self) -> None:
+        """What is due between batches, then a batch, unless the output is paused."""
         if not self._begun:
             self._check_wanted()
             session = self._session or self._open_session()
-            self._readiness.begin(session.indexes, self._stream.look(), live.status.applied)
+            self._readiness.begin(session.indexes, self._stream.refresh(), self.status.applied)
             self._begun = True
             self._observer.on_live_started()
         self._between_batches()
-        if self._paused.is_set():
-            self._stop.wait(_IDLE_SECONDS)
-        else:
-            live.round(self._session or self._open_session())
+        with self.lifecycle.working() as may_work:
+            if may_work:
+                self._live.round(self._session or self._open_session())
+        if not may_work:
+            self.lifecycle.stop.wait(_IDLE_SECONDS)
 
-    def _tell_lag(self, live: LiveChanges) -> None:
+    def _report_lag(self) -> None:
         """How far what is acknowledged is behind the server: asked on a connection of its own, whatever others do."""
-        if not self._stop.wait(LAG_SECONDS):
-            self._observer.on_slot_lag(distance(live.status.acknowledged, current_position(self._settings.source)))
+        if not self.lifecycle.stop.wait(LAG_SECONDS):
+            self._observer.on_slot_lag(distance(self.status.acknowledged, current_position(self.settings.source)))
 
     def _check_wanted(self) -> None:
-        if self._stop.is_set():
+        if self.lifecycle.stop.is_set():
             raise Stopping
 
     # What is compiled
 
-    def _open_session(self) -> Session:
-        """A connection, and the indexes as its database has them."""
-        self._close_session()
-        assert self._stream is not None
-        connection = connect(self._settings.source, Role.DOCUMENTS, parameters=SESSION)
+    def _compile(self) -> tuple[psycopg.Connection[Any], Indexes, Published]:
+        """A connection, the indexes as its database has them, and the publication that sends their changes."""
+        connection = connect(self.settings.source, Role.DOCUMENTS, parameters=SESSION)
         try:
             require_primary(connection)
             indexes = compile_indexes(
                 connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
             )
             # After what is compiled: a partition that has just come is in both.
-            published = self._stream.look()
-            require_published(indexes, published.tables.values(), self._settings.publication)
-            require_whole(connection, indexes, self._settings.publication)
+            published = self._stream.refresh()
+            for name in published.unpublished.keys() & {str(each) for each in indexes.wanted}:
+                raise published.unpublished[name]
+            require_published(indexes, published.tables.values(), self.settings.publication)
+            require_whole(connection, indexes, self.settings.publication)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, indexes, published
+
+    def _open_session(self) -> Session:
+        """Compile the indexes again, over a new connection."""
+        self._close_session()
+        connection, indexes, published = self._compile()
+        try:
             # First: whoever builds what is wanted builds it with these.
             self._indexes = indexes
-            if self._readiness is not None:
-                self._readiness.look_again(indexes)
+            self._readiness.look_again(indexes)
         except BaseException:
             connection.close()
             raise
         self._session = Session(connection, indexes)
         if self._begun:
-            assert self._readiness is not None
             self._readiness.resume(indexes, published)
         return self._session
 
@@ -377,7 +305,6 @@ class DocumentsOutput:
             self._session = None
 
     def _compiled(self) -> Indexes:
-        assert self._indexes is not None
         return self._indexes
 
     def _writer(self) -> DocumentWriter:
@@ -385,7 +312,7 @@ class DocumentsOutput:
 
     def _job(self) -> BuildJob:
         queries, recorded = self._compiled().queries, self._builds.recorded
-        return BuildJob(self._settings.source, queries, self._sink, recorded, self._rejections.quarantined)
+        return BuildJob(self.settings.source, queries, self._sink, recorded, self._rejections.quarantined)
 
     def _note(self, outcomes: Sequence[Outcome]) -> None:
         self._builds.record(outcomes)
@@ -395,24 +322,17 @@ class DocumentsOutput:
     # Between batches
 
     def _between_batches(self) -> None:
-        assert self._stream is not None
-        self._stream.check()
         now = time.monotonic()
-        if now - self._commanded >= COMMAND_SECONDS:
-            self._commanded = now
-            for command in self._store.take_commands():
-                self._obey(command)
+        if now - self._retried_at >= RETRY_SECONDS:
+            self._retried_at = now
             self._try_refused_again()
-        if now >= self._refresh_at:
-            self._refresh_at = now + REFRESH_SECONDS
-            self._refresh()
+        published, self._published = self._published, None
+        if published is not None:
+            self._look_at_catalog(published)
 
-    def _refresh(self) -> None:
+    def _look_at_catalog(self, published: Published) -> None:
         """Notice what the server does not send: replaced tables, added and removed partitions."""
-        assert self._stream is not None
-        assert self._readiness is not None
         session = self._session or self._open_session()
-        published = self._stream.look()
         catalog = load_catalog(session.connection, session.indexes.catalog.tables)
         if catalog.heaps == session.indexes.catalog.heaps:
             self._readiness.note(session.indexes, published)
@@ -434,30 +354,22 @@ class DocumentsOutput:
             written = self._writer().write(chunks)
             self._rejections.quarantine(written.rejections, None)
 
-    def _obey(self, command: Command) -> None:
-        try:
-            self._carry_out(command)
-        except PenstockError as error:
-            self._store.answer_command(command.number, CommandStatus.REFUSED, f"{error} {error.hint}".strip())
-        else:
-            self._store.answer_command(command.number, CommandStatus.DONE)
+    # For the coordinator's thread
 
-    def _carry_out(self, command: Command) -> None:
-        match command.kind:
-            case CommandKind.PAUSE:
-                self._paused.set()
-            case CommandKind.RESUME:
-                self._paused.clear()
-            case CommandKind.REFRESH:
-                self._refresh_at = 0.0
-            case CommandKind.REBUILD_INDEX:
-                for name in self._named(command.options.get("indexes", ())):
-                    self._builds.want(name, self._compiled().mappings[name].fingerprint, "requested by a user")
-            case _:
-                raise PenstockError(
-                    f"documents do not know the command {command.kind.value!r}",
-                    hint="It is for tables: name their output with --output.",
-                )
+    def refresh(self, published: Published) -> None:
+        """Let the thread that follows changes look at it, between two batches."""
+        self._published = published
+
+    def tend(self, *, source_answers: bool) -> None:
+        """Nothing: the threads of the output find their work themselves."""
+
+    def carry_out(self, command: Command) -> bool:
+        """Rebuild indexes."""
+        if command.kind is not CommandKind.REBUILD_INDEX:
+            raise unknown_command(command, "It is for tables: name their output with --output.")
+        for name in self._named(command.options.get("indexes", ())):
+            self._builds.want(name, self._compiled().mappings[name].fingerprint, "requested by a user")
+        return True
 
     def _named(self, names: Collection[str]) -> list[str]:
         known = self._compiled().specifications.keys()

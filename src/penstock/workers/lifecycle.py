@@ -1,0 +1,82 @@
+"""The lifecycle of one output: whether its threads go on, and why they ended.
+
+The coordinator makes one before it acquires the output's lease, and every thread of the output looks at it. The first
+error counts; it stops this output and no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.errors import LeaseLost, PenstockError
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """May be used from any thread."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the output's."""
+        self.name = name
+        self.stop = threading.Event()
+        """The output finishes its current batch and ends."""
+        self.lost = threading.Event()
+        """The lease is lost: another process may write already, so this one must not, not even to finish."""
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._paused = False
+        self._working = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """What stopped the output; None if nothing did."""
+        return self._error
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def resting(self) -> bool:
+        """True if the output is paused and has finished the batch that it was writing."""
+        with self._lock:
+            return self._paused and not self._working
+
+    def pause(self) -> None:
+        """Begin no further batch; the current one is finished."""
+        with self._lock:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._lock:
+            self._paused = False
+
+    @contextmanager
+    def working(self) -> Iterator[bool]:
+        """Write a batch inside, unless it yields False: the output is paused."""
+        with self._lock:
+            may_work = self._working = not self._paused
+        try:
+            yield may_work
+        finally:
+            with self._lock:
+                self._working = False
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the output; `wait` raises the first error."""
+        with self._lock:
+            is_first, self._error = self._error is None, self._error or error
+        if is_first:
+            # Of an unknown error only the class: libraries quote values in their messages.
+            reason = error if isinstance(error, PenstockError) else type(error).__name__
+            logger.error("output stopped output=%s error=%s", self.name, reason)
+        self.stop.set()
+
+    def lose(self, error: LeaseLost) -> None:
+        """Stop the output at once, because its lease is lost."""
+        self.lost.set()
+        self.fail(error)
