@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 RANGE_BYTES = 32 << 20
 CHUNK_BYTES = 4 << 20
@@ -33,6 +34,19 @@ class CopySettings:
     def session_parameters(self) -> dict[str, str]:
         """For the sessions that read: patient with rows, not with locks."""
         return {"lock_timeout": str(max(1, round(self.lock_timeout * 1000))), "statement_timeout": "0"}
+
+
+@runtime_checkable
+class SizedItem(Protocol):
+    """An item of a copy that states how many bytes it reads from the source's disk."""
+
+    @property
+    def estimated_bytes(self) -> int: ...
+
+
+def bytes_of(items: Iterable[object]) -> int:
+    """What a copy reads from the source's disk. An item that states no size counts as a whole range: as large."""
+    return sum(item.estimated_bytes if isinstance(item, SizedItem) else RANGE_BYTES for item in items)
 
 
 @dataclass(frozen=True, slots=True)

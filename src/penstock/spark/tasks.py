@@ -23,12 +23,11 @@ from pyspark import cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from penstock.copy.plan import RANGE_BYTES
+from penstock.copy.plan import RANGE_BYTES, bytes_of
 from penstock.copy.progress import RangeRead, current_listener, listening
 from penstock.errors import PenstockError, SparkGone, TasksFailed
-from penstock.spark.light_copies import CopyGroup, LightCopies, bytes_of
+from penstock.spark.copies import CopyGroup, LightCopies, Turns, TurnsClosed
 from penstock.spark.session import APPLY_POOL, COPY_POOL, reason_of
-from penstock.spark.turns import Turns, TurnsClosed
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -3,9 +3,10 @@
 from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold
 from penstock.workers.batches import BatchSettings
 from penstock.workers.board import Board
+from penstock.workers.copies import SyncPool
 from penstock.workers.cuts import Cuts, CutStep
 from penstock.workers.lifecycle import Lifecycle
-from penstock.workers.table_sync import CopyStatus, SnapshotWait, SyncPool, TableSync
+from penstock.workers.table_sync import CopyStatus, SnapshotWait, TableSync
 
 __all__ = [
     "ApplyStatus",

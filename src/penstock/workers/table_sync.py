@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,18 +52,14 @@ from penstock.state.transitions import finish_catchup, finish_copy, start_copy
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
 from penstock.workers.board import Board
-from penstock.workers.shared_snapshots import OnWait, SharedSnapshots
+from penstock.workers.copies import OnWait, SharedSnapshots, SyncPool
 
 logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 60.0
 """Capture answers within a tenth of a second, unless it is being started again."""
-SMALL_TABLE_BYTES = 8 << 20
-"""On the source's disk: read in less than a second."""
-SMALL_TABLES_PER_WORKER = 8
 _SIZE_SECONDS = 0.5
 """How long DDL on a table may keep its size from being looked at; then it counts as large."""
-_PLACE_SECONDS = 0.2
 _LOCK_NOT_AVAILABLE = "55P03"
 _TABLE_BYTES = """
     select pg_catalog.pg_table_size(%s::oid)
@@ -139,14 +134,13 @@ class TableSync:
         counter = self._counter
         return None if counter is None else CopyStatus(self.attempt, counter.progress, self._copy_seconds)
 
-    def run(self, shared: Shared) -> None:
+    def run(self, pool: SyncPool) -> None:
         """Bring the table to SyncDone. Raises `Stopping` when it is not wanted any more, and what went wrong."""
         self._board.claim(self._table_id, self.attempt)
         schema, size = self._describe()
-        is_large = size is None or size > SMALL_TABLE_BYTES
-        with shared.large_tables.place(self._check_stop) if is_large else nullcontext():
+        with pool.place(size, self._check_stop):
             try:
-                rows_position = self._copy_table(schema, shared.snapshots)
+                rows_position = self._copy_table(schema, pool.snapshots)
                 self._catch_up(rows_position)
             finally:
                 self._holds.release(self._reader, self._table_id)
@@ -299,99 +293,8 @@ class TableSync:
         self._board.check_claim(self._table_id, self.attempt)
 
 
-class Places:
-    """A number of places, which those who come wait for."""
-
-    def __init__(self, count: int) -> None:
-        self._free = threading.BoundedSemaphore(count)
-
-    @contextmanager
-    def place(self, check: Callable[[], None]) -> Iterator[None]:
-        """Have one inside; `check` raises when it is not wanted any more."""
-        while not self._free.acquire(timeout=_PLACE_SECONDS):
-            check()
-        try:
-            yield
-        finally:
-            self._free.release()
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the workers of a pool share."""
-
-    large_tables: Places
-    snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
-
-
 def _for_a_copy(error: PenstockError) -> PenstockError:
     """What an error of changes means before the hand-over: a new copy, where only that helps, needs nobody to ask."""
     if isinstance(error, ValuesNotSent):
         return TableRewritten(error.message, **error.facts)
     return error
-
-
-class SyncPool:
-    """Runs table sync workers: of large tables `max_workers` at a time, of small ones that many groups."""
-
-    def __init__(self, max_workers: int) -> None:
-        self._max_threads = max_workers * SMALL_TABLES_PER_WORKER
-        self._shared = Shared(Places(max_workers))
-        self._lock = threading.Lock()
-        self._running: dict[int, threading.Thread] = {}
-
-    @property
-    def free(self) -> int:
-        """How many more may start."""
-        with self._lock:
-            self._forget_ended()
-            return self._max_threads - len(self._running)
-
-    def is_running(self, table_id: int) -> bool:
-        with self._lock:
-            self._forget_ended()
-            return table_id in self._running
-
-    def start(self, table_id: int, work: TableSync, failed: Callable[[int, Exception], None]) -> bool:
-        """Start a worker unless its table has one, or all places are taken."""
-
-        def run() -> None:
-            try:
-                work.run(self._shared)
-            except Stopping:
-                pass
-            except Exception as error:
-                self._tell(table_id, error, failed)
-            finally:
-                work.leave()
-
-        with self._lock:
-            self._forget_ended()
-            if table_id in self._running or len(self._running) >= self._max_threads:
-                return False
-            thread = threading.Thread(target=run, name=f"table-sync-{table_id}", daemon=True)
-            self._running[table_id] = thread
-            thread.start()
-            return True
-
-    @staticmethod
-    def _tell(table_id: int, error: Exception, failed: Callable[[int, Exception], None]) -> None:
-        try:
-            failed(table_id, error)
-        except Stopping:
-            logger.info("the copy was not wanted any more table_id=%d", table_id)
-        except PenstockError as another:
-            # The store, most likely. The table is what it is there, and is tried again.
-            logger.error("the end of a copy could not be stored table_id=%d error=%s", table_id, another)
-
-    def join(self, timeout: float) -> bool:
-        """Wait for all of them; False if one has not ended in time."""
-        deadline = time.monotonic() + timeout
-        with self._lock:
-            threads = list(self._running.values())
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
-
-    def _forget_ended(self) -> None:
-        self._running = {table_id: thread for table_id, thread in self._running.items() if thread.is_alive()}

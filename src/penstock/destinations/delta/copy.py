@@ -31,8 +31,6 @@ FILE_BYTES = 128 << 20
 """Of the source's table, in one file."""
 FILE_RANGES = 32
 """Of partitions that are nearly empty, in one file: each costs a connection to the source."""
-_RANGE_BYTES = 32 << 20
-"""Of a range that does not say how large it is."""
 _CHUNK_BYTES = 64 << 20
 
 
@@ -71,12 +69,12 @@ def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> l
     groups: list[list[CopyRange]] = []
     size = 0
     for part in ranges:
-        if not groups or size + _bytes_of(part) > file_bytes or len(groups[-1]) == FILE_RANGES:
+        if not groups or size + part.estimated_bytes > file_bytes or len(groups[-1]) == FILE_RANGES:
             groups.append([])
             size = 0
         groups[-1].append(part)
-        size += _bytes_of(part)
-    return [RangeGroup(tuple(group), sum(map(_bytes_of, group))) for group in groups]
+        size += part.estimated_bytes
+    return [RangeGroup(tuple(group), sum(part.estimated_bytes for part in group)) for group in groups]
 
 
 def write_ranges(reader: RangeReader, target: CopyTarget, group: RangeGroup) -> list[CopiedFile]:
@@ -87,10 +85,6 @@ def write_ranges(reader: RangeReader, target: CopyTarget, group: RangeGroup) -> 
         return [_write(schema, run, target, group.ranges[0].index) for schema, run in runs]
     except Exception as error:
         raise unexpected(target.table, error) from None
-
-
-def _bytes_of(part: CopyRange) -> int:
-    return int(getattr(part, "estimated_bytes", _RANGE_BYTES))
 
 
 def _read(reader: RangeReader, part: CopyRange) -> Iterator[list[pa.RecordBatch]]:

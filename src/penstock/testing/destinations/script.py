@@ -84,6 +84,7 @@ class ScriptedRange:
 
     index: int
     batches: tuple[pa.RecordBatch, ...]
+    estimated_bytes: int = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)

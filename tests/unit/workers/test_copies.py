@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import SnapshotBlocked
 from penstock.spool import Stopping
-from penstock.workers.shared_snapshots import SharedSnapshots
+from penstock.workers.copies import SharedSnapshots
 
 
 class Taken:
