@@ -1,8 +1,8 @@
 """A stream: one publication, one slot, one capture process and one spool, shared by the outputs that read it.
 
-Outputs are known by their names. Each is registered in the spool before anything is read, and stays registered while it
-is down: the slot follows the slowest. Opening needs the leases of all outputs, because what happens to the slot (it is
-new, it was lost) happens to all of them.
+Each output is registered in the spool by name before anything is read, and stays registered while it is stopped: the
+slot follows the slowest output. Opening a stream needs the leases of all outputs, because a new or lost slot affects
+all of them.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ logger = logging.getLogger(__name__)
 
 
 class OnLostSlot(StrEnum):
-    """What happens when the slot is gone, and with it the changes since."""
+    """What to do when the slot is lost, and with it the changes since."""
 
     ERROR = "error"
     RECREATE = "recreate"
-    """A new slot, and every table is copied again."""
+    """Create a new slot and copy every table again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """What is read, from where, and where it waits."""
+    """What a stream reads, from where, and where its spool is."""
 
     id: str
     source: SourceSettings
@@ -67,23 +67,23 @@ class StreamSettings:
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
     types: TypeSettings = field(default_factory=TypeSettings)
     ddl_trigger: bool = False
-    """An event trigger on the source records DDL in the stream: `penstock.source.ddl_trigger`. Large transactions then
-    arrive as a whole when they commit, and are not streamed while they run."""
+    """Record DDL in the stream with an event trigger on the source (`penstock.source.ddl_trigger`). The server then
+    sends large transactions when they commit, and does not stream them while they run."""
 
     @property
     def trigger(self) -> DdlTrigger:
-        """What `ddl_trigger` makes on the source."""
+        """The trigger that `ddl_trigger` creates on the source."""
         return DdlTrigger(self.slot, self.publication)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """From where on an output reads, and whose positions these are."""
+    """Where an output starts to read, and the lineage of its positions."""
 
     position: Lsn
     lineage: Lineage
     continues: Lineage | None
-    """After a failover: the lineage that the server was shown to continue."""
+    """After a failover, the lineage that the server continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Published:
 
 
 class Stream:
-    """A stream that is open. May be used from any thread."""
+    """An open stream. Thread-safe."""
 
     def __init__(self, settings: StreamSettings, starts: Mapping[str, Start], capture: CaptureProcess) -> None:
         self._settings = settings
@@ -106,10 +106,10 @@ class Stream:
         self._capture = capture
         self._publication = _PublicationKeeper(settings)
         self.is_decodable = True
-        """False when the server has said that it cannot decode its log from this slot."""
+        """False if the server reported that it cannot decode its WAL from this slot."""
 
     def start_of(self, output: str) -> Start:
-        """Where an output begins."""
+        """Return where an output starts."""
         return self._starts[output]
 
     @property
@@ -123,14 +123,14 @@ class Stream:
             self._capture.wait_until_streaming()
 
     def check(self) -> None:
-        """Raise what ended capture for good, if anything did."""
+        """Raise the error that ended capture for good, if there is one."""
         with self._noticing():
             self._capture.check()
 
     def refresh(self) -> Published:
         """Bring the publication up to date, if Penstock manages it, and load it.
 
-        Waits for no lock longer than `CATALOG_LIMITS` say. A table that cannot be published is left for later.
+        Waits for locks at most as long as `CATALOG_LIMITS` allows. A table that cannot be published is retried later.
         """
         with connect(self._settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             if self._settings.manage_publication:
@@ -149,9 +149,9 @@ class Stream:
 
 @contextmanager
 def open_stream(settings: StreamSettings, outputs: Mapping[str, Store]) -> Iterator[Stream]:
-    """Changes flow into the spool inside. The leases of these stores are held.
+    """Run capture inside, so that changes flow into the spool. The caller holds the leases of these stores.
 
-    On the way out capture publishes what is whole, answers the server and ends.
+    On exit, capture publishes complete transactions, answers the server and ends.
     """
     starts = _Opening(settings, outputs).prepare()
     with CaptureProcess(
@@ -198,12 +198,12 @@ class _PublicationKeeper:
             waiting = {name for name, each in self._refused.items() if now < each.next_at}
             ensured = _ensure_publication(connection, self._settings, waiting)
             for name in self._refused.keys() - ensured.refused.keys() - waiting:
-                logger.info("table can be published now, or is no longer wanted table=%s", name)
+                logger.info("table is no longer refused by the server table=%s", name)
                 del self._refused[name]
             for name, error in ensured.refused.items():
                 known = self._refused.get(name)
                 if known is None or known.error.message != error.message:
-                    logger.warning("table cannot be published, trying again later table=%s error=%s", name, error)
+                    logger.warning("table cannot be published, Penstock retries later table=%s error=%s", name, error)
                 backoff = known.backoff if known is not None else Backoff(first=5.0, longest=300.0)
                 self._refused[name] = _Refused(error, backoff, now + backoff.next_delay())
 
@@ -230,23 +230,23 @@ def _ensure_publication(
     unidentified = without_identity(connection, ensured.added) if ensured.added else []
     if unidentified:
         logger.warning(
-            "published without replica identity: the server refuses updates and deletes of %s until there is one",
+            "published without replica identity: the server refuses updates and deletes of %s until they have one",
             ", ".join(unidentified),
         )
     if ensured.created and not ensured.added:
-        logger.warning("no table matches %s: nothing is copied until one does", ", ".join(settings.tables))
+        logger.warning("no table matches %s: nothing is copied until one matches", ", ".join(settings.tables))
     return ensured
 
 
 class _Opening:
-    """What comes before capture: publication, lineage, slot, and the outputs' places in the spool."""
+    """Prepares what capture needs: publication, lineage, slot, and the outputs' places in the spool."""
 
     def __init__(self, settings: StreamSettings, outputs: Mapping[str, Store]) -> None:
         self._settings = settings
         self._outputs = outputs
 
     def prepare(self) -> dict[str, Start]:
-        """Where each output starts to read."""
+        """Return where each output starts to read."""
         settings, outputs = self._settings, self._outputs
         with connect(settings.source, Role.CATALOG) as connection:
             ensured = _ensure_publication(connection, settings)
@@ -256,7 +256,7 @@ class _Opening:
             lineages = {name: self._identify(store) for name, store in outputs.items()}
             slot = self._prepare_slot(connection, outputs)
             if settings.ddl_trigger:
-                # Behind the slot: from here on every change of a table is in the stream.
+                # After the slot is created: from here on every DDL change of a table is in the stream.
                 settings.trigger.announce(connection)
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
             for name, store in outputs.items():
@@ -267,7 +267,7 @@ class _Opening:
         return {name: Start(position, *lineages[name]) for name, position in positions.items()}
 
     def _ensure_trigger(self, connection: psycopg.Connection[Any]) -> None:
-        """Make the DDL trigger if it is wanted, and remove one of earlier days if it is not."""
+        """Create the DDL trigger if it is wanted; remove an existing one if it is not."""
         trigger = self._settings.trigger
         if self._settings.ddl_trigger:
             trigger.create(connection)
@@ -275,10 +275,10 @@ class _Opening:
             try:
                 trigger.drop(connection)
             except PermissionDenied:
-                logger.warning("a ddl trigger that nobody needs cannot be removed by this role name=%s", trigger.name)
+                logger.warning("this role cannot remove a ddl trigger that is no longer needed name=%s", trigger.name)
 
     def _identify(self, store: Store) -> tuple[Lineage, Lineage | None]:
-        """Whose positions these are now, and whose they were if the server continues another timeline."""
+        """Return the current lineage, and the earlier one if the server continues another timeline."""
         slot = self._settings.slot
         replication = connect_replication(self._settings.source, Role.SLOT)
         try:
@@ -296,7 +296,7 @@ class _Opening:
         return current, continues
 
     def _prepare_slot(self, connection: psycopg.Connection[Any], outputs: Mapping[str, Store]) -> Slot:
-        """The slot, made if this is the first start; a lost one is an error, or the start of everything anew."""
+        """Return the slot, created at the first start; a lost slot is an error, or everything is copied again."""
         settings = self._settings
         slot = inspect_slot(connection, settings.slot)
         if slot is not None and not slot.lost:
@@ -305,13 +305,13 @@ class _Opening:
             if settings.on_lost_slot is OnLostSlot.ERROR:
                 kind = SlotMissing if slot is None else SlotLost
                 raise kind(
-                    f"slot {settings.slot!r} is gone, and with it changes of tables that were copied already",
+                    f"slot {settings.slot!r} is gone, and with it changes of tables that were already copied",
                     slot=settings.slot,
                 )
             logger.error("slot is lost, every table is copied again slot=%s", settings.slot)
             if slot is not None:
                 drop_slot(connection, settings.slot)
-        # Before the new slot is there: positions of the old one mean nothing in it.
+        # Before the new slot exists: positions of the old one mean nothing in it.
         for store in outputs.values():
             store.reset_replication()
         SpoolFolder(settings.spool.path).discard()
@@ -321,7 +321,7 @@ class _Opening:
         return slot
 
     def _refuse_gap(self, name: str, store: Store, confirmed: Lsn) -> None:
-        """An output that the slot did not wait for: it ran without this one, or somebody has moved it."""
+        """Refuse an output that is behind the slot: the stream ran without it, or the slot was moved by hand."""
         stored = store.get_replication_progress()
         if stored is None or reaches(stored, confirmed) or not _has_tables(store):
             return
@@ -331,15 +331,15 @@ class _Opening:
                 "those in between are gone",
                 slot=self._settings.slot,
             )
-        logger.error("changes are gone, every table is copied again output=%s slot=%s", name, self._settings.slot)
+        logger.error("changes are lost, every table is copied again output=%s slot=%s", name, self._settings.slot)
         store.reset_replication()
 
     def _register(self, readers: Readers, outputs: Mapping[str, Store], confirmed: Lsn) -> dict[str, Lsn]:
-        """Make all outputs known to the spool; from where each of them reads."""
+        """Register all outputs in the spool; return where each of them starts to read."""
         known = readers.positions()
         for name in known.keys() - outputs.keys():
             logger.warning("an output that does not run holds back the slot output=%s position=%s", name, known[name])
-        # What lies before the slowest reader is not there any more, and a new output needs none of it.
+        # The spool has nothing before its slowest reader, and a new output needs none of it.
         begin = earliest(*known.values()) if known else confirmed
         starts: dict[str, Lsn] = {}
         for name, store in outputs.items():
@@ -351,18 +351,18 @@ class _Opening:
 
 
 def _distrust_indexes(store: Store) -> None:
-    """Let search indexes be built anew: a server that took over may give numbers of transactions that were seen before
-    to others, and those are the versions of documents.
+    """Have all search indexes rebuilt: after a failover the server may reuse transaction numbers, which are the
+    versions of documents.
 
-    Called before the new lineage is stored: whoever starts after a crash does not know of the failover any more. They
-    still count as indexes that need every change, so that a lost slot is said.
+    Called before the new lineage is stored: after a crash, the next start no longer knows of the failover. The indexes
+    still count as needing every change, so that a lost slot is reported.
     """
     for build in store.get_index_builds().values():
         store.store_index_build(replace(build, fingerprint=""))
 
 
 def _has_tables(store: Store) -> bool:
-    """Whether there are tables, or search indexes, that need every change from where they are."""
+    """True if a table or search index needs every change after its position."""
     return any(
         isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)
         for phase in store.get_table_replication_states().values()

@@ -109,7 +109,7 @@ def test_whoever_asks_and_dies_holds_apply_for_a_while_only(
     wait_for(lambda: (1000, 1) in rows(pipeline, "public.a"), "apply to go on")
     late = pipeline.store.add_command(CommandKind.VERIFY, options={"step": "renew"})
     wait_for(lambda: pipeline.store.get_command(late.number).answered, "an answer")
-    assert "not held any more" in pipeline.store.get_command(late.number).reason
+    assert "no longer held" in pipeline.store.get_command(late.number).reason
 
 
 def test_a_paused_pipeline_refuses(pipeline: Any) -> None:

@@ -1,10 +1,10 @@
-"""Capture as a child process with its supervisor.
+"""Capture as a child process, and its supervisor.
 
-The child has its own interpreter, so decoding never waits for the work of the parent. It gets its settings on
-standard input, which stays open as a sign of life: when the parent is gone, however it went, the child reads the end
-of the file and exits. It reports its state on standard output, one JSON object per line, and logs to standard error.
+The child has its own interpreter, so decoding never waits for the parent. It reads its settings from standard input,
+which stays open as a sign of life: when the parent ends, even by SIGKILL, the child reads end-of-file and exits. It
+reports its state on standard output, one JSON object per line, and logs to standard error.
 
-The supervisor starts the child again when it dies of something that passes, and keeps the error when it does not.
+The supervisor restarts the child after an error that may pass, and keeps the error otherwise.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from penstock.spool.folder import is_disk_full
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
-"""A child that was asked to stop and has not after this long is killed; the spool stands that."""
+"""A child that has not stopped after this long is killed; the spool tolerates that."""
 FRUITLESS_RESTARTS = 6
-"""A child that ends this often in a row without having captured anything will not do better the next time."""
+"""The supervisor gives up after this many restarts in a row that captured nothing."""
 CHILD_SETTINGS = {
-    # Blocks of some megabytes come and go: giving them back to the kernel each time costs a tenth of the CPU time.
+    # Returning blocks of some megabytes to the kernel each time costs a tenth of the CPU time.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-    # There is no linear algebra here; to start threads for it is a fifth of the child's start.
+    # Starting threads for linear algebra, which is not used, takes a fifth of the child's start.
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""Of its environment; what somebody has set already stays."""
+"""Defaults for the child's environment."""
 
 
 class CaptureProcess:
@@ -57,7 +57,7 @@ class CaptureProcess:
         self._changed = threading.Condition()
         self._status = CaptureStatus(Reading.CONNECTING)
         self._captured: Lsn | None = None
-        """The last that was reported: a child that starts knows nothing yet."""
+        """The last reported position; a child that just started reports none."""
         self._error: PenstockError | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -72,7 +72,7 @@ class CaptureProcess:
 
     @property
     def status(self) -> CaptureStatus:
-        """The last report. Raises what ended capture for good."""
+        """The last report. Raises the error that ended capture for good."""
         self.check()
         return self._status
 
@@ -88,12 +88,12 @@ class CaptureProcess:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what ended capture for good, if anything did."""
+        """Raise the error that ended capture for good, if there is one."""
         if self._error is not None:
             raise self._error
 
     def wait_until_streaming(self, timeout: float = 60.0) -> CaptureStatus:
-        """Wait for the connection to the slot; raises what prevents it, also what is still being retried."""
+        """Wait until capture reads the slot; raise what prevents it, even if capture still retries."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._status.reading not in (Reading.STREAMING, Reading.SPOOL_FULL, Reading.DISK_FULL):
@@ -103,7 +103,7 @@ class CaptureProcess:
             return self._status
 
     def wait_captured(self, position: Lsn, timeout: float) -> bool:
-        """Wait until everything before a boundary is in the spool; False when it is not in time."""
+        """Wait until everything before a boundary is in the spool; False on timeout."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._captured is None or not reaches(self._captured, position):
@@ -113,7 +113,7 @@ class CaptureProcess:
         return True
 
     def stop(self) -> None:
-        """Let the child publish what is whole, answer the server and exit."""
+        """Stop the child: it publishes complete transactions, answers the server and exits."""
         self._stopping.set()
         child = self._child
         if child is not None and child.poll() is None:
@@ -130,7 +130,7 @@ class CaptureProcess:
         try:
             self._keep_running()
         except BaseException as error:
-            # Nobody would notice: what is read of the status would stay as it was.
+            # Otherwise nothing would show it: the status would stay as it was.
             logger.exception("the supervisor of capture failed")
             self._fail(CaptureStopped(f"capture cannot be supervised: an unexpected {type(error).__name__}"))
 
@@ -148,23 +148,23 @@ class CaptureProcess:
                 return
             delay = self._backoff.next_delay()
             self.restarts += 1
-            logger.warning("capture ended, starting it again in=%.1fs error=%s", delay, error)
+            logger.warning("capture ended, restarting it in=%.1fs error=%s", delay, error)
             self._update(CaptureStatus(Reading.RETRYING, self._status.captured, self._status.acknowledged, error=error))
             self._stopping.wait(delay)
         self._update(CaptureStatus(Reading.STOPPED, self._status.captured, self._status.acknowledged))
 
     def _run_child(self) -> PenstockError:
-        """Run a child to its end; why it ended."""
+        """Run a child until it ends; return why it ended."""
         try:
             return self._run_started_child()
         except OSError as error:
-            # No process, or no pipe: the machine is short of something, and may not be the next time.
+            # No process or no pipe: the machine lacks a resource now, and may have it at the next attempt.
             return CaptureStopped(f"the capture process could not be started: {error.strerror or error}")
 
     def _run_started_child(self) -> PenstockError:
         command = [sys.executable, "-m", "penstock.capture"]
         environment = CHILD_SETTINGS | os.environ
-        # In a group of its own: Ctrl-C in a terminal is for the parent, which then stops the child in good order.
+        # In its own process group: Ctrl-C in a terminal goes to the parent, which then stops the child cleanly.
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, env=environment
         ) as child:
@@ -174,7 +174,7 @@ class CaptureProcess:
             assert child.stdin is not None
             assert child.stdout is not None
             error: PenstockError | None = None
-            # Past the buffer: what is left in it when the child is gone already would fail again when it is closed.
+            # Unbuffered: data left in a buffer when the child is gone would fail again on close.
             with contextlib.suppress(BrokenPipeError):
                 os.write(child.stdin.fileno(), base64.b64encode(pickle.dumps(self._settings)) + b"\n")
             for line in child.stdout:
@@ -186,7 +186,7 @@ class CaptureProcess:
                 elif report is not None:
                     error = report
             code = child.wait()
-        return error or CaptureStopped(f"the capture process ended by itself ({_describe_exit(code)})", code=code)
+        return error or CaptureStopped(f"the capture process ended unexpectedly ({_describe_exit(code)})", code=code)
 
     def _update(self, status: CaptureStatus) -> None:
         with self._changed:
@@ -203,7 +203,7 @@ class CaptureProcess:
 
 def run_child() -> int:
     """The child's main function."""
-    # What was imported stays until the end: nobody need look through it for garbage.
+    # Imported modules stay until the end: keep them out of garbage collection.
     gc.freeze()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -219,7 +219,7 @@ def run_child() -> int:
     def terminate(*_: object) -> None:
         stop.set()
         if not connected:
-            # Perhaps waiting for the server, and nothing to bring to an end; the spool stands that.
+            # It may be waiting for the server and has nothing to finish; the spool tolerates that.
             os._exit(0)
 
     signal.signal(signal.SIGTERM, terminate)
@@ -233,7 +233,7 @@ def run_child() -> int:
         if isinstance(error, OSError) and is_disk_full(error):
             _write_line({"error": _dump(SpoolDiskFull(f"no room on the disk of {settings.spool.path}"))})
             return 1
-        # Not its text nor a traceback: libraries quote the values that they stumble over.
+        # Neither its text nor a traceback: libraries quote values in their messages.
         frames = traceback.extract_tb(error.__traceback__)
         where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-8:]))
         logger.error("capture failed error=%s at=%s", type(error).__name__, where)
@@ -242,7 +242,7 @@ def run_child() -> int:
 
 
 def _exit_with_parent() -> None:
-    """Standard input ends when the parent does, even if it was killed."""
+    """Exit when standard input ends, as it does when the parent ends or is killed."""
     while os.read(0, 4096):
         pass
     os._exit(3)

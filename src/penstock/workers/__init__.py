@@ -1,4 +1,4 @@
-"""The threads that move data: apply for all tables, and a worker for each table that is copied."""
+"""The threads that move data: one apply worker for all tables, and one table sync worker per table that is copied."""
 
 from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold
 from penstock.workers.batches import BatchSettings

@@ -1,9 +1,9 @@
-"""The apply worker: batches of whole transactions from the spool to the destination, for all tables that it follows.
+"""The apply worker: writes batches of whole transactions from the spool to the destination, for all tables it follows.
 
-Each round takes the entries after P up to a limit, hands one batch to the destination, and settles: what is durable
-moves the tables' positions, then stored progress, then the reader of the spool, which the slot follows. A table that
-fails is Errored with its position kept; the others are not concerned. A table that is far behind P, because it was
-tried again, gets batches of its own until it has caught up, so that nobody waits for it.
+Each round takes the entries after P up to a limit, hands one batch to the destination and records progress: first the
+tables' positions, then the stored progress, then the position of the spool's reader, which the slot follows. A table
+that fails becomes Errored and keeps its position; the others continue. A table that is far behind P, because it was
+retried, gets batches of its own until it has caught up, so that no other table waits for it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from penstock.workers.lifecycle import Lifecycle
 logger = logging.getLogger(__name__)
 
 JOB_FAILURES = 2
-"""After so many failures in a row the tables of a batch go one by one."""
+"""After this many failures in a row the tables of a batch are written one by one."""
 PRUNE_SECONDS = 60.0
-"""How often versions of schemas that nobody needs are looked for."""
+"""How often unneeded schema versions are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorHold:
-    """How long an errored table may hold back progress, and how much may gather meanwhile."""
+    """How long an errored table may hold back progress, and how much WAL it may hold back."""
 
     time: timedelta = timedelta(hours=1)
     bytes: int = 1 << 30
@@ -48,18 +48,18 @@ class ErrorHold:
 
 @dataclass(frozen=True, slots=True)
 class ApplyStatus:
-    """A look at the worker from outside."""
+    """How far the apply worker is."""
 
     applied: Lsn
     acknowledged: Lsn
     changes: int
     batches: int
     last_commit_time: int
-    """Of what was applied last, Unix microseconds."""
+    """Of the last applied transaction, in Unix microseconds."""
 
 
 class ApplyWorker:
-    """One output's apply; `run` is its thread."""
+    """The apply worker of one output; `run` is its thread."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ApplyWorker:
         self._last_commit_time = 0
         self._pruned: float | None = None
         self.limit: Lsn | None = None
-        """A boundary that no batch begun from now on passes; `Cuts` sets it for a comparison of the tables there."""
+        """A boundary that no later batch passes; `Cuts` sets it while `verify` compares the tables there."""
 
     @property
     def status(self) -> ApplyStatus:
@@ -99,7 +99,7 @@ class ApplyWorker:
         return ApplyStatus(board.applied, board.acknowledged, self._changes, self._batches, self._last_commit_time)
 
     def run(self) -> None:
-        """Until the output stops; then one more round, so that what has arrived is not read again."""
+        """Apply until the output stops; then one more round, so that the next start does not read it again."""
         backoff = Backoff(first=0.5, longest=30.0)
         stop = self._lifecycle.stop
         while not self._lifecycle.lost.is_set():
@@ -121,16 +121,15 @@ class ApplyWorker:
                 stop.wait(self._settings.interval)
 
     def _round(self) -> bool:
-        """One batch for all tables that it can bring beyond P, and one for those far behind; whether there is more."""
+        """Write one batch for the tables near P and one for those far behind; return True if there is more."""
         self._failed |= self._board.retry_due(datetime.now(UTC))
         with self._board.batch() as positions:
             applied = self._board.applied
             far = self._far_behind(positions, applied)
             others = {table: position for table, position in positions.items() if table not in far}
             captured = self._reachable()
-            # A table that was just handed over is a little behind. It joins the batch of the others: with one of its
-            # own, up to P, it would stay behind for as long as changes keep coming, at the price of a second job each
-            # time.
+            # A table that was just handed over is slightly behind P and joins the batch of the others. With a batch of
+            # its own, up to P, it would stay behind for as long as changes arrive, and cost a second job each time.
             begin = earliest(applied, *others.values())
             entries = self._writer.take(begin, captured) if captured is not None else []
             end = earliest(captured, entries[-1].end) if entries and captured is not None else applied
@@ -153,32 +152,32 @@ class ApplyWorker:
         return more
 
     def _reachable(self) -> Lsn | None:
-        """Up to where it may go: what is captured, and no further than the limit."""
+        """Return how far this round may go: what is captured, and no further than the limit."""
         captured = self._writer.reader.captured
         return captured if captured is None or self.limit is None else earliest(captured, self.limit)
 
     def _prune_schemas(self, acknowledged: Lsn) -> None:
-        """Forget versions of schemas that no position needs any more; now and then, and after progress was stored."""
+        """Delete schema versions that no position needs, from time to time, after progress was stored."""
         now = time.monotonic()
         if self._pruned is not None and now - self._pruned < PRUNE_SECONDS:
             return
         self._pruned = now
         count = self._store.prune_table_schemas(dict.fromkeys(self._board.phases(), OrderKey(acknowledged, 0)))
         if count:
-            logger.info("versions of schemas were forgotten count=%d", count)
+            logger.info("schema versions deleted count=%d", count)
 
     def _far_behind(self, positions: Mapping[int, Lsn], applied: Lsn) -> dict[int, Lsn]:
-        """The tables that one batch does not bring to P."""
+        """Return the tables that one batch does not bring to P."""
         behind = {position for position in positions.values() if not reaches(position, applied)}
         reached = {position: self._writer.take(position, applied) for position in behind}
         far = {position for position, taken in reached.items() if not taken or not reaches(taken[-1].end, applied)}
         return {table: position for table, position in positions.items() if position in far}
 
     def _write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
-        """Hand a batch over; up to where each of these tables is durable afterwards.
+        """Write a batch; return how far each of these tables is durable afterwards.
 
-        All tables share a job. When it fails twice in a row, one of them may be what kills it: then they go one by one,
-        and a table that fails while another succeeds is Errored. From then on it goes alone, until it succeeds.
+        All tables share a job. When it fails twice in a row, one of them may be killing it, so they are written one by
+        one. A table that fails while another succeeds becomes Errored; it is written alone until it succeeds.
         """
         alone = self._alone & positions.keys()
         shared = {table: position for table, position in positions.items() if table not in alone}
@@ -190,7 +189,7 @@ class ApplyWorker:
             if self._job_failures < JOB_FAILURES:
                 raise
             self._job_failures = 0
-            logger.warning("a batch failed again, its tables go one by one error=%s", error)
+            logger.warning("a batch failed again, writing its tables one by one error=%s", error)
             durable = self._write_one_by_one(entries, begin, end, shared)
         for table_id in sorted(alone):
             own = {table_id: positions[table_id]}
@@ -215,7 +214,7 @@ class ApplyWorker:
             except TasksFailed as error:
                 errors[table_id] = error
         if errors and len(errors) == len(changed):
-            # Nothing says that it is a table: the batch comes again, as a whole.
+            # No table stands out, so the cause is probably not a table: retry the whole batch.
             raise next(iter(errors.values()))
         for table_id, error in errors.items():
             self._alone.add(table_id)
@@ -240,7 +239,7 @@ class ApplyWorker:
     def _fail(self, table_id: int, error: BaseException, position: Lsn) -> None:
         def fail(phase: TableReplicationPhase) -> Errored | None:
             if not isinstance(phase, SyncDone | Ready):
-                return None  # reset while its changes were written
+                return None  # it was reset while its changes were being written
             failed = errored(phase, error, position=position, after=self._failed.get(table_id))
             text = "table stopped table=%s position=%s reason=%s"
             name = self._board.name_of(table_id)
@@ -253,7 +252,7 @@ class ApplyWorker:
             failpoints.reach("after_errored")
 
     def _lose_overdue(self, end: Lsn) -> None:
-        """Errored tables that have held back progress for too long: stored *before* progress passes them."""
+        """Give up positions of errored tables that hold back progress too long, *before* progress passes them."""
         now = datetime.now(UTC)
 
         def lose(phase: TableReplicationPhase) -> Errored | None:
@@ -266,7 +265,7 @@ class ApplyWorker:
         for table_id, phase in self._board.phases().items():
             if isinstance(phase, Errored) and lose(phase) is not None:
                 name = self._board.name_of(table_id)
-                logger.error("table has held back progress for too long, its changes go table=%s", name)
+                logger.error("table held back progress for too long and loses its position table=%s", name)
                 failpoints.reach("before_lose_position")
                 self._board.alter(table_id, lose)
                 failpoints.reach("after_lose_position")

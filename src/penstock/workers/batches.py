@@ -1,4 +1,4 @@
-"""From entries of the spool to a batch at the destination: what apply and table sync workers have in common."""
+"""Writing entries of the spool to a destination as a batch, for the apply worker and for table sync workers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from penstock.values import OutOfRange, TypeSettings
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """How much goes into one batch."""
+    """The limits of a batch."""
 
     max_rows: int = 500_000
     max_bytes: int = 128 << 20
     interval: float = 0.5
-    """Seconds between two batches, unless there is more than one batch's worth to do."""
+    """Seconds between two batches, unless more than one batch is waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a batch."""
+    """The outcome of a batch."""
 
     batch: EventBatch
     durable: dict[int, Lsn]
-    """Up to where each table is durable now; tables that failed, or were only accepted, are not in it."""
+    """How far each table is durable now, without tables that failed or were only accepted."""
     failed: dict[int, PenstockError]
 
 
 class BatchWriter:
-    """Belongs to one thread: readers of the spool are not shared."""
+    """Writes batches. Used by one thread only: readers of the spool are not shared."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class BatchWriter:
         self._destination = destination
         self._settings = settings
         self._accepted: dict[int, Lsn] = {}
-        """Up to where the destination has accepted what is not durable yet; nothing of it is sent again."""
+        """How far the destination has accepted changes that are not durable yet; they are not sent again."""
         self._refuses = types is not None and types.out_of_range is OutOfRange.ERROR
 
     def take(self, after: Lsn, limit: Lsn, tables: Sequence[int] | None = None) -> list[Entry]:
-        """Entries after a boundary and before another, as many as fit into a batch; at least one if there is any."""
+        """Return the entries between two boundaries that fit into a batch; at least one if there is any."""
         taken: list[Entry] = []
         rows = size = 0
         for entry in self.reader.entries(after, tables):
@@ -70,9 +70,9 @@ class BatchWriter:
         return taken
 
     def write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> Written:
-        """Hand the changes between two boundaries over, of these tables, from their positions on; waits for it.
+        """Write the changes of these tables between two boundaries, each from its position, and wait for the result.
 
-        What was accepted before is left out, until the destination says that it is durable, or has failed.
+        Changes that the destination accepted before are left out until it reports them as durable or failed.
         """
         unsent = self._leave_out_accepted(positions)
         batch = build_batch(
@@ -108,24 +108,24 @@ class BatchWriter:
         return Written(batch, durable, failed)
 
     def _leave_out_accepted(self, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
-        """From where on each table has something to send."""
+        """Return the position from which each table has changes to send."""
         for table_id, position in positions.items():
-            # Copied anew since, or tried again.
+            # The table was copied again or retried since.
             if table_id in self._accepted and reaches(position, self._accepted[table_id]):
                 del self._accepted[table_id]
         return {table_id: self._accepted.get(table_id, position) for table_id, position in positions.items()}
 
     def _send(self, batch: EventBatch, positions: Mapping[int, Lsn]) -> dict[int, TableResult]:
-        """The answers for the tables of a batch, and for those of which something was accepted before."""
+        """Return the results for the tables of a batch and for tables with accepted changes."""
         try:
             result = self._destination.write_events(batch).result()
         except BaseException:
-            # Nothing is known of what it had accepted either: all of it comes again.
+            # Accepted changes may be lost too: send all of them again.
             self._accepted.clear()
             raise
         outcomes = {changes.table_id: result.of(changes.table_id) for changes in batch.tables}
         for table_id in self._accepted.keys() & positions.keys() - outcomes.keys():
-            # Not in the batch: only an answer that names it says something.
+            # Not in the batch: only a result that names it counts.
             outcomes[table_id] = result.tables.get(table_id, TableResult(durable=False))
         sent = {changes.table_id for changes in batch.tables}
         for table_id, outcome in outcomes.items():
@@ -136,14 +136,14 @@ class BatchWriter:
         return outcomes
 
     def _schemas_at(self, positions: Mapping[int, Lsn]) -> dict[int, TableSchema]:
-        """What the tables have at the destination: the schemas that were stored for their positions."""
+        """Return the schemas that the tables have at the destination: those stored for their positions."""
         stored = (self._store.get_table_schema(table_id, OrderKey(lsn, 0)) for table_id, lsn in positions.items())
         return {version.table_id: version.schema for version in stored if version is not None}
 
 
 def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:
-    """Why a change of schema cannot be followed: rows from before would have NULL for a value, unless the destination
-    fills them, and knows with what."""
+    """Return why a schema change cannot be followed: existing rows would get NULL for a value that the server did not
+    send, unless the destination can fill it in."""
     for step in changes.steps:
         if isinstance(step, SchemaChange) and step.old is not None:
             known = {column.attnum for column in step.old.columns}

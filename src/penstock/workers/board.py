@@ -1,12 +1,12 @@
-"""Where every table stands, now: the one place that workers share.
+"""The phases and positions of all tables, shared by the apply worker, table sync workers and the coordinator.
 
-Phases and positions of all tables, and apply's own position, under one lock. A phase that is persisted is stored
-first; what the rules in `penstock.state.transitions` do not allow never gets here. Whoever waits for a change of phase
-waits on the board.
+One lock guards the phases, the tables' positions and the apply worker's own position. A persisted phase is stored
+before it is shown, and the rules in `penstock.state.transitions` reject illegal steps. Threads wait on the board for a
+phase to change.
 
-A worker that copies a table claims it by the name of its attempt. When somebody else sets the table's phase meanwhile
-(it left the publication, it is to be copied anew) the claim is over, and whatever the worker tries next raises
-`Superseded`: it works on something that is not wanted any more.
+A table sync worker claims its table under the name of its attempt. If another thread sets the table's phase meanwhile
+(the table left the publication, or must be copied again), the claim ends, and the worker's next call raises
+`Superseded`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Superseded(Stopping):
-    """The table was taken away from the worker that asks."""
+    """The table is no longer claimed by the calling worker."""
 
 
 class Board:
@@ -65,10 +65,10 @@ class Board:
         recorded: Callable[[int], Lsn | None],
         name_of: Callable[[int], str] = str,
     ) -> None:
-        """`start` is where replication starts; `recorded` is what a destination or the store has of a table."""
+        """`start` is where replication starts; `recorded` returns the position that a table has at its destination."""
         self._store = store
         self.name_of = name_of
-        """What people call a table."""
+        """Returns the name of a table."""
         self._changed = threading.Condition(threading.RLock())
         self._phases: dict[int, TableReplicationPhase] = {
             table_id: after_crash(phase) for table_id, phase in store.get_table_replication_states().items()
@@ -86,7 +86,7 @@ class Board:
 
     @property
     def applied(self) -> Lsn:
-        """P: all that apply has handed to the destination lies below."""
+        """P: the apply worker has written everything before it."""
         return self._applied
 
     @property
@@ -94,7 +94,7 @@ class Board:
         return self._acknowledged
 
     def phases(self) -> Mapping[int, TableReplicationPhase]:
-        """A copy of all phases."""
+        """Return a copy of all phases."""
         with self._changed:
             return dict(self._phases)
 
@@ -103,7 +103,7 @@ class Board:
             return self._phases.get(table_id)
 
     def positions(self) -> Mapping[int, Lsn]:
-        """Up to where the tables that apply follows are durable."""
+        """Return how far the tables that the apply worker follows are durable."""
         with self._changed:
             return {
                 table_id: followed_from(phase, self._positions.get(table_id, self._applied))
@@ -112,10 +112,9 @@ class Board:
             }
 
     def to_copy(self) -> list[int]:
-        """The tables that wait for a table sync worker.
+        """Return the tables that wait for a table sync worker, without those of the current batch.
 
-        Not those of the batch that apply writes now: a table may be reset at any time, but a destination never sees
-        a copy of a table begin while changes are written to it.
+        A table may be reset at any time, but its copy must not start while the apply worker still writes its changes.
         """
         with self._changed:
             return [
@@ -125,13 +124,13 @@ class Board:
             ]
 
     def set_phase(self, table_id: int, phase: TableReplicationPhase, *, position: Lsn | None = None) -> None:
-        """Store a phase if it is one that is stored, then show it. `position`: how far the table is durable."""
+        """Store a phase if it is a persisted one, then show it. `position` is how far the table is durable."""
         with self._changed:
             self._set_phase(table_id, phase, position)
             self._attempts.pop(table_id, None)
 
     def resync(self, table_ids: Collection[int]) -> None:
-        """Let tables be copied again: all of them, or none if one is being copied now."""
+        """Reset tables to be copied again: all of them, or none if one is being copied now."""
         with self._changed:
             copying = [self.name_of(table_id) for table_id in table_ids if table_id in self._attempts]
             if copying:
@@ -139,23 +138,23 @@ class Board:
             self._set_phases({table_id: resync(None) for table_id in table_ids})
 
     def roll_back(self, table_ids: Collection[int]) -> None:
-        """Let errored tables go on from where they stopped: all of them, or none if one cannot."""
+        """Resume errored tables from where they stopped: all of them, or none if one cannot."""
         with self._changed:
             phases = {table_id: self._phases.get(table_id) for table_id in table_ids}
             self._set_phases({table_id: roll_back(phase or Init()) for table_id, phase in phases.items()})
 
     def remove(self, table_id: int) -> None:
-        """The table has left the publication."""
+        """Forget a table that has left the publication."""
         with self._changed:
             self._store.delete_table_pipeline_state(table_id)
             for known in (self._phases, self._positions, self._snapshots, self._attempts):
                 known.pop(table_id, None)
             self._changed.notify_all()
 
-    # The worker's side
+    # For table sync workers
 
     def claim(self, table_id: int, attempt: str) -> None:
-        """A worker begins to copy the table; all that follows it does under this name."""
+        """Claim the table for an attempt to copy it."""
         with self._changed:
             if table_id not in self._phases:
                 raise Superseded
@@ -169,7 +168,7 @@ class Board:
         *,
         position: Lsn | None = None,
     ) -> None:
-        """Take the table from its phase to what `transition` makes of it; it is the worker's until SyncDone."""
+        """Change the phase of a claimed table by `transition`. The claim ends with SyncDone or Errored."""
         with self._changed:
             phase = transition(self._claimed(table_id, attempt))
             self._set_phase(table_id, phase, position)
@@ -177,12 +176,12 @@ class Board:
                 del self._attempts[table_id]
 
     def check_claim(self, table_id: int, attempt: str) -> None:
-        """Raise `Superseded` unless the table is still the worker's."""
+        """Raise `Superseded` unless the attempt still holds the claim."""
         with self._changed:
             self._claimed(table_id, attempt)
 
     def move(self, table_id: int, attempt: str, position: Lsn) -> None:
-        """The worker has brought its table further."""
+        """Record how far the worker has brought its table."""
         with self._changed:
             self._claimed(table_id, attempt)
             self._positions[table_id] = position
@@ -190,7 +189,7 @@ class Board:
     def wait_to_hand_over(
         self, table_id: int, attempt: str, snapshot: Lsn, position: Lsn, timeout: float
     ) -> Catchup | None:
-        """Show that the worker is close, and wait until apply names the boundary; None when it has not in time."""
+        """Show that the worker is close, and wait until apply names the boundary; None on timeout."""
         deadline = time.monotonic() + timeout
         with self._changed:
             phase = self._claimed(table_id, attempt)
@@ -203,22 +202,22 @@ class Board:
             return phase if isinstance(phase, Catchup) else None
 
     def leave(self, table_id: int, attempt: str) -> None:
-        """The worker has ended, however: nobody continues a conversation with it, what is stored is true."""
+        """End the claim of a worker that has ended; a phase that lived in memory falls back to the stored one."""
         with self._changed:
             if self._attempts.get(table_id) != attempt:
                 return
             del self._attempts[table_id]
             phase = self._phases[table_id]
             if not is_persisted(phase):
-                # Not necessarily what the worker knew: an answer of the store may have been lost.
+                # The store may be ahead of the worker: its answer may have been lost.
                 stored = self._store.get_table_replication_state(table_id) or stored_form(phase)
                 self._show(table_id, stored, stored.lsn if isinstance(stored, SyncDone) else None)
 
-    # Apply's side
+    # For the apply worker
 
     @contextmanager
     def batch(self) -> Iterator[Mapping[int, Lsn]]:
-        """Apply writes a batch inside; the tables that it follows, with their positions."""
+        """Write a batch inside; yields the followed tables with their positions."""
         with self._changed:
             positions = self.positions()
             self._in_batch = frozenset(positions)
@@ -231,7 +230,7 @@ class Board:
     def alter(
         self, table_id: int, transition: Callable[[TableReplicationPhase], TableReplicationPhase | None]
     ) -> TableReplicationPhase | None:
-        """Take a table from its phase to what `transition` makes of it; None if it is gone, or stays what it is."""
+        """Change the phase of a table by `transition`; None if the table is gone or `transition` returns None."""
         with self._changed:
             phase = self._phases.get(table_id)
             new = None if phase is None else transition(phase)
@@ -241,7 +240,7 @@ class Board:
             return new
 
     def retry_due(self, now: datetime) -> dict[int, Errored]:
-        """Roll back the errored tables whose time has come; the errors that they had."""
+        """Roll back errored tables whose retry is due; return the errors they had."""
         with self._changed:
             due = {
                 table_id: phase
@@ -255,10 +254,10 @@ class Board:
             return due
 
     def settle(self, applied: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
-        """Apply is at a boundary: take positions, store progress, hand tables over. Gives what may be acknowledged.
+        """Record that apply is at a boundary: positions, progress, hand-overs. Return what may be acknowledged.
 
-        One critical section: a table that is handed over at max(S, P, A) must find P and A unchanged until its
-        boundary is known, or what lies between would belong to nobody.
+        This is one critical section: P and A must not change between choosing max(S, P, A) for a table and showing it,
+        or neither worker would write the changes in between.
         """
         with self._changed:
             self._applied = furthest(self._applied, applied)
@@ -305,7 +304,7 @@ class Board:
                 self._show(table_id, phase, None)
 
     def _is_followed(self, table_id: int) -> bool:
-        """Whether apply follows it: a table may have been reset, or have left, while its changes were written."""
+        """False for a table that was reset or removed while its changes were being written."""
         return isinstance(self._phases.get(table_id), SyncDone | Ready)
 
     def _claimed(self, table_id: int, attempt: str) -> TableReplicationPhase:
@@ -319,7 +318,7 @@ class Board:
         self._show(table_id, phase, position)
 
     def _set_phases(self, phases: Mapping[int, StoredPhase]) -> None:
-        """Several at once, in one transaction."""
+        """Store several phases in one transaction, then show them."""
         if phases:
             self._store.update_table_replication_states(phases)
         for table_id, phase in phases.items():

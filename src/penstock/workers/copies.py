@@ -45,12 +45,12 @@ _CHECK_SECONDS = 0.2
 
 @dataclass(slots=True, eq=False)
 class _Departure:
-    """A snapshot to be, and who waits for it."""
+    """A snapshot that will be taken, and the copies that wait for it."""
 
     aboard: list[OnWait] = field(default_factory=list[OnWait])
     snapshot: Snapshot | None = None
     error: BaseException | None = None
-    """What kept it from being taken; `Stopping` if only the one who took it was not wanted any more."""
+    """Why it could not be taken; `Stopping` if only the copy that was taking it is no longer wanted."""
 
     def tell(self, blockers: Sequence[Blocker]) -> None:
         for on_wait in list(self.aboard):
@@ -58,7 +58,7 @@ class _Departure:
 
 
 class SharedSnapshots:
-    """May be used from any thread."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -67,9 +67,10 @@ class SharedSnapshots:
 
     @contextmanager
     def enter(self, take: Take, *, on_wait: OnWait, check: Callable[[], None]) -> Iterator[Snapshot]:
-        """A snapshot that is taken from now on, by `take` or by that of another who waits for it too.
+        """Use a snapshot inside that is taken from now on, by this `take` or by that of another waiting copy.
 
-        `on_wait` hears whom it waits for. `check` is called now and then, and raises when it is not wanted any more.
+        `on_wait` receives the transactions that it waits for. `check` is called repeatedly, and raises when the copy is
+        no longer wanted.
         """
         departure = self._board(take, on_wait, check)
         assert departure.snapshot is not None
@@ -90,14 +91,14 @@ class SharedSnapshots:
                     return departure
                 if departure.error is not None and not isinstance(departure.error, Stopping):
                     raise departure.error
-                # Another one was to take it, and has gone.
+                # The copy that was to take it has gone.
                 check()
             except BaseException:
                 self._leave(departure, on_wait)
                 raise
 
     def _wait(self, departure: _Departure, check: Callable[[], None]) -> bool:
-        """Wait for it to be taken; True for the one who has to do it."""
+        """Wait until it is taken; True if the caller must take it."""
         with self._changed:
             while departure.snapshot is None and departure.error is None:
                 if not self._taking and self._gathering is departure:
@@ -142,7 +143,7 @@ class SyncPool:
 
     @property
     def free(self) -> int:
-        """How many more may start."""
+        """How many more workers may start."""
         with self._lock:
             self._forget_ended()
             return self._max_threads - len(self._running)
@@ -169,7 +170,7 @@ class SyncPool:
             return table_id in self._running
 
     def start(self, table_id: int, work: TableSync, failed: Callable[[int, Exception], None]) -> bool:
-        """Start a worker unless its table has one, or all places are taken."""
+        """Start a worker unless its table has one or the pool is full."""
 
         def run() -> None:
             try:
@@ -195,13 +196,13 @@ class SyncPool:
         try:
             failed(table_id, error)
         except Stopping:
-            logger.info("the copy was not wanted any more table_id=%d", table_id)
+            logger.info("a copy was no longer wanted table_id=%d", table_id)
         except PenstockError as another:
-            # The store, most likely. The table is what it is there, and is tried again.
-            logger.error("the end of a copy could not be stored table_id=%d error=%s", table_id, another)
+            # Probably the store. The table keeps its stored phase, and is retried.
+            logger.error("cannot store the end of a copy table_id=%d error=%s", table_id, another)
 
     def join(self, timeout: float) -> bool:
-        """Wait for all of them; False if one has not ended in time."""
+        """Wait for all workers; False if one has not ended in time."""
         deadline = time.monotonic() + timeout
         with self._lock:
             threads = list(self._running.values())

@@ -1,9 +1,9 @@
-"""Bringing all tables of an output to one boundary, and keeping them there while somebody looks.
+"""Holding the apply worker at a boundary, so that `verify` can compare all tables of an output there.
 
-Whoever compares the destination with the source asks in steps, each a command: `hold` (go on up to where the server is
-now, and no further), `cut` at the position of a snapshot that was taken since, `renew` while it lasts, and `release`.
-Apply is held for seconds; who asks and dies is forgotten after a while. One asks at a time, by the option `asker`: for
-another one the boundary would move while it looks.
+`verify` asks in steps, each a command: `hold` (apply up to the server's current position, and no further), `cut` at the
+position of a snapshot taken since, `renew` while the comparison runs, and `release`. Apply is held for seconds. If the
+process that asked dies, the hold ends after a while. The option `asker` names the comparison: only one may hold at a
+time, because a second one would move the boundary under the first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.workers.lifecycle import Lifecycle
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 60.0
-"""How long apply is held without hearing from whoever asked for it."""
+"""How long apply is held without a word from the comparison that asked for it."""
 
 
 class CutStep(StrEnum):
-    """What is asked, as the option `step` of a `verify` command."""
+    """The option `step` of a `verify` command."""
 
     HOLD = "hold"
     CUT = "cut"
@@ -68,21 +68,21 @@ class Cuts:
 
     @property
     def active(self) -> bool:
-        """Whether apply is held, or about to be."""
+        """True if apply is held, or will be."""
         return self._apply.limit is not None
 
     def take(self, command: Command) -> None:
-        """Carry a step out, or begin to; `settle` answers."""
+        """Carry out a step, or begin to; `settle` answers it."""
         step, asker = CutStep(str(command.options["step"])), command.options.get("asker")
         if self.active and asker != self._asker:
             raise PenstockError(
-                "another comparison holds it now",
-                hint=f"Wait for its end; one that has died is forgotten after {PATIENCE_SECONDS:g} s.",
+                "another comparison is running",
+                hint=f"Wait until it ends; the hold of one that died ends after {PATIENCE_SECONDS:g} s.",
             )
         if step is not CutStep.HOLD and not self.active:
-            raise PenstockError("apply is not held any more", hint="Ask again, and renew in time.")
+            raise PenstockError("apply is no longer held", hint="Start the comparison again.")
         if self._lifecycle.paused:
-            raise PenstockError("the pipeline is paused", hint="`penstock resume` lets it go on.")
+            raise PenstockError("the pipeline is paused", hint="`penstock resume` resumes it.")
         self._deadline = self._clock() + PATIENCE_SECONDS
         match step:
             case CutStep.HOLD:
@@ -96,7 +96,7 @@ class Cuts:
                 self._answer(command)
 
     def settle(self) -> None:
-        """Answer what has come true; let go of what nobody asks for any more."""
+        """Answer steps whose boundary is reached; end a hold that was not renewed."""
         limit = self._apply.limit
         if limit is None:
             return
@@ -105,17 +105,17 @@ class Cuts:
             self._waiting = None
             self._answer(waiting, json.dumps({"left_out": self._left_out(limit)}))
         elif waiting is not None:
-            # Whoever waits for an answer is there; it may take long to get to the boundary.
+            # The comparison is waiting for an answer; reaching the boundary may take long.
             self._deadline = self._clock() + PATIENCE_SECONDS
         elif self._clock() > self._deadline:
-            logger.warning("apply was held at %s, and nobody asks for it any more", limit)
+            logger.warning("apply was held at %s, and the comparison did not renew it", limit)
             self._release()
 
     def _hold(self, command: Command, limit: Lsn) -> None:
         if not reaches(limit, self._board.applied):
-            raise PenstockError(f"apply is beyond {limit} already")
+            raise PenstockError(f"apply is already beyond {limit}")
         if self._waiting is not None:
-            self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "it was asked again since")
+            self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "asked again since")
         self._apply.limit = limit
         self._waiting = command
         self._asker = command.options.get("asker")
@@ -125,7 +125,7 @@ class Cuts:
         self._waiting = None
 
     def _left_out(self, limit: Lsn) -> Mapping[str, str]:
-        """Tables that are not exactly at the boundary, and why."""
+        """Return the tables that are not exactly at the boundary, and why."""
         positions = self._board.positions()
         return {
             self._name_of(table_id): phase.name if table_id not in positions else "just copied"

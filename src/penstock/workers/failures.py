@@ -1,4 +1,4 @@
-"""What an error means for a table: reason, solution, and whether and when to try again."""
+"""What an error means for a table: reason, solution, and whether and when to retry."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.state.transitions import fail
 
 
 def as_error(error: BaseException) -> PenstockError:
-    """A named error; of an unknown one only the class, because libraries quote values in their messages."""
+    """Return a named error. Of an unknown one only the class is kept, because libraries quote values in messages."""
     if isinstance(error, PenstockError):
         return error
     if isinstance(error, psycopg.OperationalError):
-        # About the connection or the server, not about values; noticed where nobody expected it.
+        # About the connection or the server, not about values.
         return from_exception(error, Place("the source"), "go on")
     if is_passing(error):
         return unexpected("the destination", error)
@@ -39,7 +39,7 @@ def errored(
     after: Errored | None = None,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Errored:
-    """The phase of a table that has failed."""
+    """Return the phase of a table that has failed."""
     named = as_error(error)
     attempts = after.attempts + 1 if after else 0
     policy = RetryPolicy()

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """May be used from any thread."""
+    """Thread-safe."""
 
     def __init__(self, name: str) -> None:
         """`name` is the output's."""

@@ -1,7 +1,7 @@
-"""Tasks without Spark: functions run where they are called, in this process.
+"""Tasks without Spark: functions run in this process, in the thread that calls them.
 
-For laptops and small databases, where starting Spark would take longer than the work. Several tables copy at the same
-time all the same, each in the thread of its worker.
+For small databases, where starting Spark would take longer than the work. Several tables are still copied at the same
+time, each in the thread of its table sync worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 class ProcessTasks:
-    """See `penstock.destinations.base.Tasks`; `copy_tasks` bounds the tables that are read at the same time."""
+    """See `penstock.destinations.base.Tasks`; `copy_tasks` limits how many tables are read at the same time."""
 
     def __init__(self, *, copy_tasks: int | None = None) -> None:
         self._turns = None if copy_tasks is None else threading.BoundedSemaphore(copy_tasks)
@@ -26,7 +26,7 @@ class ProcessTasks:
         self._closed = threading.Event()
 
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
-        """One after the other, in this thread."""
+        """Run the items one after the other, in this thread."""
         results: list[_Result] = []
         for item in items:
             self._check()
@@ -35,7 +35,7 @@ class ProcessTasks:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """A copy waits for its turn."""
+        """Wait for a turn, and copy inside."""
         while self._turns is not None and not self._turns.acquire(timeout=0.2):
             self._check(copying=True)
         self._here.copying = True
@@ -47,7 +47,7 @@ class ProcessTasks:
                 self._turns.release()
 
     def close(self) -> None:
-        """Give copies up, after the range at hand. Changes are not concerned."""
+        """Stop copies after the current range. Batches of changes continue."""
         self._closed.set()
 
     def _check(self, *, copying: bool = False) -> None:

@@ -1,13 +1,10 @@
-"""A table sync worker: copies one table, applies what has changed meanwhile, and hands it over to apply.
+"""A table sync worker: copies one table, catches up with its changes, and hands it over to the apply worker.
 
     drop (fence) → DataSync → hold its changes → snapshot S → copy → FinishedCopy
     → catch up → SyncWait → Catchup → SyncDone
 
-Whatever goes wrong before SyncDone, the next attempt starts from the beginning, with another name: the destination has
-fenced this one off.
-
-Small tables are copied many at a time: what each of them costs is waiting, not work. They share snapshots, and the
-tasks that read them.
+If anything fails before SyncDone, the next attempt starts from the beginning under another name, and the destination
+ignores what this one still writes.
 """
 
 from __future__ import annotations
@@ -57,9 +54,9 @@ from penstock.workers.copies import OnWait, SharedSnapshots, SyncPool
 logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 60.0
-"""Capture answers within a tenth of a second, unless it is being started again."""
+"""Capture answers within a tenth of a second, unless it is restarting."""
 _SIZE_SECONDS = 0.5
-"""How long DDL on a table may keep its size from being looked at; then it counts as large."""
+"""How long to wait for DDL on a table before its size counts as unknown."""
 _LOCK_NOT_AVAILABLE = "55P03"
 _TABLE_BYTES = """
     select pg_catalog.pg_table_size(%s::oid)
@@ -69,27 +66,27 @@ _TABLE_BYTES = """
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """A copy, for people who watch."""
+    """The progress of a copy."""
 
     attempt: str
     progress: CopyProgress
-    """What there is to copy, and what of it was read."""
+    """How much there is to copy, and how much was read."""
     seconds: float | None = None
-    """How long it took; None while it runs, and when it failed."""
+    """How long it took; None while it runs or if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWait:
-    """A copy that has not begun, because transactions are open that its snapshot must not cut through."""
+    """A copy that waits for open transactions before it can take its snapshot."""
 
     blockers: tuple[Blocker, ...]
-    """As they were seen last, longest first; none if the role may not see them."""
+    """As last seen, longest first; empty if the role may not see them."""
     since: datetime
-    """When it was first noticed."""
+    """When the wait began."""
 
 
 class TableSync:
-    """One attempt at one table; `run` is called in a thread of the pool."""
+    """One attempt to copy one table; `run` is called in a thread of the pool."""
 
     def __init__(
         self,
@@ -124,18 +121,18 @@ class TableSync:
         self._copy_seconds: float | None = None
         self._backoff = Backoff(first=0.5, longest=30.0)
         self.waiting: SnapshotWait | None = None
-        """Whom its snapshot waits for, while it does."""
+        """The transactions that its snapshot waits for, while it waits."""
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches, types)
 
     @property
     def copy_status(self) -> CopyStatus | None:
-        """How far the copy is; None until it is known what there is to copy."""
+        """How far the copy is; None until it is planned."""
         counter = self._counter
         return None if counter is None else CopyStatus(self.attempt, counter.progress, self._copy_seconds)
 
     def run(self, pool: SyncPool) -> None:
-        """Bring the table to SyncDone. Raises `Stopping` when it is not wanted any more, and what went wrong."""
+        """Bring the table to SyncDone. Raises `Stopping` if the copy is no longer wanted, and any error."""
         self._board.claim(self._table_id, self.attempt)
         schema, size = self._describe()
         with pool.place(size, self._check_stop):
@@ -146,17 +143,17 @@ class TableSync:
                 self._holds.release(self._reader, self._table_id)
 
     def leave(self) -> None:
-        """After `run`, and after what it raised was dealt with."""
+        """End the claim; called after `run`, and after its error was handled."""
         self._board.leave(self._table_id, self.attempt)
 
     def _copy_table(self, schema: TableSchema, snapshots: SharedSnapshots) -> Lsn:
-        """Fence, copy, and give the boundary of the snapshot."""
+        """Fence off earlier attempts, copy, and return the position of the snapshot."""
         self._destination.drop_table_for_copy(schema, self.attempt)
         failpoints.reach("after_drop")
         self._store.clear_table_copy_state(self._table_id)
         self._board.advance(self._table_id, self.attempt, start_copy)
         failpoints.reach("after_data_sync")
-        # Kept from before the snapshot is taken: what commits after it must still be there when the copy is done.
+        # Held before the snapshot is taken: changes committed after it must still be in the spool when the copy ends.
         self._holds.request(self._reader, self._table_id)
         self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS)
         failpoints.reach("before_snapshot")
@@ -188,7 +185,7 @@ class TableSync:
 
     @contextmanager
     def _snapshot(self, schema: TableSchema, snapshots: SharedSnapshots) -> Iterator[Snapshot]:
-        """Wait for the transactions that are open, visibly."""
+        """Take or share a snapshot; `waiting` shows the transactions that it waits for."""
         since = datetime.now(UTC)
 
         def wait(blockers: Sequence[Blocker]) -> None:
@@ -209,7 +206,7 @@ class TableSync:
             self.waiting = None
 
     def _catch_up(self, snapshot: Lsn) -> None:
-        """Apply the table's changes since the snapshot, first on its own, then exactly up to where apply takes over."""
+        """Apply the changes since the snapshot: first alone, then exactly up to where the apply worker takes over."""
         position = snapshot
         while not self._is_close(position):
             position = self._write_until(position, self._board.applied)
@@ -230,13 +227,13 @@ class TableSync:
         failpoints.reach("after_sync_done")
 
     def _is_close(self, position: Lsn) -> bool:
-        """Whether one batch brings the table to where apply is."""
+        """True if one batch brings the table to the apply worker's position."""
         applied = self._board.applied
         entries = self._writer.take(position, applied, [self._table_id])
         return not entries or reaches(entries[-1].end, applied)
 
     def _write_until(self, position: Lsn, limit: Lsn) -> Lsn:
-        """Write one batch of the table's changes; how far it is then. Waits for what capture has not seen yet."""
+        """Write one batch of the table's changes, waiting for capture if needed; return the new position."""
         self._check_stop()
         self._holds.confirmed(self._reader, self._table_id)
         if not self._writer.reader.wait(position, 0.5):
@@ -259,7 +256,7 @@ class TableSync:
         return written.durable.get(self._table_id, position)
 
     def _describe(self) -> tuple[TableSchema, int | None]:
-        """The table as it is now, for the destination to find what is there of it, and its size if that is known."""
+        """Return the table's current schema, and its size if known."""
         with connect(self._source, Role.CATALOG) as connection:
             table = load_table(connection, self._table_id)
             if table is None:
@@ -294,7 +291,7 @@ class TableSync:
 
 
 def _for_a_copy(error: PenstockError) -> PenstockError:
-    """What an error of changes means before the hand-over: a new copy, where only that helps, needs nobody to ask."""
+    """Before the hand-over, an error that only a new copy resolves leads to one automatically."""
     if isinstance(error, ValuesNotSent):
         return TableRewritten(error.message, **error.facts)
     return error
