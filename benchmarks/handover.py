@@ -33,8 +33,7 @@ from runs import Run, Site, Writer
 from stages import CORES, open_stage
 from workloads import PUBLICATION, create_orders
 
-from penstock.destinations.parquet.folder import Generation, RootFolder
-from penstock.destinations.parquet.manifests import ManifestKind
+from penstock.destinations.parquet.folder import Generation, ManifestKind, RootFolder
 
 LARGE = "large"
 SMALL_ROWS = 1000

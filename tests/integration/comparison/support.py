@@ -18,7 +18,7 @@ from penstock.destinations.delta.snapshot import Application
 from penstock.destinations.delta.storage import open_storage
 from penstock.destinations.delta.table import Batch, LakeTable
 from penstock.destinations.delta.tasks import apply_changes
-from penstock.destinations.delta.write import Written
+from penstock.destinations.delta.write import WrittenFiles
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.parquet import ParquetReader
 from penstock.destinations.registry import create_destination
@@ -130,7 +130,7 @@ def plant_beside(folder: Path, lake: Path, pipeline: str, schema: TableSchema, f
         plan = plan_table(batch, changes, table, mode=Mode.MIRROR, deletion_vectors=True, source=None)
         assert plan is not None
         written = apply_changes(plan.work)
-        assert isinstance(written, Written)
+        assert isinstance(written, WrittenFiles)
         if table.position(plan.version) == position and table.commit(
             Batch(plan.version, plan.state, position, written)
         ):

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.destinations.base import Destination, DestinationContext
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
-from penstock.destinations.parquet.manifests import put_if_absent
+from penstock.destinations.parquet.folder import put_if_absent
 from penstock.errors import ConfigError, IllegalTransition, LeaseLost
 from penstock.schema import Column, TableSchema
 from penstock.testing.destinations import DestinationContract, LocalTasks, ScriptedSource, make_context

@@ -26,7 +26,7 @@ What happens to changes, in their order:
 | `tasks` | the work of a batch: compact (`penstock.changes.compaction`), then |
 | `index` | the rows that it replaces, by key |
 | `fill` | the cells that were not sent |
-| `write`, `history` | new rows, dead rows; every change as a row |
+| `write` | new rows, dead rows; every change as a row |
 | `table` | which table lies where; one commit with its position, and what a lost race means |
 | `reader` | a pinned version as the source has it |
 

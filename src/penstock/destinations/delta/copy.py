@@ -18,11 +18,10 @@ from penstock.changes.segment import UNREPRESENTABLE, split_texts
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import COPY_PREFIX, create_data_file
-from penstock.destinations.delta.history import copied_rows
 from penstock.destinations.delta.index import build_index, index_folder
 from penstock.destinations.delta.layout import Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
-from penstock.destinations.delta.write import lake_rows
+from penstock.destinations.delta.write import copied_rows, lake_rows
 from penstock.destinations.refusals import unexpected
 from penstock.destinations.row_groups import group_batches
 from penstock.lsn import Lsn

@@ -14,7 +14,6 @@ from pathlib import Path
 from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import segment_layout
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
-from penstock.destinations.delta.backfill import backfill
 from penstock.destinations.delta.copy import CopyTarget, group_ranges, write_ranges
 from penstock.destinations.delta.layout import Mode, TableState, new_layout
 from penstock.destinations.delta.log import DeltaLog
@@ -25,8 +24,8 @@ from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.destinations.delta.table import Batch, Catalog, LakeTable
-from penstock.destinations.delta.tasks import apply_changes
-from penstock.destinations.delta.write import Written
+from penstock.destinations.delta.tasks import apply_changes, backfill
+from penstock.destinations.delta.write import WrittenFiles
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import (
     busy,
@@ -240,7 +239,7 @@ class DeltaDestination:
             return {}
         works = [plan.work for plan in plans]
         results = self._started.tasks.run(works, apply_changes, description=_describe(batch, plans))
-        ready: list[tuple[Plan, Written]] = []
+        ready: list[tuple[Plan, WrittenFiles]] = []
         for plan, result in zip(plans, results, strict=True):
             if isinstance(result, PenstockError):
                 errors[plan.work.table_id] = result
@@ -286,10 +285,10 @@ class DeltaDestination:
             source=self._started.source_rows,
         )
 
-    def _commit(self, ready: list[tuple[Plan, Written]]) -> list[bool | PenstockError]:
+    def _commit(self, ready: list[tuple[Plan, WrittenFiles]]) -> list[bool | PenstockError]:
         """Commit tables; several at a time, because each waits for the disk."""
 
-        def commit(item: tuple[Plan, Written]) -> bool | PenstockError:
+        def commit(item: tuple[Plan, WrittenFiles]) -> bool | PenstockError:
             plan, written = item
             try:
                 done = plan.table.commit(Batch(plan.version, plan.state, plan.end, written, plan.exchanged))

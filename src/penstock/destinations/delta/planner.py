@@ -18,11 +18,10 @@ from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import leave_out
 from penstock.destinations.delta.actions import Add
-from penstock.destinations.delta.backfill import Backfill, backfills, constant_of
 from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableLayout, TableState
 from penstock.destinations.delta.table import LakeTable, Version
-from penstock.destinations.delta.tasks import TableWork
+from penstock.destinations.delta.tasks import Backfill, TableWork, backfills, constant_of
 from penstock.destinations.refusals import rejected, unreadable
 from penstock.errors import RESYNC
 from penstock.lsn import Lsn, reaches

@@ -21,7 +21,7 @@ from penstock.destinations.delta.log import Committed, DeltaLog, Lost
 from penstock.destinations.delta.schema import merge_protocols, protocol_for
 from penstock.destinations.delta.snapshot import Application, Snapshot, Verdict
 from penstock.destinations.delta.storage import Storage
-from penstock.destinations.delta.write import Written
+from penstock.destinations.delta.write import WrittenFiles
 from penstock.destinations.refusals import fenced_copy, foreign_table, not_copied, other_lineage, rejected
 from penstock.lsn import Lsn
 
@@ -47,7 +47,7 @@ class Batch:
     state: TableState
     """After it."""
     end: Lsn
-    written: Written
+    written: WrittenFiles
     exchanged: Mapping[str, Add | None] = field(default_factory=dict[str, Add | None])
     """Files that were written anew before the batch was made, and what became of them; it was made from these."""
 

@@ -1,8 +1,13 @@
-"""What a task does with one table's part of a batch: compact, match, fill, write; in one go, where the files are.
+"""What tasks do for a table: apply its part of a batch, and fill columns that were added with a constant.
 
-One task has a whole table, so a batch is one job whatever the number of tables, and nothing but names of files and
-counts goes back to the driver. The four steps could be split over tasks, by keys or by files; but each is a fraction of
-a second for what a batch may hold, and a further job of Spark costs as much as all of them.
+`apply_changes` compacts the changes, finds the rows that they replace, fills omitted values and writes files, all in
+one task. So a batch is one job however many tables it has, and only names of files and counts go back to the driver.
+The steps could be split by keys or files, but each takes a fraction of a second for a batch, and another Spark job
+costs as much as all of them.
+
+`backfill` writes one file again with an added column. The source keeps the constant in its catalog and rewrites
+nothing; in a Delta table readers would see NULL in older rows. The batch that brings the column replaces the files in
+its own commit, so readers see all of it or nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +27,15 @@ from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.fill import fill
-from penstock.destinations.delta.history import history_rows
 from penstock.destinations.delta.index import FileMatch, find_rows
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector
-from penstock.destinations.delta.write import Written, assemble, bury, rewrite, write_rows
+from penstock.destinations.delta.write import WrittenFiles, assemble, bury, history_rows, rewrite, write_rows
 from penstock.destinations.refusals import unexpected, unreadable
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ValuesNotSent
+from penstock.schema import Column
+from penstock.values import TypeSettings, codec_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,20 @@ class TableWork:
     """What rows from before a column was added have in it, by names in segments."""
 
 
-def apply_changes(work: TableWork) -> Written | PenstockError:
+@dataclass(frozen=True, slots=True)
+class Backfill:
+    """One file that is to get columns, for a task."""
+
+    table: str
+    storage: Storage
+    layout: TableLayout
+    """With the columns."""
+    file: LiveFile
+    constants: Mapping[str, pa.Scalar]
+    """By the columns' names in the lake, in the types that they have there."""
+
+
+def apply_changes(work: TableWork) -> WrittenFiles | PenstockError:
     """Write what a batch makes of a table; errors are values, so that one bad table does not fail the job of all."""
     try:
         match work.layout.mode:
@@ -63,6 +82,42 @@ def apply_changes(work: TableWork) -> Written | PenstockError:
                 return _keep_deleted(work)
     except Exception as error:
         return unexpected(work.table, error)
+
+
+def backfill(item: Backfill) -> Add | PenstockError | None:
+    """Write a file's live rows with the columns; None if there are no such rows. Errors are values."""
+    try:
+        dead = dead_rows(item.storage, item.file)
+        return rewrite(item.storage, item.layout, item.file, dead, constants=item.constants)
+    except Exception as error:
+        return unexpected(item.table, error)
+
+
+def backfills(
+    table: str,
+    storage: Storage,
+    layout: TableLayout,
+    files: Sequence[LiveFile],
+    constants: Mapping[str, pa.Scalar],
+) -> tuple[Backfill, ...]:
+    """What has to be done for a table; `constants` are by names in segments."""
+    named = pa.table({layout.renames[name]: pa.array([value], value.type) for name, value in constants.items()})
+    fitted = layout.fit(named)
+    lake = {name: fitted.column(name)[0] for name in fitted.column_names}
+    return tuple(Backfill(table, storage, layout, file, lake) for file in files)
+
+
+def constant_of(table: str, column: Column, type_: pa.DataType) -> pa.Scalar:
+    """What rows from before have in a column whose segments have this type; `ValuesNotSent` if that cannot be told."""
+    codec = codec_for(column.type, column.type_modifier, TypeSettings())
+    decoded = codec.decode(pa.array([column.missing], pa.large_string()))
+    if decoded.rejected is not None or codec.arrow_type != type_:
+        raise ValuesNotSent(
+            f"{table}: what rows from before have in the added column {column.name} is not in the stream, and its "
+            "default is none that the lake's type can hold",
+            table=table,
+        )
+    return decoded.array[0]
 
 
 @dataclass(slots=True)
@@ -78,16 +133,16 @@ class _Watch:
         self._since = now
 
 
-def _append(work: TableWork) -> Written:
+def _append(work: TableWork) -> WrittenFiles:
     watch = _Watch()
     rows = history_rows(work.steps, work.layout)
     watch.lap("read")
     add = write_rows(work.storage, work.layout, rows) if rows.num_rows else None
     watch.lap("write")
-    return Written(added=() if add is None else (add,), row_count=rows.num_rows, seconds=watch.seconds)
+    return WrittenFiles(added=() if add is None else (add,), row_count=rows.num_rows, seconds=watch.seconds)
 
 
-def _mirror(work: TableWork) -> Written:
+def _mirror(work: TableWork) -> WrittenFiles:
     """Rows before a truncate do not matter, neither those of the lake nor those of the batch."""
     watch = _Watch()
     truncates = [number for number, step in enumerate(work.steps) if isinstance(step, Truncation)]
@@ -95,7 +150,7 @@ def _mirror(work: TableWork) -> Written:
     files = () if truncates else work.files
     gone = tuple(file.path for file in work.files) if truncates else ()
     if not steps:
-        return Written(removed=gone, seconds=watch.seconds)
+        return WrittenFiles(removed=gone, seconds=watch.seconds)
     changes = _read(work, steps)
     watch.lap("read")
     net = compact(changes, work.layout.key)
@@ -106,7 +161,7 @@ def _mirror(work: TableWork) -> Written:
     return replace(written, removed=(*gone, *written.removed))
 
 
-def _keep_deleted(work: TableWork) -> Written:
+def _keep_deleted(work: TableWork) -> WrittenFiles:
     """Deleted rows stay."""
     if any(isinstance(step, Truncation) for step in work.steps):
         return _truncate_softly(work)
@@ -120,7 +175,7 @@ def _keep_deleted(work: TableWork) -> Written:
     return _write(work, net, matches, watch)
 
 
-def _truncate_softly(work: TableWork) -> Written:
+def _truncate_softly(work: TableWork) -> WrittenFiles:
     """A truncate deletes all rows that there are, so every file is written anew; once, also for several of them."""
     watch = _Watch()
     truncates = [step for step in work.steps if isinstance(step, Truncation)]
@@ -149,10 +204,10 @@ def _truncate_softly(work: TableWork) -> Written:
     watch.lap("write")
     row_count = sum(rows.num_rows for rows, _ in pending)
     removed = tuple(file.path for file in work.files)
-    return Written(added=tuple(added), removed=removed, row_count=row_count, seconds=watch.seconds)
+    return WrittenFiles(added=tuple(added), removed=removed, row_count=row_count, seconds=watch.seconds)
 
 
-def _write(work: TableWork, net: NetChanges, matches: Sequence[FileMatch], watch: _Watch) -> Written:
+def _write(work: TableWork, net: NetChanges, matches: Sequence[FileMatch], watch: _Watch) -> WrittenFiles:
     complete = fill(net, matches, work.storage, work.layout, work.source)
     watch.lap("fill")
     added: list[Add] = []
@@ -165,12 +220,12 @@ def _write(work: TableWork, net: NetChanges, matches: Sequence[FileMatch], watch
     return replace(written, added=(*added, *written.added), row_count=len(complete.images), seconds=watch.seconds)
 
 
-def _copy_on_write(work: TableWork, matches: Sequence[FileMatch]) -> Written:
+def _copy_on_write(work: TableWork, matches: Sequence[FileMatch]) -> WrittenFiles:
     """For readers that know no vectors: every file that loses a row is written anew without it."""
     added = [
         rewrite(work.storage, work.layout, match.file, match.dead.union(Vector.of(match.rows))) for match in matches
     ]
-    return Written(
+    return WrittenFiles(
         added=tuple(add for add in added if add is not None),
         removed=tuple(match.file.path for match in matches),
         dead_count=sum(len(match.rows) for match in matches),

@@ -1,7 +1,7 @@
-"""What tasks write: new rows with their index, and which rows of other files are dead from now on.
+"""What tasks write: new rows with their index, vectors of dead rows, and, in the mode `history`, every change as a row.
 
-Nothing here changes a file. Every name is new, so a task that runs twice, or at the same time, leaves files that no
-commit names, and nobody sees them.
+Nothing here changes a file. Every name is new, so a task that runs twice leaves files that no commit names and no
+reader sees.
 """
 
 from __future__ import annotations
@@ -9,11 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.changes.batch import Rows
+from penstock.changes.columns import unsent_cells
 from penstock.changes.compaction import LIVE, NetChanges, keys_of
-from penstock.changes.segment import UNREPRESENTABLE, Texts, join_texts, split_texts
+from penstock.changes.segment import (
+    COMMIT_LSN,
+    COMMIT_TIME,
+    OLD,
+    OP,
+    ORDINAL,
+    UNCHANGED,
+    UNREPRESENTABLE,
+    XID,
+    Operation,
+    Texts,
+    field_names,
+    join_texts,
+    split_texts,
+)
+from penstock.changes.steps import Truncation
+from penstock.destinations.batch_events import read_segment
 from penstock.destinations.delta.actions import Add, VectorDescriptor
 from penstock.destinations.delta.files import LiveFile, read_rows, remember, write_data_file
 from penstock.destinations.delta.index import FileMatch, build_index, index_folder
@@ -21,13 +40,21 @@ from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
 from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, write_vectors
+from penstock.lsn import Lsn
+from penstock.schema import TableSchema
 
 PIECE_BYTES = 256 << 20
 """Of new rows that are one chunk of a column; no four of them together reach the end of 32 bits."""
+COPIED, TRUNCATED = "copy", "truncate"
+BEFORE_ALL = -1
+"""`_ordinal` of a row that was copied: it stands before the changes at the copy's position."""
+_OPERATIONS = (None, *(operation.name.lower() for operation in Operation))
+"""By number."""
+_TIME = pa.timestamp("us", "UTC")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFiles:
     """What a task did for a table: the driver makes a commit of it."""
 
     added: tuple[Add, ...] = ()
@@ -78,7 +105,7 @@ def write_rows(storage: Storage, layout: TableLayout, rows: pa.Table, keys: pa.A
     return add
 
 
-def bury(storage: Storage, matches: Sequence[FileMatch]) -> Written:
+def bury(storage: Storage, matches: Sequence[FileMatch]) -> WrittenFiles:
     """Mark rows as dead: by vectors, or by leaving out files of which nothing lives on."""
     spent = [match for match in matches if len(match.dead) + len(match.rows) == match.row_count]
     partly = [match for match in matches if len(match.dead) + len(match.rows) < match.row_count]
@@ -86,7 +113,7 @@ def bury(storage: Storage, matches: Sequence[FileMatch]) -> Written:
     descriptors = write_vectors(storage, vectors)
     for descriptor, vector in zip(descriptors, vectors, strict=True):
         remember(storage, descriptor, vector)
-    return Written(
+    return WrittenFiles(
         vectors=tuple((match.file.path, each) for match, each in zip(partly, descriptors, strict=True)),
         removed=tuple(match.file.path for match in spent),
         dead_count=sum(len(match.rows) for match in matches),
@@ -118,3 +145,80 @@ def rewrite(
         at = rows.schema.get_field_index(name)
         rows = rows.set_column(at, rows.schema.field(at), pa.repeat(value, rows.num_rows))
     return write_rows(storage, layout, rows)
+
+
+def history_rows(steps: Sequence[Rows | Truncation], layout: TableLayout) -> pa.Table:
+    """The changes of a batch, in order."""
+    parts: list[pa.Table] = []
+    for step in steps:
+        if isinstance(step, Truncation):
+            parts.append(_truncated(step))
+        else:
+            parts += [_changes(read_segment(segment), step.schema, layout) for segment in step.segments]
+    has_texts = any(UNREPRESENTABLE in part.column_names for part in parts)
+    schema = pa.schema([field for field in layout.schema if has_texts or field.name != UNREPRESENTABLE])
+    return pa.concat_tables([fit(part, schema) for part in parts]) if parts else schema.empty_table()
+
+
+def copied_rows(rows: pa.Table, position: Lsn) -> pa.Table:
+    """Rows of a copy, which are named as in the lake, in the form of changes."""
+    head = {
+        OP: pa.repeat(pa.scalar(COPIED), rows.num_rows),
+        COMMIT_LSN: pa.repeat(pa.scalar(int(position), pa.int64()), rows.num_rows),
+        ORDINAL: pa.repeat(pa.scalar(BEFORE_ALL, pa.int64()), rows.num_rows),
+    }
+    for number, (name, column) in enumerate(head.items()):
+        rows = rows.add_column(number, name, column)
+    return rows
+
+
+def _truncated(step: Truncation) -> pa.Table:
+    row = {
+        OP: [TRUNCATED],
+        COMMIT_LSN: [int(step.key.commit_lsn)],
+        ORDINAL: [step.key.ordinal],
+        COMMIT_TIME: pa.array([step.commit_time], pa.int64()).cast(_TIME),
+    }
+    return pa.table(row)
+
+
+def _changes(segment: pa.Table, schema: TableSchema, layout: TableLayout) -> pa.Table:
+    names = {
+        name: layout.names[column.attnum] for name, column in zip(field_names(schema), schema.columns, strict=True)
+    }
+    columns: dict[str, pa.Array | pa.ChunkedArray] = {
+        OP: pa.array(_OPERATIONS).take(segment.column(OP).combine_chunks()),
+        COMMIT_LSN: segment.column(COMMIT_LSN),
+        ORDINAL: segment.column(ORDINAL),
+        COMMIT_TIME: segment.column(COMMIT_TIME),
+        XID: segment.column(XID),
+        UNCHANGED: _names_not_sent(segment.column(UNCHANGED), list(names.values())),
+    }
+    if OLD in segment.column_names and OLD in layout.schema.names:
+        columns[OLD] = _old(segment.column(OLD).combine_chunks(), names, layout.schema.field(OLD).type)
+    columns |= {lake: segment.column(name) for name, lake in names.items()}
+    renamed = {**names, **{f"{OLD}.{name}": f"{OLD}.{lake}" for name, lake in names.items()}}
+    maps = join_texts({renamed[name]: texts for name, texts in split_texts(segment).items()}, segment.num_rows)
+    if maps is not None:
+        columns[UNREPRESENTABLE] = maps
+    return pa.table(columns)
+
+
+def _old(old: pa.StructArray, names: Mapping[str, str], wanted: pa.StructType) -> pa.Array:
+    """The identity before a change, in the names and types of the lake."""
+    there = pa.table({names[field.name]: pc.struct_field(old, field.name) for field in old.type})
+    fitted = fit(there, pa.schema(list(wanted))).combine_chunks()
+    arrays = [column.chunk(0) if column.num_chunks else pa.nulls(0, column.type) for column in fitted.columns]
+    return pa.StructArray.from_arrays(arrays, fields=list(wanted), mask=old.is_null())
+
+
+def _names_not_sent(bitmaps: pa.ChunkedArray, names: list[str]) -> pa.Array:
+    """The columns that were not sent, by name; NULL where all were."""
+    at, bits = unsent_cells(bitmaps)
+    bits = bits[:, : len(names)]
+    counts = np.zeros(len(bitmaps), np.int64)
+    counts[at] = bits.sum(axis=1)
+    offsets = np.zeros(len(bitmaps) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    values = pa.array(names, pa.string()).take(pa.array(np.nonzero(bits)[1]))
+    return pa.ListArray.from_arrays(pa.array(offsets, mask=np.append(counts == 0, False)), values)

@@ -15,18 +15,21 @@ from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
 from penstock.changes.steps import Segment
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.batch_events import leave_out
-from penstock.destinations.parquet.folder import Generation, Origin, RootFolder, TableFolder
-from penstock.destinations.parquet.manifests import (
+from penstock.destinations.parquet.folder import (
     FORMAT,
     DataFile,
+    Generation,
     Manifest,
     ManifestKind,
     ManifestStep,
     NewSchema,
+    Origin,
+    RootFolder,
+    TableFolder,
     make_folder,
     put_if_absent,
 )
-from penstock.destinations.parquet.pinned import PinnedParquet, pin_generation
+from penstock.destinations.parquet.reader import PinnedParquet, pin_generation
 from penstock.destinations.parquet.tasks import ChangesItem, CopyTarget, write_changes, write_range
 from penstock.destinations.refusals import (
     fenced_copy,

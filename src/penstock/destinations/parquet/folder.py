@@ -1,42 +1,105 @@
-"""Where things lie, and how a new copy shuts out whoever still writes the old one.
+"""The folder of a Parquet destination, and the manifests that decide what is in it.
 
     <path>/_penstock.json                   the format
-    <path>/public/orders/owner.json         whose table it is
+    <path>/public/orders/owner.json         the pipeline that writes the table
       generations/00000001/
         generation.json                     the attempt of the copy that this generation begins with
         log/000000000000.json …             manifests
-        data/000000000000-….parquet         named by the manifest that they are meant for
+        data/000000000000-….parquet         named after the manifest that they are meant for
 
-Every attempt of a copy is a generation of its own. When one is created, all before it are *fenced*: their next manifest
-is taken by a `fenced` one, so a late write of theirs finds its number taken. Their rows stay readable until the new
-copy is whole. Files that no manifest names were left by tasks that ran twice, or by processes that died: nobody sees
-them, and the next process sweeps them, after it has made sure by an `opened` manifest that they will never be named.
+**Manifests** make a batch atomic: a manifest names the files of a batch and the position after it. The manifests of a
+copy and of all changes since are numbered without gaps. A writer takes the next number by creating its file, which
+succeeds for one writer only. So a manifest decides at once what readers see, which position is recorded, and who may
+write.
+
+| kind | meaning |
+|---|---|
+| `copy` | number 0: the table as it was at `position` |
+| `changes` | the files, truncations and schema changes of a batch, in order |
+| `opened` | another process writes from here on; earlier writers have lost the table |
+| `fenced` | nothing follows: a newer copy has started |
+
+**Generations.** Every attempt of a copy is a generation of its own. When one is created, all earlier ones are *fenced*:
+a `fenced` manifest takes their next number, so that a late write finds its number taken. Their rows stay readable until
+the new copy is complete. Files that no manifest names were left by tasks that ran twice or by processes that died.
+Readers ignore them, and the next process deletes them, after its `opened` manifest has made sure that no manifest will
+ever name them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from penstock.changes.steps import Segment
+from penstock.changes.steps import Segment, Truncation
 from penstock.destinations.naming import FOLDERS
-from penstock.destinations.parquet.manifests import (
-    DataFile,
-    Manifest,
-    ManifestKind,
-    from_json,
-    make_folder,
-    put_if_absent,
-    to_json,
-)
-from penstock.lsn import OrderKey
+from penstock.durable import sync_folder
+from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
+from penstock.schema.table import schema_from_json, schema_to_json
 
 _REMOVED = "removed-"
+FORMAT = 1
+
+
+class ManifestKind(StrEnum):
+    """See the module."""
+
+    COPY = "copy"
+    CHANGES = "changes"
+    OPENED = "opened"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file that a task wrote."""
+
+    name: str
+    """In the generation's `data` folder."""
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewSchema:
+    """The files that follow have this schema."""
+
+    schema: TableSchema
+    version: str
+    """Empty for that of the copy."""
+
+
+ManifestStep = DataFile | NewSchema | Truncation
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One of the numbered records."""
+
+    kind: ManifestKind
+    writer: str
+    """The process that wrote it."""
+    pipeline_id: str
+    lineage: str
+    attempt: str
+    epoch: int
+    """Of the writer's lease."""
+    begin: Lsn
+    position: Lsn
+    """What is in when this manifest is; `opened` and `fenced` repeat that of the one before."""
+    steps: tuple[ManifestStep, ...] = ()
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return tuple(step for step in self.steps if isinstance(step, DataFile))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +292,98 @@ class RootFolder:
         return sorted(
             (TableFolder(path.parent) for path in self.path.glob("*/*/owner.json")), key=lambda each: each.path
         )
+
+
+def to_json(manifest: Manifest) -> str:
+    """The content of a manifest's file."""
+    record = {
+        "format": FORMAT,
+        "kind": manifest.kind.value,
+        "writer": manifest.writer,
+        "pipeline": manifest.pipeline_id,
+        "lineage": manifest.lineage,
+        "attempt": manifest.attempt,
+        "epoch": manifest.epoch,
+        "begin": str(manifest.begin),
+        "position": str(manifest.position),
+        "steps": [_step_to_json(step) for step in manifest.steps],
+    }
+    return json.dumps(record, ensure_ascii=False)
+
+
+def from_json(text: str) -> Manifest:
+    """What `to_json` gave."""
+    record: dict[str, Any] = json.loads(text)
+    return Manifest(
+        kind=ManifestKind(record["kind"]),
+        writer=record["writer"],
+        pipeline_id=record["pipeline"],
+        lineage=record["lineage"],
+        attempt=record["attempt"],
+        epoch=record["epoch"],
+        begin=Lsn.parse(record["begin"]),
+        position=Lsn.parse(record["position"]),
+        steps=tuple(_step_from_json(step) for step in record["steps"]),
+    )
+
+
+def put_if_absent(path: Path, text: str) -> bool:
+    """Create a file with its whole content, durably, unless it exists; says whether it was created.
+
+    A file is linked to its name when it is complete and on disk, so nobody ever sees a part of it, and of several that
+    try one succeeds.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with open(temporary, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it, durably."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
+def _step_to_json(step: ManifestStep) -> dict[str, Any]:
+    match step:
+        case DataFile():
+            return {"file": step.name, "rows": step.rows, "bytes": step.bytes}
+        case NewSchema():
+            return {"schema": schema_to_json(step.schema), "version": step.version}
+        case Truncation():
+            return {
+                "truncate": str(step.key.commit_lsn),
+                "ordinal": step.key.ordinal,
+                "commit_time": step.commit_time,
+                "cascade": step.cascade,
+                "restart_identity": step.restart_identity,
+            }
+
+
+def _step_from_json(record: dict[str, Any]) -> ManifestStep:
+    if "file" in record:
+        return DataFile(record["file"], record["rows"], record["bytes"])
+    if "schema" in record:
+        return NewSchema(schema_from_json(record["schema"]), record["version"])
+    # Which table it is of is not in the record: a manifest is of one table.
+    return Truncation(
+        table_id=0,
+        table="",
+        key=OrderKey(Lsn.parse(record["truncate"]), record["ordinal"]),
+        commit_time=record["commit_time"],
+        xid=0,
+        cascade=record["cascade"],
+        restart_identity=record["restart_identity"],
+    )

@@ -20,7 +20,7 @@ from penstock.changes.batch import Rows
 from penstock.changes.segment import COMMIT_LSN, OP, ORDINAL, UNREPRESENTABLE, UNREPRESENTABLE_TYPE
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.batch_events import read_segment
-from penstock.destinations.parquet.manifests import DataFile
+from penstock.destinations.parquet.folder import DataFile
 from penstock.destinations.refusals import unexpected
 from penstock.destinations.row_groups import group_batches, worth_a_dictionary
 from penstock.durable import sync_folder
