@@ -29,7 +29,7 @@ from tests.e2e.support import (
 from tests.support.oracle import capture_until, check_same
 from tests.support.replay import read_spool
 
-PATIENT = {"cut_seconds": 2.0, "longest_cut_seconds": 60.0}
+PATIENT = {"publish_seconds": 2.0, "longest_publish_seconds": 60.0}
 """Nothing is cut but at the end."""
 
 
@@ -161,7 +161,7 @@ def test_position_of_a_reader_is_never_inside_a_transaction(stream):
     stream.slot()
     write_rows(stream, 300, 10, per_transaction=3)
     end = stream.flushed_position()
-    capture_until(stream.settings(cut_seconds=0.0, longest_cut_seconds=0.0), end)
+    capture_until(stream.settings(publish_seconds=0.0, longest_publish_seconds=0.0), end)
     spool = read_spool(stream.folder / "one")
     whole = spool.comparable()
     for number, entry in enumerate(spool.entries[:: max(1, len(spool.entries) // 4)]):

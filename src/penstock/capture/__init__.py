@@ -1,4 +1,4 @@
-"""From a replication slot to the spool: session, messages, waves, and the process they run in."""
+"""Capture: reads the replication slot and writes the spool, in a child process."""
 
 from penstock.capture.assembler import Assembler, AssemblerSettings
 from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Reading

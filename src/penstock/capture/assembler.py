@@ -1,11 +1,11 @@
-"""From messages to entries of the spool: transactions, their order, and what was rolled back.
+"""Assembles messages to entries of the spool: whole transactions, in commit order, without what was rolled back.
 
-Takes parcels of messages in the order of the connection and gives whole transactions, in commit order, to a sink.
-Rows wait in a block until there are enough of them, or until somebody asks for a cut.
+The assembler takes parcels of messages in the order of the connection. Rows wait in a block until there are enough of
+them, or until `publish` is called.
 
-A transaction that the server streams while it is still open comes in runs between `S` and `E`, interleaved with
-others. Its messages are set aside as they are (`streams.py`) and read again at its commit, without those of
-rolled-back sub-transactions: by the same code, with the same ordinals as if it had never been streamed.
+A transaction that the server streams while it is still open arrives in runs between `S` and `E`, interleaved with
+others. Its messages are kept as they are (`streams.py`) and read again at its commit, without those of rolled-back
+sub-transactions: by the same code, and with the same ordinals as if it had not been streamed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.capture import parcels
-from penstock.capture.block import Block, Cut, DecodedPart, Mark, RowIndex, Transaction
+from penstock.capture.block import Block, DecodedPart, Extent, Mark, RowIndex, Transaction
 from penstock.capture.messages import (
     StreamCommit,
     parse_logical_message,
@@ -39,23 +39,23 @@ from penstock.values import TypeSettings
 
 @dataclass(frozen=True, slots=True)
 class AssemblerSettings:
-    """How rows are gathered."""
+    """How rows are gathered, and which logical messages are kept."""
 
     block_bytes: int = 24 << 20
-    """A block this large is decoded …"""
+    """A block of this size is decoded …"""
     lane_bytes: int = 256 << 10
-    """… unless its tables have less than this on average, …"""
+    """… unless its tables have less than this on average …"""
     largest_block_bytes: int = 64 << 20
-    """… up to here: each table in a block has a fixed cost."""
+    """… and the block is smaller than this. Each table in a block has a fixed cost."""
     message_prefixes: frozenset[str] = frozenset()
     """Logical messages with these prefixes are kept."""
     ddl_prefix: str | None = None
-    """Logical messages with this prefix are records of DDL; None where there is no trigger that makes them."""
+    """Logical messages with this prefix record DDL; None without a DDL trigger."""
     types: TypeSettings = field(default_factory=TypeSettings)
 
 
 class Assembler:
-    """One connection's messages; a new connection starts with a new one."""
+    """Assembles the messages of one connection; a new connection needs a new assembler."""
 
     def __init__(
         self, sink: SpoolWriter, resolver: CatalogResolver, streams: OpenStreams, settings: AssemblerSettings
@@ -68,20 +68,20 @@ class Assembler:
         self._block = Block()
         self._open: Transaction | None = None
         self._ordinal = 0
-        self._committed = Cut()
+        self._committed = Extent()
         self._end: Lsn | None = None
-        """Where the last commit that is not published ended."""
+        """The end of the last commit that is not published yet."""
         self._transactions = 0
         self._commit_times: tuple[int, int] | None = None
 
     @property
     def has_committed(self) -> bool:
-        """Whether a cut would publish a transaction."""
+        """True if `publish` would publish a transaction."""
         return self._transactions > 0
 
     @property
     def in_transaction(self) -> bool:
-        """Whether the transaction at hand has to be read to its end before anything can be published."""
+        """True while a transaction is open; it is published only as a whole."""
         return self._open is not None
 
     def feed(self, parcel: Parcel) -> None:
@@ -89,12 +89,12 @@ class Assembler:
         scan = Scan(parcel)
         base = self._block.add_bytes(parcel.raw)
         done = 0
-        # Few: relations, truncates, borders of streamed runs. Rows, begins and commits lie between them.
+        # Few: relations, truncates, borders of streamed runs. Rows, begins and commits are between them.
         for index in np.flatnonzero(parcels.IS_SINGLE[scan.kind]).tolist():
             kind = int(scan.kind[index])
             if self._streaming is not None:
                 if kind == parcels.STREAM_STOP:
-                    self._set_aside(scan, parcel, done, index)
+                    self._keep_streamed(scan, parcel, done, index)
                     self._streaming = None
                     done = index + 1
                 elif kind == parcels.RELATION:
@@ -107,18 +107,21 @@ class Assembler:
             self._take_single(kind, scan.message(index))
             done = index + 1
             if kind == parcels.STREAM_COMMIT:
-                # Its own bytes came behind this parcel's, or emptied the block. Rows lie in the order of their bytes,
-                # so what follows is needed again.
+                # The transaction's bytes were added after this parcel's, or emptied the block. Rows must be in the
+                # order of their bytes, so add the rest of the parcel again.
                 behind = int(scan.end[index])
                 base = self._block.add_bytes(parcel.raw[behind:]) - behind
         if self._streaming is not None:
-            self._set_aside(scan, parcel, done, scan.count)
+            self._keep_streamed(scan, parcel, done, scan.count)
         else:
             self._take_run(scan, base, done, scan.count)
-        self._settle()
+        self._limit_block()
 
     def keepalive(self, position: Lsn) -> None:
-        """The server has sent all commits that start before `position`, a boundary unless inside a transaction."""
+        """Take a keepalive: the server has sent all commits that start before `position`.
+
+        The position is a boundary, unless a transaction is open.
+        """
         if self._open is not None or self._streaming is not None:
             return
         if self._transactions:
@@ -126,7 +129,7 @@ class Assembler:
         else:
             self._sink.publish(position, transactions=0, commit_times=(0, 0))
 
-    def cut(self) -> None:
+    def publish(self) -> None:
         """Publish all whole transactions that have arrived."""
         if not self._transactions:
             return
@@ -138,45 +141,45 @@ class Assembler:
         self._transactions = 0
         self._commit_times = None
 
-    def _settle(self) -> None:
+    def _limit_block(self) -> None:
         """Keep the block within its bounds."""
         if self._block.bytes >= self._settings.block_bytes and self._is_worthwhile():
             if self._transactions:
-                self.cut()
+                self.publish()
             else:
                 self._decode(self._block.end)
         elif not self._block.rows and not self._block.marks and not self._transactions:
-            # Nothing but set-aside messages in it.
+            # It holds only messages of streamed transactions.
             self._drop(self._block.end)
 
     def _is_worthwhile(self) -> bool:
-        """Whether the tables in the block have enough bytes each, or the block is as large as it may get."""
+        """True if the tables in the block have enough bytes each, or the block has reached its largest size."""
         settings = self._settings
         wanted = min(settings.largest_block_bytes, self._block.count_lanes() * settings.lane_bytes)
         return self._block.bytes >= wanted
 
-    def _decode(self, cut: Cut) -> None:
-        """Hand the rows and marks before the cut to the sink, each table's in order."""
-        parts: list[DecodedPart | Mark] = list(self._block.marks[: cut.marks])
-        parts += self._block.decode(self._relations.lanes, self._settings.types.out_of_range, cut)
-        # A mark stands before the row with its number.
+    def _decode(self, extent: Extent) -> None:
+        """Hand the rows and marks of an extent to the sink, in the order of each table."""
+        parts: list[DecodedPart | Mark] = list(self._block.marks[: extent.marks])
+        parts += self._block.decode(self._relations.lanes, self._settings.types.out_of_range, extent)
+        # A mark comes before the row with its number.
         for part in sorted(parts, key=lambda part: (part.row, isinstance(part, DecodedPart))):
             if isinstance(part, Mark):
                 self._sink.write_step(part.step)
             else:
                 self._sink.write_rows(part.lane.schema, part.table, part.first, part.last)
-        self._drop(cut)
+        self._drop(extent)
 
-    def _drop(self, cut: Cut) -> None:
-        """Go on with a block that has only what comes after the cut, and the open transaction if there is one."""
+    def _drop(self, extent: Extent) -> None:
+        """Continue with a block that has only what comes after an extent, and the open transaction if there is one."""
         closed = self._block.transactions - (self._open is not None)
-        self._block = self._block.rest(cut._replace(transactions=min(cut.transactions, closed)))
-        self._committed = Cut()
+        self._block = self._block.rest(extent._replace(transactions=min(extent.transactions, closed)))
+        self._committed = Extent()
 
     # Ordinary transactions
 
     def _take_run(self, scan: Scan, base: int, first: int, last: int) -> None:
-        """Begins, commits and rows that follow each other outside of streamed runs."""
+        """Take consecutive begins, commits and rows outside of streamed runs."""
         if first >= last:
             return
         kind = scan.kind[first:last]
@@ -208,24 +211,24 @@ class Assembler:
             if (scan.positions(commits, 2) != announced).any():
                 raise DecodeError("a commit at another position than its begin announced", offset=2)
             rows_after = int(rows_before[-1] - rows_before[commits[-1] - first])
-            cut = Cut(self._block.rows - rows_after, len(self._block.marks), before + int(number[-1]) + 1)
-            self._note_commits(cut, Lsn(int(scan.positions(commits[-1:], 10)[0])), scan.commit_times(commits, 18))
+            extent = Extent(self._block.rows - rows_after, len(self._block.marks), before + int(number[-1]) + 1)
+            self._note_commits(extent, Lsn(int(scan.positions(commits[-1:], 10)[0])), scan.commit_times(commits, 18))
             if not len(begins) or begins[-1] < commits[-1]:
                 self._open = None
                 self._ordinal = 0
 
     def _require_nesting(self, begins: NDArray[np.int64], commits: NDArray[np.int64]) -> None:
-        """Begins and commits take turns."""
+        """Raise unless begins and commits alternate."""
         paired = begins if self._open is None else np.concatenate(([-1], begins))
         if (
             len(paired) - len(commits) not in (0, 1)
             or not (paired[: len(commits)] < commits).all()
             or not (commits[: len(paired) - 1] < paired[1:]).all()
         ):
-            raise DecodeError("begins and commits do not take turns", offset=0)
+            raise DecodeError("begins and commits do not alternate", offset=0)
 
-    def _note_commits(self, cut: Cut, end: Lsn, times: NDArray[np.int64]) -> None:
-        self._committed = cut
+    def _note_commits(self, extent: Extent, end: Lsn, times: NDArray[np.int64]) -> None:
+        self._committed = extent
         self._end = end
         self._transactions += len(times)
         earliest, latest = int(times.min()), int(times.max())
@@ -243,7 +246,7 @@ class Assembler:
         prefix: int,
         stream: int | None,
     ) -> None:
-        """Index row messages; in streamed runs `prefix` bytes (the sub-transaction) stand before the table."""
+        """Index row messages; in streamed runs, `prefix` bytes (the sub-transaction) come before the table."""
         message = scan.start[rows] + base
         tuple_start = message + (HEADER + 5 + prefix)
         end = scan.end[rows] + base
@@ -267,7 +270,7 @@ class Assembler:
             lane = self._relations.lane(int(tables[0]), transaction=stream)
             return np.full(len(tables), lane.number, number_type)
         known, inverse = np.unique(tables, return_inverse=True)
-        # One look-up per table, not per row.
+        # One lookup per table, not per row.
         numbers = [self._relations.lane(table, transaction=stream).number for table in known.tolist()]
         return np.array(numbers, number_type)[inverse]
 
@@ -328,14 +331,14 @@ class Assembler:
 
     # Streamed transactions
 
-    def _set_aside(self, scan: Scan, parcel: Parcel, first: int, last: int) -> None:
+    def _keep_streamed(self, scan: Scan, parcel: Parcel, first: int, last: int) -> None:
         assert self._streaming is not None
         if first < last:
             raw = memoryview(parcel.raw)[int(scan.start[first]) : int(scan.end[last - 1])]
             self._streams.append(self._streaming, raw, parcel.lengths[first:last])
 
     def _take_stream_commit(self, commit: StreamCommit) -> None:
-        """Read a streamed transaction again, now that its end is known."""
+        """Read a streamed transaction again, now that it has committed."""
         transaction = Transaction(commit.commit_lsn, commit.commit_time, commit.xid)
         self._open = transaction
         self._ordinal = 0
@@ -343,7 +346,7 @@ class Assembler:
         stream = self._streams.take(commit.xid)
         for parcel in stream.parcels(self._settings.block_bytes // 4):
             self._replay(parcel, transaction, stream.aborted)
-            self._settle()
+            self._limit_block()
         self._relations.commit(commit.xid)
         self._open = None
         self._ordinal = 0
@@ -358,7 +361,7 @@ class Assembler:
             done = index + 1
             kind, message = int(scan.kind[index]), scan.message(index)
             if kind == parcels.RELATION:
-                # Kept even if its sub-transaction was rolled back: the server does not send it again.
+                # Kept even if its sub-transaction was rolled back, because the server does not send it again.
                 relation = parse_relation(message, streamed=True)
                 at = OrderKey(transaction.commit_lsn, self._ordinal)
                 self._relations.describe(relation, transaction=transaction.xid, at=at)

@@ -1,7 +1,7 @@
-"""Messages that wait to be decoded together: their bytes, and an index of the rows among them.
+"""A block: messages that wait to be decoded together, with an index of their rows.
 
-The larger a block, the less the fixed costs of decoding a table weigh. A block that is full or cut is decoded up to
-its last commit; what belongs to the transaction that is still open moves to the next block.
+Decoding a table has fixed costs, which weigh less in a larger block. A block is decoded up to its last commit; the rows
+of a transaction that is still open move to the next block.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from penstock.values import OutOfRange
 
 WAVE_ROWS = 32_768
 WAVE_BYTES = 8 << 20
-"""A wave's rows and bytes: its arrays should fit into the processor's cache."""
+"""Limits of a wave: its arrays should fit into the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """A transaction whose commit is known (ordinary ones say it in their first message)."""
+    """A transaction with its commit. (The first message of an ordinary transaction already has it.)"""
 
     commit_lsn: Lsn
     commit_time: int
@@ -38,7 +38,7 @@ class Transaction:
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """Rows in the order of the stream; offsets count from the start of the block."""
+    """Rows in the order of the stream; offsets are relative to the start of the block."""
 
     lane: NDArray[np.unsignedinteger[Any]]
     operation: NDArray[np.uint8]
@@ -66,17 +66,17 @@ class RowIndex:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something between rows that is not a row: a truncate, or a logical message."""
+    """A step between rows that is not a row: a truncation, or a logical message."""
 
     row: int
-    """How many rows of the block come before it."""
+    """The number of rows of the block before it."""
     table_id: int | None
     step: Truncation | Message
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedPart:
-    """Consecutive changes of a lane, typed."""
+    """Consecutive changes of a lane, decoded."""
 
     row: int
     lane: Lane
@@ -85,8 +85,8 @@ class DecodedPart:
     last: OrderKey
 
 
-class Cut(NamedTuple):
-    """A place in a block, by what comes before it."""
+class Extent(NamedTuple):
+    """The first part of a block: how many rows, marks and transactions it has."""
 
     rows: int = 0
     marks: int = 0
@@ -108,12 +108,12 @@ class Block:
     transactions: int = 0
 
     @property
-    def end(self) -> Cut:
-        """All that is in it now."""
-        return Cut(self.rows, len(self.marks), self.transactions)
+    def end(self) -> Extent:
+        """The whole block as it is now."""
+        return Extent(self.rows, len(self.marks), self.transactions)
 
     def add_bytes(self, raw: bytes | bytearray) -> int:
-        """Append bytes; the offset at which they begin."""
+        """Append bytes; return their offset."""
         base = self.bytes
         self.parts.append(raw)
         self.bytes += len(raw)
@@ -122,7 +122,7 @@ class Block:
     def add_transactions(
         self, commit_lsn: NDArray[np.int64], commit_time: NDArray[np.int64], xid: NDArray[np.int64]
     ) -> int:
-        """Append transactions; the number of the first."""
+        """Append transactions; return the number of the first."""
         first = self.transactions
         self.commit_lsn.append(commit_lsn)
         self.commit_time.append(commit_time)
@@ -143,20 +143,20 @@ class Block:
             self.rows += len(rows)
 
     def count_lanes(self) -> int:
-        """How many tables have rows in it."""
+        """The number of lanes with rows in the block."""
         return len(np.unique(_concatenate(self.indexes).lane)) if self.indexes else 0
 
-    def decode(self, lanes: list[Lane], policy: OutOfRange, cut: Cut) -> Iterator[DecodedPart]:
-        """Decode the rows before the cut, lane by lane; each part in the order of the stream.
+    def decode(self, lanes: list[Lane], policy: OutOfRange, extent: Extent) -> Iterator[DecodedPart]:
+        """Decode the rows of an extent, lane by lane; each part is in the order of the stream.
 
-        A lane is split where its table was truncated, or had rows of another shape, so that a part lies wholly before
-        or after these.
+        A lane is split where its table was truncated or had rows of another shape, so that a part is entirely before or
+        after these.
         """
-        if not cut.rows:
+        if not extent.rows:
             return
         self.parts = [b"".join(self.parts)]
         buffer = Buffer(self.parts[0])
-        index = _concatenate(self.indexes).select(slice(0, cut.rows))
+        index = _concatenate(self.indexes).select(slice(0, extent.rows))
         commit_lsn = np.concatenate(self.commit_lsn)
         commit_time = np.concatenate(self.commit_time)
         xid = np.concatenate(self.xid)
@@ -166,9 +166,9 @@ class Block:
             shapes.setdefault(lanes[lane].schema.table_id, []).append(members)
         for lane, members in by_lane:
             table_id = lanes[lane].schema.table_id
-            cuts: list[Any] = [[mark.row for mark in self.marks[: cut.marks] if mark.table_id == table_id]]
-            cuts += [others for others in shapes[table_id] if others is not members]
-            places = np.unique(np.searchsorted(members, np.concatenate(cuts)))
+            splits: list[Any] = [[mark.row for mark in self.marks[: extent.marks] if mark.table_id == table_id]]
+            splits += [others for others in shapes[table_id] if others is not members]
+            places = np.unique(np.searchsorted(members, np.concatenate(splits)))
             for piece in np.split(members, places) if len(places) else (members,):
                 if not len(piece):
                     continue
@@ -194,22 +194,22 @@ class Block:
                     last=OrderKey(Lsn(int(commit_lsn[chosen.transaction[-1]])), int(chosen.ordinal[-1])),
                 )
 
-    def rest(self, cut: Cut) -> Block:
-        """A new block with what comes after the cut."""
+    def rest(self, extent: Extent) -> Block:
+        """A new block with what comes after an extent."""
         block = Block()
-        kept = self.transactions - cut.transactions
+        kept = self.transactions - extent.transactions
         if kept:
             block.add_transactions(
                 np.concatenate(self.commit_lsn)[-kept:],
                 np.concatenate(self.commit_time)[-kept:],
                 np.concatenate(self.xid)[-kept:],
             )
-        if cut.rows < self.rows:
-            index = _concatenate(self.indexes).select(slice(cut.rows, None))
+        if extent.rows < self.rows:
+            index = _concatenate(self.indexes).select(slice(extent.rows, None))
             first_byte = int(index.message[0])
             block.add_bytes(b"".join(self.parts)[first_byte:])
-            block.add_rows(index.moved(first_byte, cut.transactions))
-        block.marks = [replace(mark, row=mark.row - cut.rows) for mark in self.marks[cut.marks :]]
+            block.add_rows(index.moved(first_byte, extent.transactions))
+        block.marks = [replace(mark, row=mark.row - extent.rows) for mark in self.marks[extent.marks :]]
         return block
 
 
@@ -237,7 +237,7 @@ def _by_lane(lane: NDArray[np.unsignedinteger[Any]]) -> Iterator[tuple[int, NDAr
 
 
 def _waves(length: NDArray[np.int64]) -> Iterator[slice]:
-    """Cut rows into waves by number and bytes."""
+    """Split rows into waves by number and bytes."""
     if len(length) <= WAVE_ROWS and int(length.sum()) <= WAVE_BYTES:
         yield slice(0, len(length))
         return

@@ -1,9 +1,9 @@
-"""Capture itself: a slot's changes into a spool, until told to stop.
+"""The capture engine: writes a slot's changes to the spool until it is stopped.
 
-Three threads. One reads and answers the server, one decodes and writes, one keeps house: it lets go of what readers
-have finished, confirms what is held for copies, and finds out what may be acknowledged; also while there is no
-connection. A connection that breaks is made again, from where the spool ends; nothing that was read but not published
-survives it, and nothing needs to.
+Three threads. One reads from the server and answers it. One decodes and writes. One does the housekeeping, even without
+a connection: it deletes what all readers have finished, confirms holds for copies, and computes what to acknowledge.
+After a broken connection, capture reconnects and continues from the end of the spool. Changes that were read but not
+published are discarded, because the server sends them again.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings:
-    """What is captured, and how it is gathered."""
+    """What to capture, and how."""
 
     source: SourceSettings
     slot: str
     publication: str
     spool: SpoolSettings
     temporary: bool = False
-    """The slot is made by this connection, and ends with it."""
+    """The slot is created on this connection, and ends with it."""
     start: Lsn | None = None
-    """Where a new spool begins; None for where the slot stands."""
+    """Where a new spool begins; None for the slot's position."""
     acknowledge: bool = True
-    """The slot follows the readers of the spool; without it, one only looks, and the slot stays where it is."""
+    """Acknowledge what the readers of the spool have finished. If False, the slot stays where it is."""
     streaming: bool = True
     queue_bytes: int = 32 << 20
-    """Read and not yet decoded."""
-    cut_seconds: float = 0.1
-    """When nothing more has arrived, a committed transaction waits this long to be published."""
-    longest_cut_seconds: float = 1.0
-    """While more keeps arriving it waits this long, or until a block is full; longer if publishing takes long."""
+    """Limit of bytes that are read but not decoded yet."""
+    publish_seconds: float = 0.1
+    """How long a committed transaction waits to be published if nothing else arrives."""
+    longest_publish_seconds: float = 1.0
+    """How long it waits while more changes arrive, unless a block is full; longer if publishing takes long."""
     assembler: AssemblerSettings = field(default_factory=AssemblerSettings)
 
 
 class Reading(StrEnum):
-    """What capture does now."""
+    """What capture is doing."""
 
     CONNECTING = "connecting"
     STREAMING = "streaming"
@@ -74,7 +74,7 @@ class Reading(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CaptureStatus:
-    """A look at capture from outside."""
+    """The state of capture as reported to its supervisor."""
 
     reading: Reading
     captured: Lsn | None = None
@@ -85,7 +85,7 @@ class CaptureStatus:
 
 
 class Capture:
-    """Runs in a process of its own (`penstock.capture.process`), or in threads of a test."""
+    """Runs in a process of its own (`penstock.capture.process`), or in the threads of a test."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Capture:
         self._house_error: BaseException | None = None
 
     def run(self) -> None:
-        """Capture until stopped; raises what only a person can mend."""
+        """Capture until stopped; raise errors that a retry cannot fix."""
         self._report(CaptureStatus(Reading.CONNECTING))
         writer = SpoolWriter(self._settings.spool, self._stop)
         ended = threading.Event()
@@ -120,18 +120,18 @@ class Capture:
                     if error.retry is not Retry.TIMED or self._settings.temporary:
                         raise
                     delay = self._backoff.next_delay()
-                    logger.warning("capture tries again in=%.1fs error=%s", delay, error)
+                    logger.warning("capture failed, retrying in=%.1fs error=%s", delay, error)
                     self._report(CaptureStatus(Reading.RETRYING, writer.end, self._acknowledged, error=error))
                     self._stop.wait(delay)
         finally:
-            # Last: decoding may have been waiting for the room that it makes.
+            # Last, because the decoding thread may be waiting for the room that housekeeping makes.
             ended.set()
             house.join()
             writer.close()
             self._report(CaptureStatus(Reading.STOPPED, writer.end, self._acknowledged))
 
     def _run_once(self, writer: SpoolWriter) -> None:
-        """One connection, from start to break or stop."""
+        """Run one connection until it breaks or capture is stopped."""
         settings = self._settings
         writer.discard_unpublished()
         with connect(settings.source, Role.CATALOG, parameters=NO_TIMEOUTS) as catalog:
@@ -140,7 +140,7 @@ class Capture:
             options = StartOptions(
                 slot=settings.slot,
                 publications=(settings.publication,),
-                # Logical messages of rolled-back savepoints come under the name of the whole transaction when streamed.
+                # When streamed, logical messages of rolled-back savepoints have the xid of the whole transaction.
                 streaming=settings.streaming and not messages,
                 messages=messages,
             )
@@ -157,14 +157,14 @@ class Capture:
                 session.close()
 
     def _start(self, session: ReplicationSession, writer: SpoolWriter, catalog: psycopg.Connection[Any]) -> None:
-        """Find the position to start from, refuse one that the server cannot serve, and start there."""
+        """Determine the start position, raise if the server does not have it, and start there."""
         settings = self._settings
         if settings.temporary:
             confirmed = _create_temporary_slot(session, settings.slot)
         else:
             slot = require_usable(inspect_slot(catalog, settings.slot), settings.slot)
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
-        # After the slot: making one writes WAL, and the slot may stand behind it.
+        # After the slot: creating one writes WAL, and its position may be after that.
         system = identify_system(session.connection)
         lineage = system.lineage(settings.slot)
         needed = writer.needed_from()
@@ -175,14 +175,14 @@ class Capture:
             check_lineage(writer.lineage, lineage, needed, system.position, history)
         if not reaches(needed, confirmed):
             raise SlotUnusable(
-                f"slot {settings.slot!r} was moved to {confirmed}, beyond {needed} where reading has to go on",
-                hint="Another program has read from this slot. What lies between is gone: copy the tables again.",
+                f"slot {settings.slot!r} is at {confirmed}, after the position {needed} where capture has to continue",
+                hint="Another program has read from this slot, and the changes in between are lost: resync the tables.",
                 slot=settings.slot,
             )
-        # From a position it has not reached, the server would deliver nothing and say nothing.
+        # Started from a position that it has not reached, the server would send nothing and report no error.
         if not reaches(system.position, needed):
             raise PositionAhead(
-                f"reading has to go on at {needed}, but the server's log ends at {system.position}",
+                f"capture has to continue at {needed}, but the server's WAL ends at {system.position}",
                 stored=needed,
                 current=system.position,
             )
@@ -193,7 +193,7 @@ class Capture:
     def _run_threads(
         self, session: ReplicationSession, writer: SpoolWriter, assembler: Assembler, sender_timeout: float
     ) -> None:
-        """Read in this thread, decode in another; the first error ends both."""
+        """Read in this thread and decode in another; the first error ends both."""
         ended = threading.Event()
         errors: list[BaseException] = []
         queue = ParcelQueue(self._settings.queue_bytes)
@@ -220,7 +220,7 @@ class Capture:
                     queue,
                     lambda: self._acknowledged,
                     ended,
-                    # Well within the server's patience; our own is at least as long as the server's.
+                    # Answer well within the server's timeout; our own timeout is at least as long.
                     answer_seconds=min(10.0, sender_timeout / 4),
                     silence_seconds=max(10.0, sender_timeout),
                 )
@@ -241,19 +241,19 @@ class Capture:
             pass
 
     def _decode(self, queue: ParcelQueue, writer: SpoolWriter, assembler: Assembler, ended: threading.Event) -> None:
-        """Feed the assembler, and cut when a transaction has waited long enough."""
+        """Feed the assembler, and publish when a transaction has waited long enough."""
         settings = self._settings
         waiting_since: float | None = None
-        cut_took = 0.0
+        publishing_took = 0.0
         while not ended.is_set():
-            item = queue.get(settings.cut_seconds / 2)
+            item = queue.get(settings.publish_seconds / 2)
             if isinstance(item, Parcel):
                 writer.wait_for_room(ended)
                 assembler.feed(item)
             elif item is not None:
                 assembler.keepalive(item)
             if item is not None:
-                # Progress, so that errors far apart do not add up; a message that cannot be decoded is none.
+                # Progress: rare errors must not add up. A message that cannot be decoded is no progress.
                 self._backoff.reset()
             now = time.monotonic()
             if not assembler.has_committed:
@@ -261,16 +261,16 @@ class Capture:
                 writer.flush_position()
                 continue
             waiting_since = waiting_since or now
-            patience = settings.cut_seconds
+            patience = settings.publish_seconds
             if not queue.is_empty:
-                # With hundreds of tables a cut is dear: behind, it takes at most a quarter of the time.
-                patience = max(settings.longest_cut_seconds, 3 * cut_took)
+                # With hundreds of tables publishing is expensive: while behind, it takes at most a quarter of the time.
+                patience = max(settings.longest_publish_seconds, 3 * publishing_took)
             if now - waiting_since >= patience:
-                assembler.cut()
+                assembler.publish()
                 waiting_since = None
-                cut_took = time.monotonic() - now
+                publishing_took = time.monotonic() - now
         if self._stop.is_set():
-            assembler.cut()
+            assembler.publish()
 
     def _keep_house(self, writer: SpoolWriter, ended: threading.Event) -> None:
         reported = 0.0
@@ -300,7 +300,7 @@ def _reading(writer: SpoolWriter) -> Reading:
 
 
 def _sender_timeout(catalog: psycopg.Connection[Any]) -> float:
-    """After how many seconds the server gives a silent reader up; where it never does, five minutes."""
+    """Seconds after which the server disconnects a silent reader; five minutes if it never does."""
     with translated(catalog, "read wal_sender_timeout"):
         row = catalog.execute(
             "select setting::int8 from pg_catalog.pg_settings where name = 'wal_sender_timeout'"

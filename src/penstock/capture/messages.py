@@ -1,8 +1,7 @@
-"""The messages of pgoutput that are few: read one at a time with a checked cursor.
+"""The rare messages of pgoutput, parsed one at a time with a checked cursor.
 
-Inserts, updates, deletes, begins and commits come by the million and are read column at a time (`scan.py`,
-`waves.py`). All others pass through here. No I/O; malformed bytes raise `DecodeError` with the offset from the
-start of the message.
+Inserts, updates, deletes, begins and commits come by the million and are read column at a time (`parcels.py`,
+`waves.py`). No I/O; malformed bytes raise `DecodeError` with the offset from the start of the message.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from penstock.lsn import Lsn
 from penstock.source.columns import RelationColumn
 
 POSTGRES_EPOCH_MICROSECONDS = 946_684_800_000_000
-"""2000-01-01 UTC in Unix microseconds: where the server's clock readings start."""
+"""2000-01-01 UTC in Unix microseconds: the epoch of the server's timestamps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """The shape that the following rows of a table have."""
+    """The shape of the rows of a table that follow."""
 
     table_id: int
     namespace: str
@@ -30,7 +29,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Tables that were emptied together."""
+    """Tables that one statement truncated."""
 
     table_ids: tuple[int, ...]
     cascade: bool
@@ -49,7 +48,7 @@ class LogicalMessage:
 
 @dataclass(frozen=True, slots=True)
 class StreamStart:
-    """A run of messages of one transaction that is still open begins."""
+    """Begins a run of messages of one open transaction."""
 
     xid: int
     first: bool
@@ -57,7 +56,7 @@ class StreamStart:
 
 @dataclass(frozen=True, slots=True)
 class StreamCommit:
-    """A streamed transaction committed; its rows are known now."""
+    """A streamed transaction has committed."""
 
     xid: int
     commit_lsn: Lsn

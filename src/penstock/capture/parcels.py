@@ -19,7 +19,7 @@ from penstock.errors import DecodeError
 from penstock.lsn import Lsn, furthest
 
 HEADER = 25
-"""Bytes of the replication message before pgoutput's own."""
+"""Bytes of the replication message before that of pgoutput."""
 
 BEGIN, COMMIT, INSERT, UPDATE, DELETE = b"BCIUD"
 RELATION, TYPE, TRUNCATE, MESSAGE, ORIGIN = b"RYTMO"
@@ -28,7 +28,7 @@ STREAM_START, STREAM_STOP, STREAM_COMMIT, STREAM_ABORT = b"SEcA"
 IS_ROW = np.zeros(256, np.bool_)
 IS_ROW[[INSERT, UPDATE, DELETE]] = True
 IS_SINGLE = np.zeros(256, np.bool_)
-"""Kinds that are read one at a time."""
+"""Kinds that are parsed one at a time."""
 IS_SINGLE[[RELATION, TRUNCATE, MESSAGE, STREAM_START, STREAM_STOP, STREAM_COMMIT, STREAM_ABORT]] = True
 _IS_KNOWN = IS_ROW | IS_SINGLE
 _IS_KNOWN[[BEGIN, COMMIT, TYPE, ORIGIN]] = True
@@ -41,7 +41,7 @@ _SHORTEST[COMMIT] = HEADER + 26
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Some consecutive messages: their bytes in one piece, with padding behind, and their lengths."""
+    """Consecutive messages: their bytes, followed by padding, and their lengths."""
 
     raw: bytes | bytearray
     lengths: NDArray[np.int64]
@@ -94,7 +94,7 @@ class Scan:
 
 
 class ParcelQueue:
-    """One thread puts, another gets. Putting never blocks: the reader asks for room first, and answers meanwhile."""
+    """Bounded by bytes. One thread puts, another gets. Putting never blocks: the reader checks `has_room` first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -111,7 +111,7 @@ class ParcelQueue:
         return self._bytes < self._max_bytes
 
     def put(self, item: Parcel | Lsn) -> None:
-        """Add messages, or the position of a keepalive; of several in a row the highest says it all."""
+        """Add messages, or the position of a keepalive; of consecutive positions only the highest is kept."""
         with self._changed:
             last = self._items[-1] if self._items else None
             if isinstance(item, Lsn) and isinstance(last, Lsn):
@@ -122,7 +122,7 @@ class ParcelQueue:
             self._changed.notify_all()
 
     def get(self, timeout: float) -> Parcel | Lsn | None:
-        """The oldest item; None when there is none in time."""
+        """Take the oldest item; None after the timeout."""
         with self._changed:
             if not self._items:
                 self._changed.wait(timeout)
@@ -134,7 +134,7 @@ class ParcelQueue:
             return item
 
     def wait_for_room(self, timeout: float) -> bool:
-        """Wait until something was taken; whether there is room now."""
+        """Wait until an item is taken; return whether there is room."""
         with self._changed:
             if not self.has_room:
                 self._changed.wait(timeout)

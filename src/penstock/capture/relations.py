@@ -46,21 +46,21 @@ class Lane:
 
 
 class RelationMap:
-    """Tables described so far on a connection."""
+    """The tables that the server has described on a connection."""
 
     def __init__(self, resolver: CatalogResolver, settings: TypeSettings) -> None:
         self._resolver = resolver
         self._settings = settings
         self._current: dict[int, Lane] = {}
         self._streamed: dict[int, dict[int, Lane]] = {}
-        # Which description of a table came last: its own, or that inside of a streamed transaction.
+        # Which description of a table came last: the ordinary one, or the one inside a streamed transaction.
         self._count = 0
         self._described_at: dict[int, int] = {}
         self._announced_at: dict[int, dict[int, int]] = {}
         self.lanes: list[Lane] = []
 
     def describe(self, relation: Relation, *, transaction: int | None = None, at: OrderKey | None = None) -> Lane:
-        """Take a RELATION message; the lane stays the same when nothing has changed."""
+        """Take a RELATION message; the lane stays the same if nothing has changed."""
         schema = self._resolver.resolve(relation, at)
         lane = self._visible(relation.table_id, transaction)
         if lane is None or lane.schema != schema:
@@ -74,22 +74,22 @@ class RelationMap:
         return lane
 
     def learn(self, content: bytes, at: OrderKey) -> None:
-        """Take a record of DDL; the table's RELATION message follows before its next row."""
+        """Take a message of the DDL trigger; the table's RELATION message follows before its next row."""
         self._resolver.learn(content, at)
 
     def announce(self, table_id: int, transaction: int) -> None:
-        """A description has arrived inside a streamed transaction; it is taken (`describe`) at its commit."""
+        """Note a description inside a streamed transaction; it counts (`describe`) at its commit."""
         self._announced_at.setdefault(transaction, {})[table_id] = self._next_count()
 
     def lane(self, table_id: int, *, transaction: int | None = None) -> Lane:
-        """The lane that a row of this table belongs to now."""
+        """The current lane of a table's rows."""
         lane = self._visible(table_id, transaction)
         if lane is None:
-            raise DecodeError(f"a change of relation {table_id}, which was never described", offset=0)
+            raise DecodeError(f"a change of relation {table_id}, which the server never described", offset=0)
         return lane
 
     def commit(self, transaction: int) -> None:
-        """What a streamed transaction described is now true for all, unless it was described again since."""
+        """Make what a streamed transaction described valid for all, unless it was described again since."""
         announced_at = self._announced_at.pop(transaction, {})
         for table_id, lane in self._streamed.pop(transaction, {}).items():
             count = announced_at.get(table_id, 0)
@@ -98,7 +98,7 @@ class RelationMap:
                 self._described_at[table_id] = count
 
     def abort(self, transaction: int) -> None:
-        """What a streamed transaction described was never true."""
+        """Forget what a streamed transaction described."""
         self._announced_at.pop(transaction, None)
 
     def _visible(self, table_id: int, transaction: int | None) -> Lane | None:
@@ -114,10 +114,11 @@ class RelationMap:
 
 
 class CatalogResolver:
-    """Asks once per RELATION message: these are rare, and a column can be dropped and added again unseen otherwise.
+    """Queries the catalog once per RELATION message: these are rare, and a column may have been dropped and added
+    again.
 
-    Where DDL is `recorded` the version that holds at a position is the truth, and the catalog, which may be ahead, is
-    asked only for tables of which there is none.
+    If DDL is `recorded`, the version that is valid at a position decides; the catalog, which may be ahead, is queried
+    only for tables without a version.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class CatalogResolver:
         self._types: dict[int, PostgresType] = {}
 
     def resolve(self, relation: Relation, at: OrderKey | None = None) -> TableSchema:
-        """The message's columns with attribute numbers, types and the primary key."""
+        """Complete a message's columns with attribute numbers, types and the primary key."""
         versions, table_id = self._versions, relation.table_id
         previous = versions.latest(table_id) if at is None else versions.at(table_id, at)
         catalog = _as_recorded(relation, previous) if self._recorded else None
@@ -148,15 +149,15 @@ class CatalogResolver:
         )
 
     def learn(self, content: bytes, at: OrderKey) -> None:
-        """Remember a table's attributes as the version that holds from here on."""
+        """Store a table's attributes as the version that is valid from here on."""
         table = self._with_missing(parse_announcement(content))
         self._load_types({attribute.type_oid for attribute in table.live_attributes})
         self._versions.version_for(schema_from_catalog(table, self._types), at)
 
     def _with_missing(self, table: CatalogTable) -> CatalogTable:
-        """With the values that rows from before have in added columns; the catalog keeps them, if it keeps the column.
+        """Add the values that earlier rows have in added columns, from the catalog if it still has the column.
 
-        They are not in the record: whoever ran the DDL may print values in another way.
+        The record does not contain them: the session that ran the DDL may format values differently.
         """
         if not any(attribute.backfilled for attribute in table.live_attributes):
             return table
@@ -178,7 +179,7 @@ def _same_type(one: Attribute, other: Attribute) -> bool:
 
 
 def _as_recorded(relation: Relation, version: TableSchema | None) -> CatalogTable | None:
-    """The attributes of a version, if it has all columns of the message; what else a catalog has is not needed."""
+    """The attributes of a version, if it has all columns of the message."""
     if version is None or not {column.name for column in relation.columns} <= {c.name for c in version.columns}:
         return None
     keyed = [column for column in version.columns if column.primary_key_position is not None]

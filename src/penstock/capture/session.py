@@ -1,11 +1,11 @@
-"""A replication connection: starts at a position, reads messages, and answers on its own timer.
+"""A replication connection: starts at a position, reads messages, and answers the server on its own timer.
 
-Reading goes through libpq's buffer, message by message, into parcels. Between reads it naps for some milliseconds:
-the server then sends without waking anybody, and whole buffers are read at once, which is what makes this reader
-faster than one that wakes up for every message. After a moment without messages it sleeps on the socket instead.
+The session reads from libpq's buffer, message by message, into parcels. Between reads it sleeps for some milliseconds:
+the server fills the socket meanwhile, and whole buffers are read at once. This makes it faster than a reader that wakes
+up for every message. After a moment without messages it waits on the socket instead.
 
-Answers depend on nothing but the clock and the acknowledged position. When the queue is full nothing is read, and
-the answers go on: the server sees a slow reader, not a dead one.
+Answers depend only on the clock and the acknowledged position. While the queue is full, nothing is read but answers
+continue: the server sees a slow reader, not a dead one.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 PARCEL_BYTES = 1 << 20
 NAP_SECONDS = 0.008
 IDLE_SECONDS = 0.1
-"""After this long without messages, sleep on the socket."""
+"""After this long without messages, wait on the socket."""
 _MESSAGE, _KEEPALIVE = b"wk"
 _STREAMING_SINCE = 140000
 
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """What pgoutput is asked for."""
+    """Options for pgoutput."""
 
     slot: str
     publications: tuple[str, ...]
     streaming: bool = True
-    """Transactions that are too large for the server's memory are sent before they end (14 and newer)."""
+    """The server sends transactions that exceed its memory before they end (14 and newer)."""
     messages: bool = False
 
 
 class ReplicationSession:
-    """Owns its connection. `read` runs in one thread; `acknowledged` is asked from that thread only."""
+    """Owns its connection. `read` runs in one thread and calls `acknowledged` from that thread only."""
 
     def __init__(self, settings: SourceSettings, options: StartOptions) -> None:
         self.connection = connect_replication(settings)
@@ -67,7 +67,7 @@ class ReplicationSession:
         self.connection.notice_handler = self._take_notice
 
     def start(self, position: Lsn) -> None:
-        """Begin with the first commit that starts at or after `position`."""
+        """Start with the first commit that starts at or after `position`."""
         connection = self.connection
         result = connection.exec_(self._start_command(position).encode())
         if result.status != pq.ExecStatus.COPY_BOTH:
@@ -85,7 +85,7 @@ class ReplicationSession:
         answer_seconds: float,
         silence_seconds: float,
     ) -> None:
-        """Read until `stop`. Raises when the connection ends, or when the server says nothing though it was asked."""
+        """Read until `stop`. Raises if the connection ends, or if the server does not answer a request."""
         last_message = last_bytes = time.monotonic()
         while not stop.is_set():
             silence = time.monotonic() - max(last_message, last_bytes)
@@ -95,7 +95,7 @@ class ReplicationSession:
                 )
             self._answer(acknowledged(), answer_seconds, ask=silence >= answer_seconds)
             if not queue.has_room and not queue.wait_for_room(min(0.1, answer_seconds / 4)):
-                # Not the server's silence: we do not listen.
+                # The server is not silent: we are not reading.
                 last_message = time.monotonic()
                 continue
             arrived, drained = self._read_parcel(queue)
@@ -107,25 +107,25 @@ class ReplicationSession:
             elif drained:
                 readable, _, _ = select.select([self.connection.socket], [], [], min(0.1, answer_seconds / 4))
                 if readable:
-                    # Perhaps a part of a message that is long in coming.
+                    # Perhaps a part of a long message.
                     last_bytes = time.monotonic()
 
     def finish(self, acknowledged: Lsn) -> None:
-        """Send a last answer and hang up."""
+        """Send a last answer and close the connection."""
         try:
             self._send_answer(acknowledged)
             self.connection.put_copy_end()
             self.connection.flush()
         except psycopg.Error:
-            logger.debug("the connection was gone before the last answer")
+            logger.debug("the connection was closed before the last answer")
         self.close()
 
     def close(self) -> None:
-        """Hang up without a word."""
+        """Close the connection."""
         self.connection.finish()
 
     def _read_parcel(self, queue: ParcelQueue) -> tuple[bool, bool]:
-        """Move at most a parcel of messages into the queue; whether any came, and whether there are no more now."""
+        """Move at most a parcel of messages into the queue; return whether any came, and whether there are no more."""
         get, consume = self.connection.get_copy_data, self.connection.consume_input
         raw = bytearray()
         lengths: list[int] = []
@@ -159,7 +159,7 @@ class ReplicationSession:
 
     def _put(self, queue: ParcelQueue, raw: bytearray, lengths: list[int]) -> None:
         if self._notice is not None:
-            # Changes are missing from here on; what came before is read again after the remedy.
+            # Changes are missing from here on. What came before is read again after the problem is fixed.
             raise self._notice
         if lengths:
             last = len(raw) - lengths[-1]
@@ -169,16 +169,16 @@ class ReplicationSession:
 
     def _take_keepalive(self, queue: ParcelQueue, message: memoryview) -> None:
         if message[0] != _KEEPALIVE or len(message) != 18:
-            raise DecodeError("neither a change nor a keepalive", offset=0)
+            raise DecodeError("a message that is neither a change nor a keepalive", offset=0)
         position = Lsn(int.from_bytes(message[1:9], "big"))
         self._received = furthest(self._received, position)
         self._asked = self._asked or message[17] == 1
         queue.put(position)
 
     def _answer(self, acknowledged: Lsn, answer_seconds: float, *, ask: bool = False) -> None:
-        """Tell the server how far we are, when it asked, when there is news, or when it is time.
+        """Report our position to the server if it asked, if the position changed, or if it is time.
 
-        `ask` makes the server answer at once: a connection that broke without a word looks like a quiet one.
+        `ask` makes the server answer at once: a connection that broke silently looks like a quiet one.
         """
         elapsed = time.monotonic() - self._answered_at
         news = elapsed >= 0.1 and not reaches(self._answered, acknowledged)
@@ -189,8 +189,8 @@ class ReplicationSession:
                 raise from_connection(self.connection, self._place, "answer the server") from None
 
     def _send_answer(self, acknowledged: Lsn, *, ask: bool = False) -> None:
-        # What is flushed is said once, and 0 ("not known") otherwise: a server that shuts down waits until its client
-        # has flushed all that was sent, if it knows of that, and else until the client has received it.
+        # The flushed position is sent once, and 0 ("unknown") otherwise: on shutdown, a server waits until its client
+        # has flushed everything if it knows that position, and else only until the client has received everything.
         flushed = Lsn(0) if reaches(self._answered, acknowledged) else acknowledged
         self._answered = furthest(self._answered, acknowledged)
         clock = time.time_ns() // 1000 - POSTGRES_EPOCH_MICROSECONDS
@@ -204,14 +204,14 @@ class ReplicationSession:
         result = self.connection.get_result()
         if result is not None and result.status == pq.ExecStatus.FATAL_ERROR:
             return self._failure(result, "read changes")
-        return ServerUnavailable(f"the server ended the replication ({self._place.where})", where=self._place.where)
+        return ServerUnavailable(f"the server ended replication ({self._place.where})", where=self._place.where)
 
     def _failure(self, result: pq.abc.PGresult, doing: str) -> Exception:
         options = self._options
         return from_result(result, self._place, doing, slot=options.slot, publication=options.publications[0])
 
     def _take_notice(self, notice: pq.abc.PGresult) -> None:
-        """From 18 on the server only warns when it leaves out the changes of a missing publication."""
+        """Since PostgreSQL 18, the server only warns when it omits the changes of a missing publication."""
         error = from_notice(notice, self._place, "read changes", publication=self._options.publications[0])
         if error is not None:
             self._notice = error

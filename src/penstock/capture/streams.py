@@ -1,7 +1,7 @@
-"""Streamed transactions that are still open: their messages, set aside as they came.
+"""Streamed transactions that are still open: their messages, kept as they came.
 
-Kept in memory while small, in a file from then on; thrown away when the connection ends, because the server sends
-an open transaction again from its beginning.
+A transaction stays in memory while it is small, then goes to a file. Everything is discarded when the connection ends,
+because the server sends an open transaction again from its beginning.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.errors import DecodeError
 from penstock.spool.folder import DiskGuard, append
 
 MEMORY_BYTES = 1 << 20
-"""Per transaction; more is written to its file."""
+"""Limit per transaction; beyond it, messages go to its file."""
 ALL_MEMORY_BYTES = 64 << 20
-"""For all of them together; beyond it the largest goes to its file."""
+"""Limit for all together; beyond it, the largest goes to its file."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class OpenStream:
     path: Path
     disk: DiskGuard
     aborted: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Sub-transactions that were rolled back."""
+    """The sub-transactions that were rolled back."""
     _raw: list[bytes] = field(default_factory=list)
     _lengths: list[NDArray[np.int64]] = field(default_factory=list)
     pending: int = 0
@@ -42,7 +42,7 @@ class OpenStream:
 
     def append(self, raw: memoryview, lengths: NDArray[np.int64]) -> None:
         self._raw.append(bytes(raw))
-        # A copy, which does not keep the numbers of a whole parcel.
+        # A copy, so that the lengths of the whole parcel can be freed.
         self._lengths.append(lengths.copy())
         self.pending += len(raw)
         if self.pending >= MEMORY_BYTES:
@@ -81,7 +81,7 @@ class OpenStream:
         self._raw, self._lengths, self._on_disk = [], [], False
 
     def _parcels_on_disk(self, most_bytes: int) -> Iterator[Parcel]:
-        # Mapped, not read: the lengths of a very large transaction are many as well.
+        # Mapped, not read: a very large transaction has many lengths, too.
         lengths = np.memmap(self._numbers, np.int64, mode="r")
         first = 0
         with open(self._messages, "rb") as messages:
@@ -111,18 +111,18 @@ class OpenStreams:
         self._streams: dict[int, OpenStream] = {}
 
     def start(self, xid: int) -> None:
-        """A run of this transaction's messages begins."""
+        """Begin a run of this transaction's messages."""
         if xid not in self._streams:
             self._streams[xid] = OpenStream(self._folder / str(xid), self._disk)
 
     def append(self, xid: int, raw: memoryview, lengths: NDArray[np.int64]) -> None:
-        """Set messages of a transaction aside."""
+        """Keep messages of a transaction."""
         self._streams[xid].append(raw, lengths)
         if sum(stream.pending for stream in self._streams.values()) > ALL_MEMORY_BYTES:
             max(self._streams.values(), key=lambda stream: stream.pending).flush()
 
     def abort(self, xid: int, subtransaction_xid: int) -> None:
-        """Forget a transaction, or remember that a part of it was rolled back."""
+        """Discard a transaction, or note that a sub-transaction was rolled back."""
         stream = self._streams.get(xid)
         if stream is None:
             return
@@ -133,8 +133,8 @@ class OpenStreams:
             stream.aborted = np.append(stream.aborted, subtransaction_xid)
 
     def take(self, xid: int) -> OpenStream:
-        """The messages of a transaction that has committed."""
+        """Take the messages of a transaction that has committed."""
         stream = self._streams.pop(xid, None)
         if stream is None:
-            raise DecodeError(f"the commit of transaction {xid}, of which nothing was streamed", offset=1)
+            raise DecodeError(f"a commit of transaction {xid}, which was not streamed", offset=1)
         return stream

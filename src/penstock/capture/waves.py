@@ -1,12 +1,7 @@
-"""Column-at-a-time decoding of pgoutput's tuples.
+"""Decodes pgoutput's tuples column at a time, in waves (see `penstock.changes.wire`).
 
-A tuple is a run of columns of unknown width, so where a column starts depends on the one before. Row by row that
-is a loop in Python; here all rows of a table advance together: one *wave* per column reads the kind and length of
-that column in every row at once, and moves every row's cursor behind it. The bytes of a column are then cut out of
-the buffer by one Arrow `take` (no index per byte), and typed by its codec.
-
-Inserts, updates and deletes of a table travel in the same wave. What an update says about the row before comes
-first in its message and is read by a wave of its own, over those rows only.
+Each field has a kind (text, NULL or omitted) and, if it is text, a length. Inserts, updates and deletes of a table
+share a wave. The old row of an update comes first in its message and is read by a wave over those rows only.
 """
 
 from __future__ import annotations
@@ -33,10 +28,10 @@ _NEW, _KEY, _OLD_ROW = ord("N"), ord("K"), ord("O")
 
 @dataclass(frozen=True, slots=True)
 class WaveRows:
-    """Rows of one table, in order: where their tuples lie and which change they are."""
+    """Rows of one table, in order: where their tuples are, and which changes they are."""
 
     operation: NDArray[np.uint8]
-    """`I`, `U` or `D`, as on the wire."""
+    """`I`, `U` or `D`."""
     start: NDArray[np.int64]
     """Offset of the marker before the first tuple."""
     end: NDArray[np.int64]
@@ -50,10 +45,10 @@ class WaveRows:
 
 
 def decode_rows(buffer: Buffer, rows: WaveRows, layout: SegmentLayout, policy: OutOfRange) -> pa.Table:
-    """Turn the rows of one table into typed columns in the layout of segments.
+    """Decode the rows of one table into columns in the layout of segments.
 
-    Under the policy `error` texts are kept as under `keep`: whoever applies the segment stops that table, and capture
-    goes on for the others.
+    Under the policy `error`, texts are kept as under `keep`: the apply worker stops that table, and capture continues
+    for the others.
     """
     count = len(rows.start)
     records = Records(rows.message, rows.end, f"row of {layout.schema}")
@@ -79,7 +74,7 @@ def decode_rows(buffer: Buffer, rows: WaveRows, layout: SegmentLayout, policy: O
     for column in layout.columns:
         cursor, text, not_sent = _advance(buffer, cursor, records)
         if any_key and not column.column.identity:
-            # The other columns of a key tuple are padded with NULLs that mean "not sent".
+            # The server pads the other columns of a key tuple with NULL; they are omitted values.
             not_sent = is_key if not_sent is None else not_sent | is_key
         if not_sent is not None:
             unchanged.add(column.index, not_sent)
@@ -130,7 +125,7 @@ def _decode_old(
 
 
 def _advance(buffer: Buffer, cursor: Positions, records: Records) -> tuple[Positions, pa.Array, Flags | None]:
-    """One wave: read a column in every row; the new cursors, its bytes, and where it was not sent."""
+    """One wave: read a column in every row. Returns the new cursors, its bytes, and which values were omitted."""
     kind = _KIND[buffer.bytes[cursor]]
     is_text = kind == _TEXT
     if is_text.all():
@@ -149,14 +144,14 @@ def _advance(buffer: Buffer, cursor: Positions, records: Records) -> tuple[Posit
 
 
 def _require_columns(buffer: Buffer, cursor: Positions, records: Records, layout: SegmentLayout) -> None:
-    """Every tuple must have as many columns as the relation has, and room for their count."""
+    """Raise unless every tuple has as many columns as the relation."""
     records.require(cursor + 3 <= records.end, cursor, "the message ends inside a tuple's header")
     found = buffer.uint32[cursor] >> 8 & 0xFFFF
     records.require(found == len(layout.columns), cursor, "another number of columns than the relation's")
 
 
 class _Bitmap:
-    """Columns that were not sent, by row."""
+    """The omitted columns of each row."""
 
     __slots__ = ("_bits", "_count", "_width")
 

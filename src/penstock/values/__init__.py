@@ -5,7 +5,7 @@ Importing the families registers them.
 
 from penstock.values import arrays, datetimes, numbers, text  # noqa: F401
 from penstock.values.codec import MAX_TEXT_BYTES, Codec, Decoded, codec_for
-from penstock.values.policy import Settled, apply_policy
+from penstock.values.policy import PolicyResult, apply_policy
 from penstock.values.settings import CompositePolicy, NumericPolicy, OutOfRange, TypeSettings, UnknownTypes
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Decoded",
     "NumericPolicy",
     "OutOfRange",
-    "Settled",
+    "PolicyResult",
     "TypeSettings",
     "UnknownTypes",
     "apply_policy",

@@ -17,7 +17,7 @@ from penstock.values.datetimes import DAY, FIRST_DAY, LAST_DAY
 from penstock.values.settings import OutOfRange
 
 
-class Settled(NamedTuple):
+class PolicyResult(NamedTuple):
     """A column after its policy."""
 
     array: pa.Array
@@ -37,7 +37,7 @@ class _Bounds(NamedTuple):
 
 def apply_policy(
     decoded: Decoded, text: pa.LargeStringArray, policy: OutOfRange, *, table: str, column: str
-) -> Settled:
+) -> PolicyResult:
     """Settle the rejected cells of a column; `text` is what was decoded.
 
     Under TEXT the columns concerned are text already and reject nothing; what another type rejects is kept. CLAMP
@@ -45,7 +45,7 @@ def apply_policy(
     arrays are not beyond an end, and are kept.
     """
     if decoded.rejected is None:
-        return Settled(decoded.array, None)
+        return PolicyResult(decoded.array, None)
     match policy:
         case OutOfRange.ERROR:
             raise ValueOutOfRange(
@@ -54,11 +54,11 @@ def apply_policy(
                 column=column,
             )
         case OutOfRange.NULL:
-            return Settled(decoded.array, None)
+            return PolicyResult(decoded.array, None)
         case OutOfRange.CLAMP:
             return _clamp(decoded, decoded.rejected, text)
         case OutOfRange.KEEP | OutOfRange.TEXT:
-            return Settled(decoded.array, _keep(text, np.flatnonzero(decoded.rejected)))
+            return PolicyResult(decoded.array, _keep(text, np.flatnonzero(decoded.rejected)))
 
 
 def _keep(text: pa.LargeStringArray, positions: NDArray[np.intp]) -> pa.StringArray | None:
@@ -71,11 +71,11 @@ def _keep(text: pa.LargeStringArray, positions: NDArray[np.intp]) -> pa.StringAr
     return pc.cast(text.take(pa.array(positions)), pa.string()).take(pa.array(index, mask=elsewhere))
 
 
-def _clamp(decoded: Decoded, rejected: NDArray[np.bool_], text: pa.LargeStringArray) -> Settled:
+def _clamp(decoded: Decoded, rejected: NDArray[np.bool_], text: pa.LargeStringArray) -> PolicyResult:
     positions = np.flatnonzero(rejected)
     bounds = _bounds(decoded.array.type)
     if bounds is None:
-        return Settled(decoded.array, _keep(text, positions))
+        return PolicyResult(decoded.array, _keep(text, positions))
     cells = text.take(pa.array(positions))
     below, above = matches(cells, bounds.below), matches(cells, bounds.above)
     array = decoded.array
@@ -84,7 +84,7 @@ def _clamp(decoded: Decoded, rejected: NDArray[np.bool_], text: pa.LargeStringAr
             where = np.zeros(len(text), np.bool_)
             where[positions[beyond]] = True
             array = pc.if_else(pa.array(where), end, array)
-    return Settled(array, _keep(text, positions[~(below | above)]))
+    return PolicyResult(array, _keep(text, positions[~(below | above)]))
 
 
 def _bounds(arrow_type: pa.DataType) -> _Bounds | None:

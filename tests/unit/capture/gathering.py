@@ -86,6 +86,6 @@ def assemble(
         if first < last:
             assembler.feed(parcel(messages[first:last]))
             if cut_each:
-                assembler.cut()
-    assembler.cut()
+                assembler.publish()
+    assembler.publish()
     return sink

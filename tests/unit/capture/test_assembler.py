@@ -254,6 +254,6 @@ def test_steps_of_a_table_are_in_order_though_its_shape_goes_to_and_fro(tmp_path
     streams = OpenStreams(tmp_path / "open", DiskGuard(tmp_path, min_free_bytes=0, stop=threading.Event()))
     assembler = Assembler(sink, _LateCatalog(), streams, AssemblerSettings())
     assembler.feed(recorded.parcel([bytes([ord("w"), *bytes(HEADER - 1)]) + message for message in messages]))
-    assembler.cut()
+    assembler.publish()
     (entry,) = sink.entries
     assert [rows["_commit_lsn"].to_pylist() for _, rows in entry] == [[100], [200], [300]]

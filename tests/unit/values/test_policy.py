@@ -11,13 +11,13 @@ import pytest
 
 from penstock.errors import ValueOutOfRange
 from penstock.schema import PostgresType
-from penstock.values import NumericPolicy, OutOfRange, Settled, TypeSettings, apply_policy, codec_for
+from penstock.values import NumericPolicy, OutOfRange, PolicyResult, TypeSettings, apply_policy, codec_for
 from tests.unit.values.columns import array_of, builtin, numeric_modifier, text_column
 
 
 def settle(
     type_: PostgresType | str, cells: list[str | None], policy: OutOfRange, modifier: int = -1, **settings: Any
-) -> Settled:
+) -> PolicyResult:
     type_ = builtin(type_) if isinstance(type_, str) else type_
     text = text_column(cells)
     codec = codec_for(type_, modifier, TypeSettings(out_of_range=policy, **settings))
@@ -28,7 +28,7 @@ def settle(
     return settled
 
 
-def kept(settled: Settled) -> list[str | None]:
+def kept(settled: PolicyResult) -> list[str | None]:
     assert settled.kept is not None
     settled.kept.validate(full=True)
     return settled.kept.to_pylist()
