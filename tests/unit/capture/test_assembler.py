@@ -150,8 +150,8 @@ def test_a_keepalive_moves_the_position_only_outside_of_transactions(corpus, tmp
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda messages: messages[1:], "take turns|outside of a transaction|never described"),
-        (lambda messages: [messages[0], *messages], "take turns"),
+        (lambda messages: messages[1:], "alternate|outside of a transaction|never described"),
+        (lambda messages: [messages[0], *messages], "alternate"),
         (lambda messages: [message for message in messages if kind(message) != "R"], "never described"),
         (lambda messages: [messages[0][:HEADER]], "without content"),
         (lambda messages: [messages[0][:-3]], "ends at offset 18"),
