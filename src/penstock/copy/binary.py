@@ -43,7 +43,7 @@ _NULL_LENGTH = -1
 
 
 class WireForm(Enum):
-    """How a column travels; the value is its width in bytes, with a letter that tells it from others."""
+    """The form of a column on the wire; the value is its width in bytes, with a letter to make it unique."""
 
     INT2 = "2i"
     INT4 = "4i"
@@ -63,9 +63,9 @@ class WireForm(Enum):
     JSONB = "j"
     """Text behind a version number."""
     CAST = "c"
-    """Asked for as text, by the cast that every type without one of its own has."""
+    """As text, by the generic cast of types that have no cast of their own."""
     OUTPUT = "o"
-    """Asked for as text, by the type's own output function."""
+    """As text, by the type's output function."""
 
     @property
     def width(self) -> int | None:
@@ -97,7 +97,7 @@ _OWN_CASTS = frozenset({"bool", "char", "inet", "cidr", "xml", "bpchar", "name"}
 
 
 def wire_form(type_: PostgresType, codec: Codec) -> WireForm:
-    """How a column of this type should travel, given what becomes of it."""
+    """The form for a column of this type, given its codec."""
     type_, _ = resolve_domain(type_, -1)
     if type_.kind is TypeKind.ENUM:
         return WireForm.STRING
@@ -118,7 +118,7 @@ def wire_form(type_: PostgresType, codec: Codec) -> WireForm:
 
 
 def select_expression(form: WireForm, identifier: str) -> str:
-    """What to select, so that a column travels in this form; `identifier` is quoted."""
+    """The expression that selects a column in this form; `identifier` is quoted."""
     if form is WireForm.CAST:
         return f"{identifier}::pg_catalog.text"
     if form is WireForm.OUTPUT:
@@ -129,7 +129,7 @@ def select_expression(form: WireForm, identifier: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TupleLayout:
-    """A table's columns as they travel and as they end up."""
+    """A table's columns: their form on the wire, and their Arrow types."""
 
     table: str
     columns: tuple[SegmentColumn, ...]
@@ -139,7 +139,7 @@ class TupleLayout:
 
 
 def tuple_layout(schema: TableSchema, settings: TypeSettings) -> TupleLayout:
-    """Decide how columns travel; names and types are those of segments, then `_unrepresentable`."""
+    """Choose the wire form of each column; names and types are those of segments, followed by `_unrepresentable`."""
     columns = segment_layout(schema, settings).columns
     fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
     return TupleLayout(
@@ -152,9 +152,9 @@ def tuple_layout(schema: TableSchema, settings: TypeSettings) -> TupleLayout:
 
 
 def strip_header(message: memoryview) -> memoryview:
-    """The first message without the header of the stream."""
+    """The first message without the header."""
     if len(message) < _HEADER_BYTES or message[: len(SIGNATURE)] != SIGNATURE:
-        raise DecodeError("not a stream of binary COPY", offset=0)
+        raise DecodeError("the data is not a binary COPY", offset=0)
     extension = int.from_bytes(message[len(SIGNATURE) + 4 : _HEADER_BYTES], "big")
     return message[_HEADER_BYTES + extension :]
 

@@ -1,7 +1,7 @@
-"""Single rows, by their keys, as the source has them now: for cells that arrived from nowhere else.
+"""Fetches single rows by key, as the source has them now, for values that no change contains.
 
-A row that comes into view by a publication's row filter is sent as an insert without its large cells. What the source
-answers is right, or about to be overwritten by a change that is on its way. Rare, so rows pass through Python here.
+When an update makes a row match a publication's row filter, the server sends an insert without its large values. The
+fetched values are right, or a later change is about to overwrite them. This is rare, so rows pass through Python.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class SourceFetch:
     types: TypeSettings = field(default_factory=TypeSettings)
 
     def fetch(self, schema: TableSchema, keys: pa.Table) -> pa.Table:
-        """The rows that have these keys now; a key whose row is not there is left out."""
+        """The current rows with these keys; keys without a row are left out."""
         columns = segment_layout(schema, self.types).columns
         named = [column for column in columns if column.field_name in keys.column_names]
         texts = _as_texts(keys, named)
-        doing = f"ask for rows of {schema}"
+        doing = f"fetch rows of {schema}"
         cells: list[list[str | None]] = [[] for _ in columns]
         with (
             connect(self.source, Role.COPY) as connection,
@@ -48,7 +48,7 @@ class SourceFetch:
                 result = cursor.execute(_query(schema, columns, named), some).pgresult
                 if result is None:
                     raise SourceError(f"cannot {doing}: the server did not answer")
-                # As the server writes them: what psycopg makes of values is not for us.
+                # The server's text, not psycopg's Python values.
                 for row in range(result.ntuples):
                     for number, values in enumerate(cells):
                         value = result.get_value(row, number)
@@ -59,7 +59,7 @@ class SourceFetch:
 
 
 def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[SegmentColumn]) -> sql.Composed:
-    """Keys come as texts, and become what their columns are."""
+    """Keys are passed as text and cast to the types of their columns."""
     matched = [
         sql.SQL("t.{} = k.{}::{}").format(
             sql.Identifier(column.column.name),
@@ -78,7 +78,7 @@ def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[
 
 
 def _as_texts(keys: pa.Table, named: list[SegmentColumn]) -> list[list[str]]:
-    """Each key column as texts that the server reads."""
+    """Each key column as text that the server can parse."""
     exact = split_texts(keys)
     found: list[list[str]] = []
     for column in named:

@@ -1,8 +1,8 @@
-"""How a table is cut into ranges: by blocks of the heap, about equal in bytes, each partition apart.
+"""Splits a table into ranges: by blocks of the heap, of about equal size, each partition separately.
 
-A range is a condition on `ctid`, which the server answers by reading those blocks and no others. The first range of a
-heap has no lower end and the last no upper one: a size that was measured a moment ago may be wrong, and must not
-decide which rows are copied. Ranges are short, so that a failed one costs little and other work gets its turn.
+A range is a condition on `ctid`, for which the server reads only those blocks. The first range of a heap has no lower
+end and the last no upper one: the measured size may be outdated, and must not decide which rows are copied. Ranges are
+short, so that a failed one costs little and other work gets its turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 RANGE_BYTES = 32 << 20
 CHUNK_BYTES = 4 << 20
 TID_RANGES_SINCE = 140000
-"""Older servers read the whole table for any condition on `ctid`, however short the range."""
+"""Older servers read the whole table for any condition on `ctid`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class CopySettings:
     """How tables are copied."""
 
     range_bytes: int = RANGE_BYTES
-    """Of table, TOAST included, in one range: a second or two of work."""
+    """Size of a range, including TOAST: a second or two of work."""
     chunk_bytes: int = CHUNK_BYTES
-    """As sent by the server, in one record batch; a single row may have more."""
+    """Bytes from the server in one record batch; a single row may exceed it."""
     lock_timeout: float = 60.0
-    """Seconds that a task waits for DDL on its table to end."""
+    """Seconds to wait for DDL on the table to end."""
     max_bytes_per_second: int | None = None
-    """As sent by the server, for each range that is being read."""
+    """Limit for each range that is being read."""
 
     @property
     def session_parameters(self) -> dict[str, str]:
-        """For the sessions that read: patient with rows, not with locks."""
+        """Settings of the sessions that read: no limit for statements, a limit for locks."""
         return {"lock_timeout": str(max(1, round(self.lock_timeout * 1000))), "statement_timeout": "0"}
 
 
@@ -51,11 +51,11 @@ def bytes_of(items: Iterable[object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A heap: an ordinary table, or a leaf of a partitioned one, as it was in the snapshot."""
+    """A heap in the snapshot: an ordinary table, or a leaf of a partitioned one."""
 
     oid: int
     filenode: int
-    """The file that the snapshot's rows are in; another one means that the table was rewritten."""
+    """The file with the snapshot's rows; a different one later means that the table was rewritten."""
     blocks: int
     bytes: int
     """With TOAST."""
@@ -67,7 +67,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """A piece of a table: what one task reads. `index` identifies it within its attempt."""
+    """A part of a table that one task reads. `index` identifies it within its attempt."""
 
     table_id: int
     index: int
@@ -89,7 +89,7 @@ class CopyRange:
 def plan_ranges(
     table_id: int, leaves: Iterable[Leaf], *, range_bytes: int = RANGE_BYTES, can_seek: bool = True
 ) -> tuple[CopyRange, ...]:
-    """Cut heaps into ranges. Each has at least one, also an empty one; there are none only without any heap.
+    """Split heaps into ranges. Every heap has at least one, even if it is empty.
 
     `can_seek` says that the server reads a range of `ctid` alone (14 and newer); otherwise a heap is one range.
     """

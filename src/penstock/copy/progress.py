@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RangeRead:
-    """A range of a copy was read to its end."""
+    """A range was read completely."""
 
     index: int
     rows: int
@@ -33,7 +33,7 @@ _listener: ContextVar[Listener | None] = ContextVar("penstock_copy_listener", de
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Inside, `listener` hears of every range that this thread reads; None for nobody."""
+    """Call `listener` for every range that this thread reads inside the block."""
     token = _listener.set(listener)
     try:
         yield
@@ -42,12 +42,12 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 def current_listener() -> Listener | None:
-    """Who listens here: to be told by others who read for this thread."""
+    """The listener of this thread, for code that reads ranges on its behalf."""
     return _listener.get()
 
 
 def tell(read: RangeRead) -> None:
-    """A range was read; nothing happens where nobody listens."""
+    """Report that a range was read, if there is a listener."""
     listener = _listener.get()
     if listener is not None:
         listener(read)
@@ -55,9 +55,10 @@ def tell(read: RangeRead) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyProgress:
-    """The state of one table's copy; `advance` gives the next one. Bytes are those on the source's disk, by estimate.
+    """The progress of one table's copy; `advance` returns the next state.
 
-    Goes by bytes, since ranges of a partitioned table differ in size and rows are not known before.
+    Measured in estimated bytes on the source's disk: ranges of a partitioned table differ in size, and the number of
+    rows is not known in advance.
     """
 
     table: str
@@ -70,11 +71,11 @@ class CopyProgress:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
     since: float = -1.0
     advanced: float = -1.0
-    """When the last range was done."""
+    """When the last range was finished."""
 
     @classmethod
     def of(cls, rows: CopyRows, clock: Callable[[], float] = time.monotonic) -> CopyProgress:
-        """The beginning."""
+        """The state at the beginning."""
         return cls(
             table=str(rows.schema),
             ranges=len(rows.ranges),
@@ -85,7 +86,7 @@ class CopyProgress:
         )
 
     def advance(self, *, rows: int, bytes: int, ranges: int = 1) -> CopyProgress:  # noqa: A002 (what it is)
-        """Some more ranges are done."""
+        """Count finished ranges."""
         return replace(
             self,
             ranges_done=self.ranges_done + ranges,
@@ -108,7 +109,7 @@ class CopyProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """If it goes on as it went until the last range was done; None before the first is."""
+        """Estimate at the average rate until the last finished range; None before the first is finished."""
         done = self.fraction
         if not done:
             return None
@@ -116,7 +117,7 @@ class CopyProgress:
 
 
 class CopyCounter:
-    """Counts the ranges of one copy as they are read; `take` may be called from any thread, and twice for a range."""
+    """Counts the ranges of one copy. `take` may be called from any thread, and twice for a range."""
 
     def __init__(self, rows: CopyRows, clock: Callable[[], float] = time.monotonic) -> None:
         self._bytes = {part.index: part.estimated_bytes for part in rows.ranges}
@@ -125,7 +126,7 @@ class CopyCounter:
 
     @property
     def progress(self) -> CopyProgress:
-        """How far it is."""
+        """The progress so far."""
         return self._progress
 
     def take(self, read: RangeRead) -> None:

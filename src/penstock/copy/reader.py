@@ -1,9 +1,9 @@
-"""Reads a range of a table inside a copy's snapshot, as Arrow, with the types and values that capture gives.
+"""Reads a range of a table inside a copy's snapshot, as Arrow, with the same types and values as capture.
 
-ACCESS SHARE on the table comes first; under it the table is compared with what it was in the snapshot. After a rewrite
-(ALTER TYPE, VACUUM FULL, CLUSTER) or a TRUNCATE the old snapshot sees *no rows and no error*, and after a change of its
-columns it would read others than were asked for. So each range looks for itself, and its lock lasts as long as it
-reads: a lock held for the whole copy would make DDL wait, and then all that waits behind the DDL.
+The reader locks the table (ACCESS SHARE) and then checks that it is still as in the snapshot. After a rewrite (ALTER
+TYPE, VACUUM FULL, CLUSTER) or a TRUNCATE, the old snapshot sees *no rows and no error*; after a change of columns it
+would read the wrong ones. So each range checks by itself, and its lock lasts only while it reads: a lock for the whole
+copy would block DDL, and everything that waits for the DDL.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from penstock.values import TypeSettings
 
 _RENAME_ATTEMPTS = 5
 _CONSUME_TIMES = 8
-"""How often the socket is read before rows are taken: libpq's buffer grows to that, and polls become rare."""
+"""Reads of the socket before rows are taken: libpq's buffer grows accordingly, and polls become rare."""
 
 
-# Unlike a query on the catalog's tables, these functions answer for now, not for the transaction's snapshot.
+# Unlike queries on the catalog's tables, these functions report the current state, not that of the snapshot.
 _CURRENT_NAME = "select object_names from pg_catalog.pg_identify_object_as_address(1259::oid, %s::oid, 0)"
 _CURRENT_STATE = """
     select t.object_names, pg_catalog.pg_relation_filenode(%(oid)s::oid)::int8,
@@ -61,7 +61,7 @@ _CURRENT_STATE = """
 
 
 class _State(StrEnum):
-    """SQLSTATEs that mean something of their own here."""
+    """SQLSTATEs that are handled specially."""
 
     UNDEFINED_TABLE = "42P01"
     UNDEFINED_COLUMN = "42703"
@@ -70,11 +70,11 @@ class _State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RangeReader:
-    """All that a task needs besides its range: small, picklable, and without any open resource."""
+    """What a task needs besides its range: small, picklable, and without open resources."""
 
     source: SourceSettings
     snapshot: str
-    """The name of the snapshot, which somebody else keeps."""
+    """The name of a snapshot that another session keeps."""
     schema: TableSchema
     """As it was in the snapshot: the published columns."""
     types: TypeSettings = field(default_factory=TypeSettings)
@@ -90,8 +90,8 @@ class RangeReader:
     def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
         """The rows of a range, in batches of about `settings.chunk_bytes`; none if it has no rows.
 
-        Opens a connection of its own and closes it at the end, also when it is not read to the end. Raises
-        `TableRewritten` and `SnapshotLost`, after which all ranges have to be read anew, in another snapshot.
+        Opens its own connection and closes it at the end, even if the iterator is not exhausted. After `TableRewritten`
+        and `SnapshotLost`, all ranges have to be read again, in another snapshot.
         """
         layout = tuple_layout(self.schema, self.types)
         row_count = 0
@@ -112,7 +112,7 @@ class RangeReader:
         return f"copy (select {columns} from only {name}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
 
     def lock(self, connection: psycopg.Connection[Any], part: CopyRange) -> str:
-        """Enter the snapshot and lock the heap; its quoted name. It may be renamed until the lock is there."""
+        """Enter the snapshot and lock the heap; return its quoted name. It may be renamed until it is locked."""
         with connection.cursor(row_factory=tuple_row) as cursor:
             for _ in range(_RENAME_ATTEMPTS):
                 enter_snapshot(connection, self.snapshot)
@@ -125,12 +125,12 @@ class RangeReader:
                 if types is not None and self._compare(connection, cursor, part, names, types):
                     return name
                 connection.execute("rollback")
-        raise self._changed("is renamed all the time")
+        raise self._changed("was renamed repeatedly")
 
     def _read_nothing(
         self, connection: psycopg.Connection[Any], cursor: psycopg.Cursor[Any], name: str
     ) -> list[int] | None:
-        """Take the lock, as reading does; the types of the columns, None if there is no such table."""
+        """Take the lock that reading takes. Returns the types of the columns; None if the table does not exist."""
         columns = ", ".join(quote_identifier(column.name) for column in self.schema.columns)
         place = Place.of(connection)
         doing = f"read {self.schema}"
@@ -142,7 +142,7 @@ class RangeReader:
                 case _State.UNDEFINED_TABLE:
                     return None
                 case _State.UNDEFINED_COLUMN:
-                    raise self._changed("has lost a column, or has it under another name") from None
+                    raise self._changed("had a column dropped or renamed") from None
                 case _State.LOCK_NOT_AVAILABLE:
                     raise TableLocked(said.message, where=place.where, table=str(self.schema)) from None
                 case _:
@@ -157,7 +157,7 @@ class RangeReader:
         names: list[str],
         types: list[int],
     ) -> bool:
-        """Whether this is the heap that was meant; raises if it is, and is not what it was in the snapshot."""
+        """Return False if the name belongs to another heap; raise if the heap changed since the snapshot."""
         leaf = part.leaf
         with translated(connection, f"read {self.schema}"):
             found = _fetch(cursor, _CURRENT_STATE, {"oid": leaf.oid, "attnums": list(leaf.attnums)})
@@ -165,17 +165,17 @@ class RangeReader:
         if current_names != names:
             return False
         if filenode != leaf.filenode:
-            raise self._changed("was rewritten or emptied")
+            raise self._changed("was rewritten or truncated")
         if columns != [column.name for column in self.schema.columns]:
-            raise self._changed("has columns under other names")
+            raise self._changed("had columns renamed")
         # Domains are described as what they consist of.
         wanted = [resolve_domain(column.type, -1)[0].oid for column in self.schema.columns]
         if types != wanted:
-            raise self._changed("has columns of other types")
+            raise self._changed("had the types of columns changed")
         return True
 
     def _changed(self, what: str) -> TableRewritten:
-        message = f"{self.schema} {what} since the snapshot that it is copied from"
+        message = f"{self.schema} {what} after the snapshot of its copy was taken"
         return TableRewritten(message, table=str(self.schema), table_id=self.schema.table_id)
 
 
@@ -198,7 +198,7 @@ def _stream(
             yield decode_tuples(raw, np.frombuffer(lengths, np.int64), layout)
             pace.wait(size)
     if not ended:
-        raise DecodeError("a stream of binary COPY without its end", offset=0)
+        raise DecodeError("the binary COPY ended without its trailer", offset=0)
 
 
 def _strip_header(raw: bytearray, lengths: array[int]) -> None:
@@ -229,8 +229,8 @@ def _chunks(
     get, consume = connection.get_copy_data, connection.consume_input
     raw, lengths = bytearray(), array("q")
     size = 0
-    # The only loop over rows in Python: libpq hands them out one at a time. Copying each at once, rather than joining
-    # them later, keeps it inside the processor's cache and takes a third of the time.
+    # The only loop over rows in Python, because libpq returns them one at a time. Copying each row immediately keeps it
+    # in the processor's cache and takes a third of the time of joining them later.
     while True:
         length, message = get(1)
         if length > 0:
@@ -254,7 +254,7 @@ def _chunks(
 
 
 def _start(connection: pq.abc.PGconn, query: str, place: Place, doing: str) -> select.poll:
-    """Begin a COPY; what to wait on for its rows."""
+    """Begin a COPY; return the poll object of its socket."""
     poll = select.poll()
     poll.register(connection.socket, select.POLLIN)
     connection.send_query(query.encode())
@@ -275,7 +275,7 @@ def _failure(result: pq.abc.PGresult | None, place: Place, doing: str) -> Source
 
 
 class _Pace:
-    """Keeps a rate by sleeping."""
+    """Limits the rate by sleeping."""
 
     def __init__(self, bytes_per_second: int | None) -> None:
         self._rate = bytes_per_second

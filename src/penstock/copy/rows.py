@@ -29,7 +29,7 @@ from penstock.source.publications import published_attnums, published_tables, re
 from penstock.source.snapshots import Snapshot
 from penstock.values import TypeSettings
 
-# From the catalog's tables, so that partitions and files are those of the snapshot. Only sizes are those of now.
+# From the catalog's tables, so that partitions and files are those of the snapshot. Only the sizes are current.
 _LEAVES = """
     with recursive tree as (
         select c.oid, c.relkind from pg_catalog.pg_class c where c.oid = %s::oid
@@ -70,9 +70,9 @@ def prepare_copy(
 ) -> CopyRows:
     """Plan the copy of a published table: its schema at the snapshot's position, and its ranges.
 
-    `attempt` names this copy among all copies of the table; a new name is made if it is left out. Reads nothing of the
-    table itself. Raises `PublicationChanged` if the publication does not hold the table, and `TableLocked` if DDL keeps
-    its size from being looked at.
+    `attempt` identifies this copy among all copies of the table; the default is a new id. Does not read the table
+    itself. Raises `PublicationChanged` if the publication does not contain the table, and `TableLocked` if DDL on the
+    table prevents reading its size.
     """
     settings = settings or CopySettings()
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
@@ -95,7 +95,7 @@ def prepare_copy(
 
 @contextmanager
 def _locks_named() -> Iterator[None]:
-    """The server's functions for sizes and publications open tables, and wait for DDL on any of them."""
+    """Raise `TableLocked` for lock timeouts: the server's functions for sizes and publications wait for DDL."""
     try:
         yield
     except QueryFailed as error:
@@ -105,12 +105,13 @@ def _locks_named() -> Iterator[None]:
 
 
 def _describe(connection: psycopg.Connection[Any], publication: str, table_id: int) -> tuple[TableSchema, str | None]:
-    """The table as it is published, and the publication's row filter."""
+    """The published table, and the publication's row filter."""
     published = {table.oid: table for table in published_tables(connection, publication)}.get(table_id)
     table = load_table(connection, table_id)
     if published is None or table is None:
         raise PublicationChanged(
-            f"publication {publication!r} does not hold the table {table or table_id}", tables=[str(table or table_id)]
+            f"publication {publication!r} does not contain the table {table or table_id}",
+            tables=[str(table or table_id)],
         )
     attnums = published_attnums(table, published, require_publication(connection, publication))
     found = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
@@ -118,8 +119,8 @@ def _describe(connection: psycopg.Connection[Any], publication: str, table_id: i
 
 
 def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
-    """The heaps of a table, as the connection's snapshot has them, with the places of these columns in each."""
-    doing = f"look for the heaps of {schema}"
+    """The heaps of a table in the connection's snapshot, with the attribute numbers of its columns in each."""
+    doing = f"list the heaps of {schema}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_LEAVES, [schema.table_id]).fetchall()
     leaves: list[Leaf] = []
@@ -136,11 +137,10 @@ def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> lis
 
 @dataclass(frozen=True, slots=True)
 class CopyRows:
-    """A table as it was at `position`: exactly the rows of the transactions that this boundary covers.
+    """A table as of `position`: exactly the rows of the transactions before this boundary.
 
-    Nothing is read until it is asked for, and then inside one snapshot, so every way of reading, on any machine that
-    reaches the source, and every repetition gives the same rows; their order means nothing. It can be read only while
-    the snapshot is kept: until `Destination.write_table_rows` returns.
+    Rows are read lazily and inside one snapshot, so reading again, or on another machine that reaches the source, gives
+    the same rows, in any order. They can be read until `Destination.write_table_rows` returns, which ends the snapshot.
 
     Everything here pickles. A job over ranges ships the ranges as its items and `reader` with its function:
 
@@ -150,18 +150,18 @@ class CopyRows:
 
         tasks.run(rows.ranges, partial(write_range, rows.reader, folder), description=f"copy {rows.schema}")
 
-    What tasks write is identified by (`attempt`, `CopyRange.index`, number of the batch), never by its content: two
-    equal batches of a table without a key are two batches. `TableRewritten` and `SnapshotLost` from any range void the
+    Identify what tasks write by (`attempt`, `CopyRange.index`, number of the batch), never by content: two equal
+    batches of a table without a key are two batches. `TableRewritten` and `SnapshotLost` from any range invalidate the
     whole attempt: raise them from `write_table_rows`, and another attempt follows.
     """
 
     reader: RangeReader
     attempt: str
-    """Names this copy among all copies of the table."""
+    """Identifies this copy among all copies of the table."""
     position: Lsn
     ranges: tuple[CopyRange, ...]
     """Each row is in exactly one. There may be none (a partitioned table without partitions), and an empty table has
-    ranges without rows: the table is created all the same."""
+    ranges without rows; create the table in both cases."""
 
     @property
     def schema(self) -> TableSchema:
@@ -170,8 +170,8 @@ class CopyRows:
 
     @property
     def arrow_schema(self) -> pa.Schema:
-        """Of every batch, also if there is none: the columns with the names and types of segments, and as the last
-        one `_unrepresentable` (see `penstock.changes.segment`), which is NULL in most tables throughout."""
+        """The schema of every batch: the columns with the names and types of segments, and last `_unrepresentable` (see
+        `penstock.changes.segment`), which is NULL in most tables."""
         return self.reader.arrow_schema
 
     @property
@@ -181,20 +181,20 @@ class CopyRows:
 
     @property
     def estimated_rows(self) -> int | None:
-        """From the server's statistics; None if it has none. A row filter is not considered."""
+        """From the server's statistics, ignoring row filters; None if it has none."""
         heaps = {part.leaf.oid: part.leaf.rows for part in self.ranges}
         return None if any(rows < 0 for rows in heaps.values()) else round(sum(heaps.values()))
 
     def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
-        """The rows of one range, here; in tasks use `reader`, which is smaller to ship."""
+        """The rows of one range. In tasks use `reader`, which is smaller to ship."""
         return self.reader.read(part)
 
     def arrow(self) -> Iterator[pa.RecordBatch]:
-        """All rows, here, one range after the other: for small tables and for destinations without tasks."""
+        """All rows, one range after the other: for small tables, and for destinations without tasks."""
         for part in self.ranges:
             yield from self.reader.read(part)
 
     def frame(self, session: Any, *, partitions: int | None = None) -> Any:
-        """All rows as a typed data frame of the Spark session that is passed in; read when it is computed, and each
-        time that it is. Columns as in `arrow_schema`. One core is left free unless `partitions` says otherwise."""
+        """All rows as a data frame of the given Spark session, read each time that the frame is computed. Columns as in
+        `arrow_schema`. One core is left free unless `partitions` says otherwise."""
         return frame_of(session, self.arrow_schema, self.ranges, self.reader.read, partitions=partitions)

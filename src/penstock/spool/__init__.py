@@ -1,4 +1,4 @@
-"""Segments and log between one capture process and any number of readers."""
+"""The spool: segments and a log between the capture process and any number of readers."""
 
 from penstock.changes.steps import Entry
 from penstock.spool.folder import Stopping

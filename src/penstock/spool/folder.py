@@ -1,4 +1,4 @@
-"""The folder of a spool: where things lie, how small files are replaced, and how writing waits while the disk is full.
+"""The folder of a spool: its layout, replacing small files atomically, and waiting while the disk is full.
 
 spool/
   lineage.json          which server, timeline and slot the positions belong to
@@ -6,11 +6,11 @@ spool/
   log/00000001.jsonl    entries in order, in parts
   segments/00000042/    the files of entry 42
   schemas/16384/…json   versions of a table's schema
-  readers/<name>.json   up to where each reader needs nothing more
-  released.json         up to where entries may be gone
+  readers/<name>.json   the position of each reader
+  released.json         the position before which entries may be deleted
   holds/16384.json      tables that are being copied: their changes are kept longer
   open/                 streamed transactions that have not ended
-  status.json           how the process that runs saw itself last, for `penstock status`
+  status.json           the last status that the running process reported, for `penstock status`
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _Result = TypeVar("_Result")
 
 
 def append(path: Path, *parts: bytes) -> None:
-    """Append bytes to a file, all of them or none without an exception.
+    """Append bytes to a file; raise unless all are written.
 
-    A disk that fills up takes the first part of a write and says only how much that was.
+    A disk that fills up accepts the first part of a write and reports only its length.
     """
     with open(path, "ab", buffering=0) as file:
         for part in parts:
@@ -47,16 +47,16 @@ def append(path: Path, *parts: bytes) -> None:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether a write failed for want of room."""
+    """True if a write failed because the disk is full."""
     return error.errno in _FULL
 
 
 class Stopping(Exception):
-    """Somebody asked to stop while we waited; not an error."""
+    """Raised when capture is stopped during a wait; not an error."""
 
 
 class DiskGuard:
-    """Runs writes, and runs them again once there is room."""
+    """Runs writes, and repeats them when there is room again."""
 
     def __init__(self, path: Path, *, min_free_bytes: int, stop: threading.Event, poll_seconds: float = 0.5) -> None:
         self._path = path
@@ -64,10 +64,10 @@ class DiskGuard:
         self._stop = stop
         self._poll_seconds = poll_seconds
         self.full = False
-        """Whether a write waits for room now."""
+        """True while a write waits for room."""
 
     def run(self, write: Callable[[], _Result], undo: Callable[[], object]) -> _Result:
-        """Write; where the disk is full undo what was half done, wait, and write again."""
+        """Write. If the disk is full, undo the partial write, wait for room, and write again."""
         while True:
             if not self._has_room():
                 self._wait()
@@ -81,7 +81,7 @@ class DiskGuard:
                 continue
             if self.full:
                 self.full = False
-                logger.warning("the disk has room again, going on path=%s", self._path)
+                logger.warning("the spool's disk has room again path=%s", self._path)
             return result
 
     def _has_room(self) -> bool:
@@ -101,7 +101,7 @@ class DiskGuard:
 
 @dataclass(frozen=True, slots=True)
 class SpoolFolder:
-    """Paths inside a spool."""
+    """The paths of a spool."""
 
     root: Path
 
@@ -143,7 +143,7 @@ class SpoolFolder:
 
     @property
     def comparisons(self) -> Path:
-        """What tasks of `penstock verify` write down."""
+        """Files that tasks of `penstock verify` write."""
         return self.root / "verify"
 
     @property
@@ -162,8 +162,8 @@ class SpoolFolder:
             folder.mkdir(parents=True, exist_ok=True)
 
     def discard(self) -> None:
-        """Forget everything: what is here belongs to a slot that is gone. Nobody reads or writes it now."""
-        # The log first: without it nothing else counts.
+        """Delete everything, because the slot it came from is gone. No process may be reading or writing."""
+        # The log first: without it, the other files are ignored.
         for folder in (self.log, self.readers, self.holds, self.open, self.schemas, self.segments):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.lineage, self.released):
@@ -171,7 +171,7 @@ class SpoolFolder:
 
 
 def replace_file(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Write JSON so that readers see the old content or the new one; `durable` outlives a power cut."""
+    """Write JSON so that readers see the old or the new content; `durable` content survives a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w") as file:
         json.dump(value, file)
@@ -184,7 +184,7 @@ def replace_file(path: Path, value: Any, *, durable: bool = False) -> None:
 
 
 def read_file(path: Path) -> Any | None:
-    """JSON, or None if there is no such file."""
+    """Read JSON; None if the file does not exist."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -192,7 +192,7 @@ def read_file(path: Path) -> Any | None:
 
 
 def remove_damaged(paths: Iterable[Path]) -> None:
-    """Remove files of JSON that a power cut has left empty or half written."""
+    """Remove JSON files that a power failure left empty or half written."""
     for path in paths:
         try:
             read_file(path)

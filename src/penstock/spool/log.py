@@ -26,21 +26,21 @@ _IN_BATCHES = ("after", "until", "refuses")
 
 
 def read_parts(folder: SpoolFolder, *, repair: bool) -> Iterator[tuple[Path, list[Entry]]]:
-    """The entries of each part, oldest first; `repair` cuts off a torn last line (only the writer may)."""
+    """The entries of each part, oldest first. `repair` truncates a torn last line; only the writer may do that."""
     parts = folder.log_parts()
     for path in parts:
         content = path.read_bytes()
         entries, complete = parse(content, folder.root)
         if complete < len(content):
             if path != parts[-1]:
-                raise SpoolCorrupt(f"{path.name} is damaged at byte {complete}, and is not the last part")
+                raise SpoolCorrupt(f"{path.name} is damaged at byte {complete} and is not the last part")
             if repair:
                 os.truncate(path, complete)
         yield path, entries
 
 
 def parse(content: bytes, root: Path) -> tuple[list[Entry], int]:
-    """Entries of the complete lines, and how many bytes these have."""
+    """The entries of all complete lines, and the length of these lines in bytes."""
     entries: list[Entry] = []
     complete = 0
     for line in content.splitlines(keepends=True):
@@ -55,7 +55,7 @@ def parse(content: bytes, root: Path) -> tuple[list[Entry], int]:
 
 
 class LogTail:
-    """Follows the log of a living spool."""
+    """Follows the log of a spool that is being written."""
 
     def __init__(self, folder: SpoolFolder) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class LogTail:
         self._offset = 0
 
     def read_new(self) -> list[Entry]:
-        """Entries that were added since the last call."""
+        """The entries that were added since the last call."""
         entries: list[Entry] = []
         while True:
             parts = self._folder.log_parts()
@@ -76,7 +76,7 @@ class LogTail:
                     file.seek(self._offset)
                     found, complete = parse(file.read(), self._folder.root)
             except FileNotFoundError:
-                # Released before we read it: the caller notices the gap by the positions.
+                # Deleted before we read it: the caller notices the gap by the positions.
                 found, complete = [], 0
             entries += found
             self._offset += complete
@@ -102,7 +102,7 @@ def to_line(entry: Entry, root: Path) -> bytes:
 
 
 def from_line(line: bytes, root: Path) -> Entry | None:
-    """The entry of a line; None if the line is torn."""
+    """Parse a line; None if it is torn."""
     checksum, _, body = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body):
         return None
@@ -118,7 +118,7 @@ def from_line(line: bytes, root: Path) -> Entry | None:
             steps=tuple(_step_from_json(step, root) for step in record["steps"]),
         )
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise SpoolCorrupt(f"a record of the spool's log cannot be understood: {error}") from error
+        raise SpoolCorrupt(f"a malformed record in the spool's log: {error}") from error
 
 
 def _step_to_json(step: Step, root: Path) -> dict[str, Any]:

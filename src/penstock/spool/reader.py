@@ -1,7 +1,7 @@
-"""Reading a spool: entries after a position, of some tables or of all.
+"""Reads a spool: the entries after a position, of some tables or of all.
 
-Any number of readers, in any process. A reader that must not miss anything registers (`penstock.spool.registry`)
-before it reads, and advances when it needs something no more.
+There may be any number of readers, in any process. A reader that must not miss anything registers first
+(`penstock.spool.registry`), and advances its position when it has finished something.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.01
 
 
 class SpoolReader:
-    """A view of a spool that grows; not for use by several threads at once."""
+    """A view of a growing spool; not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._folder = SpoolFolder(path)
@@ -37,26 +37,26 @@ class SpoolReader:
 
     @property
     def begin(self) -> Lsn | None:
-        """The boundary from which on entries can be read; None while there is nothing."""
+        """The boundary where the available entries begin; None while there are none."""
         self._refresh()
         return self._entries[0].begin if self._entries else None
 
     @property
     def captured(self) -> Lsn | None:
-        """The boundary up to which everything is in the spool; None while there is nothing."""
+        """The boundary up to which everything is in the spool; None while there are no entries."""
         self._refresh()
         return self._entries[-1].end if self._entries else None
 
     def entries(self, after: Lsn, tables: Collection[int] | None = None) -> list[Entry]:
-        """Entries that end after a boundary, in order, with the steps of these tables only (messages have none).
+        """The entries that end after a boundary, in order, with messages and the steps of these tables.
 
-        The first one may begin before `after`; its transactions that are in already are told by their commit
-        positions (`penstock.lsn.are_in`).
+        The first one may begin before `after`; skip its earlier transactions by their commit positions
+        (`penstock.lsn.are_in`).
         """
         self._refresh()
         if self._entries and not reaches(after, self._entries[0].begin):
             raise PositionGone(
-                f"entries after {after} were asked for, but the spool begins at {self._entries[0].begin}",
+                f"entries after {after} were requested, but the spool begins at {self._entries[0].begin}",
                 position=after,
             )
         found = [entry for entry in self._entries if not reaches(after, entry.end)]
@@ -71,7 +71,7 @@ class SpoolReader:
         ]
 
     def wait(self, after: Lsn, timeout: float) -> bool:
-        """Wait until the spool reaches beyond a boundary; False when it did not in time."""
+        """Wait until the spool extends beyond a boundary; return False after the timeout."""
         deadline = time.monotonic() + timeout
         while True:
             captured = self.captured
@@ -82,7 +82,7 @@ class SpoolReader:
             time.sleep(POLL_SECONDS)
 
     def forget(self, before: Lsn) -> None:
-        """Drop entries from memory that this reader has passed."""
+        """Remove entries that this reader has passed from memory."""
         while len(self._entries) > 1 and reaches(before, self._entries[0].end):
             del self._entries[0]
 
@@ -100,14 +100,14 @@ class SpoolReader:
             return segment.read()
         except FileNotFoundError:
             raise PositionGone(
-                f"a segment of {segment.table} was released already", position=segment.first.commit_lsn
+                f"a segment of {segment.table} was already deleted", position=segment.first.commit_lsn
             ) from None
 
     def _refresh(self) -> None:
         for entry in self._tail.read_new():
             if self._entries and entry.begin != self._entries[-1].end:
                 raise PositionGone(
-                    f"entries after {self._entries[-1].end} were released before they were read",
+                    f"entries after {self._entries[-1].end} were deleted before they were read",
                     position=self._entries[-1].end,
                 )
             self._entries.append(entry)

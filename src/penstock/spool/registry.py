@@ -1,7 +1,7 @@
-"""Who still needs what: readers with their positions, and tables whose changes are held for a copy.
+"""Readers with their positions, and holds on the changes of tables that are being copied.
 
-A reader is registered before it reads anything, and stays registered while it is down: what it has not finished is
-neither deleted nor acknowledged. Its file is written by the reader alone, and read by the writer.
+A reader registers before it reads, and stays registered while it is down: what it has not finished is neither deleted
+nor acknowledged. Only the reader writes its file; the writer of the spool reads it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Readers:
         folder.create()
 
     def register(self, name: str, position: Lsn) -> Lsn:
-        """Make a reader known, durably; a known one keeps its position. Returns the position it continues from.
+        """Register a reader durably, or find a known one. Returns the position from which it continues.
 
-        Raises `PositionGone` if what it would read first was let go of already.
+        Raises `PositionGone` if entries that a new reader needs were already deleted.
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"not a name for a reader: {name!r}", hint="Use letters, digits, dots, dashes, underscores."
+                f"invalid name of a reader: {name!r}", hint="Use letters, digits, dots, dashes and underscores."
             )
         known = self.position(name)
         if known is not None:
@@ -46,7 +46,7 @@ class Readers:
             released = read_file(self._folder.released)
             if released is not None and not reaches(position, Lsn.parse(released["position"])):
                 raise PositionGone(
-                    f"reader {name!r} would begin at {position}, but all before {released['position']} is gone",
+                    f"reader {name!r} would begin at {position}, but entries before {released['position']} are deleted",
                     position=position,
                 )
             replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
@@ -54,7 +54,7 @@ class Readers:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, nobody is registered, and nothing is let go of because of positions that were read before."""
+        """Keep readers from registering, and the writer from deleting because of positions that it read before."""
         descriptor = os.open(self._folder.readers, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -63,19 +63,19 @@ class Readers:
             os.close(descriptor)
 
     def release(self, position: Lsn) -> None:
-        """The writer's side, inside of `locked`: what lies before is about to be let go of."""
+        """For the writer, inside `locked`: record that entries before a position are about to be deleted."""
         replace_file(self._folder.released, {"position": str(position)})
 
     def advance(self, name: str, position: Lsn) -> None:
-        """Nothing before `position` is needed any more; durable, because the slot follows it. Positions only grow."""
+        """Record durably that the reader needs nothing before `position`; the slot follows. Positions only grow."""
         known = self.position(name)
         if known is None:
-            raise SpoolError(f"no reader {name!r} is registered in this spool")
+            raise SpoolError(f"reader {name!r} is not registered in this spool")
         if not reaches(known, position):
             replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
 
     def unregister(self, name: str) -> None:
-        """Forget a reader: what only it needed will be deleted and acknowledged."""
+        """Remove a reader: what only it needed will be deleted and acknowledged."""
         (self._folder.readers / f"{name}.json").unlink(missing_ok=True)
         sync_folder(self._folder.readers)
 
@@ -97,7 +97,7 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A table's changes are kept for a reader from `begin` on; `broken` when they outgrew their budget and went."""
+    """A table's changes are kept for a reader from `begin` on; `broken` if they exceeded their limit."""
 
     reader: str
     table_id: int
@@ -106,31 +106,31 @@ class Hold:
 
 
 class Holds:
-    """Tables that are being copied, each by one reader or by several."""
+    """The tables that are being copied, by one or several readers."""
 
     def __init__(self, folder: SpoolFolder) -> None:
         self._folder = folder
         folder.create()
 
     def request(self, reader: str, table_id: int) -> None:
-        """Ask for a table's changes to be kept from now on; the writer confirms with the position."""
+        """Request that a table's changes are kept from now on; the writer confirms with the position."""
         self._write(Hold(reader, table_id, None), durable=True)
 
     def confirmed(self, reader: str, table_id: int) -> Lsn | None:
-        """From where on the table's changes are kept; None if the writer has not answered yet."""
+        """The position from which the table's changes are kept; None if the writer has not answered yet."""
         hold = self.get(reader, table_id)
         if hold is None:
-            raise SpoolError(f"the changes of table {table_id} are not held for {reader!r}")
+            raise SpoolError(f"no hold on table {table_id} for {reader!r}")
         if hold.broken:
-            raise HoldBroken(f"the changes kept for table {table_id} outgrew copy_max_bytes", table_id=table_id)
+            raise HoldBroken(f"the changes kept for table {table_id} exceeded copy_max_bytes", table_id=table_id)
         return hold.begin
 
     def wait_confirmed(self, reader: str, table_id: int, timeout: float) -> Lsn:
-        """`confirmed`, waiting for the writer."""
+        """Like `confirmed`, but wait for the writer."""
         deadline = time.monotonic() + timeout
         while (begin := self.confirmed(reader, table_id)) is None:
             if time.monotonic() > deadline:
-                raise SpoolError("capture does not answer; is it running?")
+                raise SpoolError("capture did not confirm a hold in time; is it running?")
             time.sleep(0.02)
         return begin
 
@@ -139,7 +139,7 @@ class Holds:
         self._path(reader, table_id).unlink(missing_ok=True)
 
     def release_all(self) -> None:
-        """No table is being copied, by anybody: what a process that was killed has left is not needed."""
+        """Release all holds: no table is being copied, and a killed process may have left some."""
         for hold in self.all():
             self.release(hold.reader, hold.table_id)
 
@@ -150,13 +150,13 @@ class Holds:
         return Hold(reader, table_id, Lsn.parse(record["begin"]) if record["begin"] else None, record["broken"])
 
     def all(self) -> list[Hold]:
-        """Every hold, answered or not."""
+        """All holds, confirmed or not."""
         names = (path.stem.rpartition("@") for path in self._folder.holds.glob("[!.]*.json"))
         found = [self.get(reader, int(table_id)) for reader, _, table_id in names]
         return [hold for hold in found if hold is not None]
 
     def answer(self, hold: Hold) -> None:
-        """The writer's side: confirm or break a hold, unless it was released meanwhile."""
+        """For the writer: confirm or break a hold, unless it was released meanwhile."""
         if self._path(hold.reader, hold.table_id).exists():
             self._write(hold)
 

@@ -1,8 +1,8 @@
-"""What may be deleted: entries that every reader has passed, but for tables that are being copied.
+"""Deletes entries that every reader has passed, except changes of tables that are being copied.
 
-Two budgets. What readers have not passed counts against the spool's size, and stops capture when it is full. What is
-kept only because a table is being copied has a budget of its own; beyond it the largest of these is let go, and that
-copy has to start again. The others go on.
+There are two limits. Entries that some reader has not passed count against the size of the spool; when it is full,
+capture stops reading. Changes that are kept only for a copy have their own limit; beyond it, those of the largest
+copy are deleted and that copy restarts. The others continue.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Retention:
         self._holds = Holds(folder)
         self._lock = threading.Lock()
         self._waiting: deque[Entry] = deque(entries)
-        """Not passed by all readers."""
+        """Entries that some reader has not passed."""
         self._held: deque[tuple[Entry, dict[int, list[Segment]]]] = deque()
-        """Passed by all readers; what is kept of them, by table."""
+        """Entries that all readers have passed, with the segments that are kept, by table."""
         self.unreleased_bytes = sum(entry.bytes for entry in self._waiting)
 
     def add(self, entry: Entry) -> None:
-        """An entry was published."""
+        """Add a published entry."""
         with self._lock:
             self._waiting.append(entry)
             self.unreleased_bytes += entry.bytes
 
     def would_release(self, floor: Lsn) -> bool:
-        """Whether `apply` would let go of something that all readers have passed."""
+        """True if `apply` would delete something that all readers have passed."""
         with self._lock:
             return bool(self._waiting) and reaches(floor, self._waiting[0].end)
 
@@ -60,9 +60,9 @@ class Retention:
         self._drop_log_parts(floor, holds)
 
     def _answer(self, end: Lsn | None) -> dict[int, Lsn]:
-        """Confirm new requests: all that is not released yet is still here, and will be kept from now on.
+        """Confirm new holds: all changes that are not deleted yet will be kept from now on.
 
-        Gives the boundary from which each table's changes are kept, for whichever reader needs the most.
+        Returns for each table the boundary from which its changes are kept, for the reader that needs the most.
         """
         begins: dict[int, Lsn] = {}
         for hold in self._holds.all():
@@ -118,13 +118,13 @@ class Retention:
             broken = [hold for hold in self._holds.all() if hold.table_id == largest]
             if not all(self._say(replace(hold, broken=True)) for hold in broken):
                 return
-            logger.error("changes kept for a copying table outgrew their budget table_id=%d", largest)
+            logger.error("changes kept for a copy exceeded copy_max_bytes, the copy restarts table_id=%d", largest)
             holds.pop(largest, None)
             del used[largest]
             self._let_go(holds)
 
     def _say(self, hold: Hold) -> bool:
-        """Answer a hold; False if the disk is full, which must not keep us from making room. It is tried again."""
+        """Answer a hold. Returns False if the disk is full: deleting continues, and the answer is retried."""
         try:
             self._holds.answer(hold)
         except OSError as error:
@@ -134,7 +134,7 @@ class Retention:
         return True
 
     def _drop_log_parts(self, floor: Lsn | None, holds: dict[int, Lsn]) -> None:
-        """Delete parts of the log that all readers and copies have passed; the last part always stays."""
+        """Delete parts of the log that all readers and copies have passed; the last part stays."""
         if floor is None:
             return
         passed = earliest(floor, *holds.values())

@@ -1,7 +1,7 @@
 """Versions of tables' schemas, each valid from an order key on.
 
-A version's name is its key, so versions are ordered by the log and not by when they were seen: a message that
-arrives again after a crash finds the version that it made, and never goes back to an older one.
+A version is named after its key, so versions are in the order of the WAL, not of their arrival: a message that arrives
+again after a crash finds the version that it created, and never returns to an older one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.spool.folder import SpoolFolder, read_file, replace_file
 
 
 class SchemaVersions:
-    """The versions in a spool. The writer adds to them; readers load single ones."""
+    """The versions in a spool. The writer adds versions; readers load single ones."""
 
     def __init__(self, folder: SpoolFolder) -> None:
         self._folder = folder
         self._versions: dict[int, dict[str, TableSchema]] = {}
 
     def version_for(self, schema: TableSchema, since: OrderKey) -> str:
-        """The version that holds at `since`; a new one only if the schema differs from the one that held so far."""
+        """The version that is valid at `since`; a new one only if the schema differs from the previous one."""
         versions = self._known(schema.table_id)
         name = str(since)
         names = sorted(versions)
@@ -38,14 +38,14 @@ class SchemaVersions:
         return name
 
     def at(self, table_id: int, key: OrderKey) -> TableSchema | None:
-        """The version that holds at a key; versions beyond it were made before a restart, by what comes again now."""
+        """The version that is valid at a key. Later ones come from before a restart; their messages arrive again."""
         versions = self._known(table_id)
         names = sorted(versions)
         position = bisect_right(names, str(key))
         return versions[names[position - 1]] if position else None
 
     def latest(self, table_id: int) -> TableSchema | None:
-        """The newest version, which a RELATION message is compared with."""
+        """The newest version, with which a RELATION message is compared."""
         versions = self._known(table_id)
         return versions[max(versions)] if versions else None
 

@@ -1,8 +1,8 @@
-"""The one writer of a spool: segments first, then the line that makes them visible.
+"""The writer of a spool: it writes segments first, then the line of the log that makes them visible.
 
-Two threads use it. The decoding thread writes segments, publishes entries and waits when the spool is full; the
-housekeeping thread calls `tick`, which lets go of what nobody needs. What happens to files between a crash and the
-next start does not matter: whatever no line names is removed when the spool is opened.
+Two threads use it. The decoding thread writes segments, publishes entries and waits while the spool is full. The
+housekeeping thread calls `tick`, which deletes what no reader needs. Opening the spool removes files that no line
+names, so a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class SpoolSettings:
-    """Bounds of a spool."""
+    """The limits of a spool."""
 
     path: Path
     max_bytes: int = 4 << 30
-    """Published and not yet released by all readers; beyond it capture stops reading. A transaction may exceed it."""
+    """Limit of bytes that some reader still needs; beyond it capture stops reading. One transaction may exceed it."""
     copy_max_bytes: int = 4 << 30
-    """Kept only for tables that are being copied; beyond it the largest of these copies is given up."""
+    """Limit of bytes kept only for tables that are being copied; beyond it the copy with the most bytes restarts."""
     min_free_bytes: int = 256 << 20
-    """Room that is left on the disk; below it capture waits."""
+    """Free space to leave on the disk; below it capture waits."""
     position_interval: float = 0.5
-    """How often a position without changes is written down, in seconds."""
+    """Seconds between records of a position without changes."""
     log_part_bytes: int = 4 << 20
     compression: str = "lz4"
 
@@ -96,7 +96,7 @@ class SpoolWriter:
 
     @property
     def open_folder(self) -> Path:
-        """Where streamed transactions wait for their end."""
+        """The folder of streamed transactions that have not ended."""
         return self._folder.open
 
     @property
@@ -113,19 +113,19 @@ class SpoolWriter:
         return self._retention.unreleased_bytes >= self._settings.max_bytes
 
     def needed_from(self) -> Lsn | None:
-        """From where the server must send: the end, or what the slowest reader lacks if there is nothing yet."""
+        """Where capture has to continue: the end of the spool, or the earliest reader's position in a new spool."""
         if self._end is not None:
             return self._end
         return self.readers.earliest()
 
     @property
     def lineage(self) -> Lineage | None:
-        """Where the positions in this spool come from; None in a new one."""
+        """The lineage of the positions in this spool; None in a new one."""
         stored = read_file(self._folder.lineage)
         return Lineage(**stored["lineage"]) if stored is not None else None
 
     def begin_at(self, position: Lsn, lineage: Lineage) -> None:
-        """Capture starts here, with what comes from this lineage; in a spool with content only where it ends."""
+        """Begin capturing at a position of a lineage. A spool with entries can only continue at its end."""
         if self._end is not None and position != self._end:
             raise SpoolCorrupt(f"capture would start at {position}, but the spool ends at {self._end}")
         record = {"lineage": asdict(lineage), "boot": self._boot}
@@ -172,11 +172,11 @@ class SpoolWriter:
         )
 
     def write_step(self, step: Truncation | Message) -> None:
-        """Add a truncate or a message to the next entry."""
+        """Add a truncation or a message to the next entry."""
         self._steps.append(step)
 
     def publish(self, end: Lsn, *, transactions: int, commit_times: tuple[int, int]) -> None:
-        """Make the next entry visible. A position without transactions is written down now and then only."""
+        """Make the next entry visible. A position without transactions is recorded only every `position_interval`."""
         if not transactions:
             self._seen = furthest(self._seen or end, end)
             if time.monotonic() - self._seen_at < self._settings.position_interval:
@@ -184,15 +184,15 @@ class SpoolWriter:
         self._flush(end, transactions, commit_times)
 
     def flush_position(self) -> None:
-        """Write down a position that `publish` has put off; called when nothing else happens."""
+        """Record a position that `publish` has deferred; called while nothing else happens."""
         due = time.monotonic() - self._seen_at >= self._settings.position_interval
         if due and not self._steps and self._seen is not None and self._end is not None:
             self._flush(self._seen, 0, (0, 0))
 
     def wait_for_room(self, ended: threading.Event | None = None) -> None:
-        """Block while published entries fill the spool; capture's queue then fills, and reading stops.
+        """Wait while the spool is full. Capture's queue fills meanwhile, and reading stops.
 
-        `ended` ends the wait as `stop` does: the connection is gone, and with it what waits to be written.
+        `ended` ends the wait as `stop` does: the connection is gone, and what waits to be written comes again.
         """
         with self._room:
             while self.is_full:
@@ -201,9 +201,9 @@ class SpoolWriter:
                 self._room.wait(0.1)
 
     def discard_unpublished(self) -> None:
-        """Forget what was written for the next entry; the connection it came from is gone.
+        """Discard what was written for the next entry, after its connection was lost.
 
-        Also a position that was put off: the next server may be a standby that never got there.
+        This includes a deferred position: the next server may be a standby that never reached it.
         """
         self._steps = []
         self._segment_count = 0
@@ -213,7 +213,7 @@ class SpoolWriter:
     # The housekeeping thread
 
     def tick(self) -> Lsn | None:
-        """Let go of what nobody needs; the boundary that all readers have passed, None without readers."""
+        """Delete what no reader needs. Returns the boundary that all readers have passed; None without readers."""
         with self.readers.locked():
             floor = self.readers.earliest()
             if floor is not None and self._retention.would_release(floor):
@@ -224,7 +224,7 @@ class SpoolWriter:
         return floor
 
     def _note_released(self, floor: Lsn) -> None:
-        """Write down what is about to go; on a full disk it goes all the same, and no reader can be registered."""
+        """Record what is about to be deleted. On a full disk it is deleted anyway, and no reader can be registered."""
         try:
             self.readers.release(floor)
         except OSError as error:
@@ -232,12 +232,12 @@ class SpoolWriter:
                 raise
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock_file.close()
 
     def _flush(self, end: Lsn, transactions: int, commit_times: tuple[int, int]) -> None:
         if self._end is None:
-            raise SpoolCorrupt("an entry was published before the spool has begun")
+            raise SpoolCorrupt("an entry was published before capture began")
         if not transactions and not self._steps and reaches(self._end, end):
             return
         self._append(Entry(self._number, self._end, end, transactions, *commit_times, tuple(self._steps)))
@@ -268,22 +268,22 @@ class SpoolWriter:
             file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
-            raise SpoolInUse(f"the spool {self._settings.path} is written by process {owner}", owner=owner) from None
+            raise SpoolInUse(f"the spool {self._settings.path} is in use by process {owner}", owner=owner) from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         return file
 
     def _clear_after_restart(self) -> str:
-        """Empty a spool that was written before the machine's last restart; this start's number.
+        """Empty a spool that was written before the machine was restarted; return the id of this boot.
 
-        Segments are not synced, so after a power cut a line can be there without its file. The slot has it all.
-        Versions of schemas and answers to holds are not synced either; those that are whole are kept.
+        Segments are not synced, so after a power failure a line can exist without its file. The slot has everything.
+        Versions of schemas and answers to holds are not synced either; intact ones are kept.
         """
         boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         stored = read_file(self._folder.lineage)
         if stored is not None and stored["boot"] != boot:
-            logger.info("the machine was restarted: the spool is filled again from the slot")
+            logger.info("the machine was restarted: capture fills the spool again from the slot")
             for folder in (self._folder.log, self._folder.segments):
                 shutil.rmtree(folder, ignore_errors=True)
             self._folder.released.unlink(missing_ok=True)
@@ -292,7 +292,7 @@ class SpoolWriter:
         return boot
 
     def _recover(self) -> deque[Entry]:
-        """Read the log, drop a torn last line, and remove files that no line names."""
+        """Read the log, truncate a torn last line, and remove files that no line names."""
         shutil.rmtree(self._folder.open, ignore_errors=True)
         entries: deque[Entry] = deque()
         for _, content in read_parts(self._folder, repair=True):
