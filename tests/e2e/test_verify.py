@@ -133,7 +133,7 @@ def test_a_table_that_is_emptied_while_it_is_compared_is_not_compared(database: 
         ("public.a", "equal"),
         ("public.b", "not compared"),
     ]
-    assert "emptied" in (report.tables[1].reason or "")
+    assert "truncated" in (report.tables[1].reason or "")
 
 
 def test_a_table_that_is_not_at_the_destination_is_said(started: Started) -> None:
