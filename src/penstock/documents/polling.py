@@ -99,6 +99,179 @@ class PollSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PolledTable:
+    """A table, the columns to read, and the cursor that marks changed rows."""
+
+    table: SourceTable
+    columns: tuple[str, ...]
+    cursor: str = XMIN
+    """`xmin`, or a column with the time of the last change."""
+
+
+def polled_catalog(catalog: SourceCatalog) -> SourceCatalog:
+    """Return the catalog for polling: of a changed row, only the primary key is known from before."""
+    return SourceCatalog(
+        {
+            name: replace(
+                table, identity=ReplicaIdentity.DEFAULT, identity_columns=frozenset(table.primary_key), leaves=()
+            )
+            for name, table in catalog.tables.items()
+        }
+    )
+
+
+def polled_tables(
+    catalog: SourceCatalog,
+    wanted: Mapping[TableName, WantedColumns],
+    cursors: Mapping[TableName, str] | None = None,
+    default: str = XMIN,
+) -> list[PolledTable]:
+    """Return the tables to poll, for a resolver's wanted columns; `cursors` names the columns of some tables."""
+    found: list[PolledTable] = []
+    for name in sorted(wanted):
+        table = catalog.table(name)
+        if not table.primary_key:
+            raise ConfigError(f"{name} has no primary key, so it cannot be polled", hint="Add one.")
+        cursor = (cursors or {}).get(name, default)
+        if cursor != XMIN:
+            _check_cursor(table, cursor)
+        found.append(PolledTable(table, wanted[name].columns, cursor))
+    return found
+
+
+def changed_query(table: PolledTable) -> sql.Composed:
+    """Return the query for mark, place, writer and columns of rows from a mark on; takes the mark and the next xid."""
+    if table.cursor == XMIN:
+        mark, where = _WHOLE_XID, f"{_WHOLE_XID} >= $1 and {_WHOLE_XID} < $2"
+    else:
+        stamp = column("r", table.cursor).as_string(None)
+        zone = " at time zone 'UTC'" if table.table.column(table.cursor).base.name == "timestamp" else ""
+        mark = f"(extract(epoch from {stamp}) * 1000000)::int8"
+        where = f"{stamp} >= pg_catalog.to_timestamp($1::float8 / 1000000){zone} and isfinite({stamp}) and $2::int8 > 0"
+    return sql.SQL("select {}, {}, {} from {} r where {}").format(
+        sql.SQL(as_literal(mark)),
+        sql.SQL(as_literal(_VERSION)),
+        texts_of(table.columns),
+        table_name(table.table.name),
+        sql.SQL(as_literal(where)),
+    )
+
+
+@dataclass(slots=True)
+class Delivered:
+    """Row versions above the mark from which rows are read again: their place and their writer."""
+
+    versions: pa.Table = field(default_factory=lambda: _VERSIONS.empty_table())
+
+    def take(self, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Return the columns of rows that were not delivered yet, and mark them as delivered."""
+        marks, places, writers = (pa.array(each, pa.int64()) for each in list(zip(*rows, strict=True))[:3])
+        number = pa.array(np.arange(len(rows)))
+        read = pa.Table.from_arrays([marks, places, writers], schema=_VERSIONS)
+        new = read.append_column("number", number)
+        if self.versions.num_rows:
+            new = new.join(self.versions.drop_columns("mark"), ["place", "writer"], join_type="left anti")
+        chosen = np.sort(new.column("number").to_numpy())
+        self.versions = pa.concat_tables([self.versions, read.take(pa.array(chosen))])
+        # Cold: the rows that changed between two polls.
+        return [tuple(rows[index][3:]) for index in chosen]
+
+    def forget(self, floor: int) -> None:
+        """Forget rows below the mark, which are not read again."""
+        if self.versions.num_rows:
+            self.versions = self.versions.filter(pa.array(self.versions.column("mark").to_numpy() >= floor))
+
+
+def texts_of(columns: Sequence[str]) -> sql.Composed:
+    """Return columns of `r` as texts, for a select."""
+    return sql.SQL(", ").join([sql.SQL("{}::pg_catalog.text").format(column("r", each)) for each in columns])
+
+
+def cells_of(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, Cells]:
+    """Return the texts of rows, column by column."""
+    sent = np.ones(len(rows), np.bool_)
+    values = zip(*rows, strict=True)
+    return {name: Cells(pa.array(each, pa.string()), sent) for name, each in zip(columns, values, strict=True)}
+
+
+def row_images(
+    table: TableName,
+    count: int,
+    images: Mapping[str, Cells],
+    known_before: Sequence[str],
+    operation: Operation,
+    order: int,
+    ordinal: int,
+) -> RowChanges:
+    """Return changes of which only the columns `known_before` have old values."""
+    return RowChanges(
+        table,
+        np.full(count, operation, np.int8),
+        np.full(count, order, np.int64),
+        np.arange(ordinal, ordinal + count, dtype=np.int64),
+        {name: cells if name in known_before else Cells.absent(count) for name, cells in images.items()},
+        images,
+    )
+
+
+def _check_cursor(table: SourceTable, cursor: str) -> None:
+    found = table.column(cursor)
+    if found.base.name not in TIME_TYPES:
+        raise ConfigError(
+            f"{table.name}.{cursor} is {found.type}; polling needs a timestamp",
+            hint=f'Set another column, or "{XMIN}".',
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PollPosition:
+    """The marks up to which everything was seen."""
+
+    order: int
+    """Grows from poll to poll, also across restarts."""
+    xid: int
+    """Transactions below this id had ended and were seen."""
+    times: dict[str, int] = field(default_factory=dict[str, int])
+    """Microseconds since 1970, by table: rows with an earlier time were seen."""
+
+
+def open_positions(state_url: str, owner: str) -> PollPositions:
+    """Open the positions beside the state of this URL; `owner` is the output's id."""
+    return PollPositions(open_side_tables(state_url, _SUFFIX, keep=False), owner)
+
+
+class PollPositions:
+    """Keeps one position, durably. The thread that confirms changes stores it."""
+
+    def __init__(self, tables: SideTables, owner: str) -> None:
+        self._tables = tables
+        self._owner = owner
+        # Files of earlier versions have this name, too.
+        self._table = f"{SCHEMA}.polling_positions" if isinstance(tables, PostgresTables) else "positions"
+        tables.create(_CREATE.format(self._table), "prepare the position of polling")
+
+    def load(self) -> PollPosition | None:
+        """Return the last one; None at the first start."""
+        found = self._run(_LOAD, self._owner)
+        return PollPosition(**json.loads(found[0][0])) if found else None
+
+    def store(self, position: PollPosition) -> None:
+        """Store it; durable when it returns."""
+        self._run(_STORE, self._owner, json.dumps(asdict(position)))
+
+    def forget(self) -> None:
+        """Remove it: the next start counts as the first."""
+        self._run(_FORGET, self._owner)
+
+    def close(self) -> None:
+        """Close connections and files; may be called twice."""
+        self._tables.close()
+
+    def _run(self, text: str, *parameters: str) -> list[tuple[Any, ...]]:
+        return self._tables.run(text.format(self._table), parameters, "store the position of polling")
+
+
+@dataclass(frozen=True, slots=True)
 class _Marks:
     """The server's marks at one poll."""
 
@@ -334,176 +507,3 @@ def _floor(table: PolledTable, position: PollPosition) -> int:
 def _closed(connection: psycopg.Connection[Any] | None) -> None:
     if connection is not None:
         connection.close()
-
-
-@dataclass(frozen=True, slots=True)
-class PolledTable:
-    """A table, the columns to read, and the cursor that marks changed rows."""
-
-    table: SourceTable
-    columns: tuple[str, ...]
-    cursor: str = XMIN
-    """`xmin`, or a column with the time of the last change."""
-
-
-def polled_catalog(catalog: SourceCatalog) -> SourceCatalog:
-    """Return the catalog for polling: of a changed row, only the primary key is known from before."""
-    return SourceCatalog(
-        {
-            name: replace(
-                table, identity=ReplicaIdentity.DEFAULT, identity_columns=frozenset(table.primary_key), leaves=()
-            )
-            for name, table in catalog.tables.items()
-        }
-    )
-
-
-def polled_tables(
-    catalog: SourceCatalog,
-    wanted: Mapping[TableName, WantedColumns],
-    cursors: Mapping[TableName, str] | None = None,
-    default: str = XMIN,
-) -> list[PolledTable]:
-    """Return the tables to poll, for a resolver's wanted columns; `cursors` names the columns of some tables."""
-    found: list[PolledTable] = []
-    for name in sorted(wanted):
-        table = catalog.table(name)
-        if not table.primary_key:
-            raise ConfigError(f"{name} has no primary key, so it cannot be polled", hint="Add one.")
-        cursor = (cursors or {}).get(name, default)
-        if cursor != XMIN:
-            _check_cursor(table, cursor)
-        found.append(PolledTable(table, wanted[name].columns, cursor))
-    return found
-
-
-def changed_query(table: PolledTable) -> sql.Composed:
-    """Return the query for mark, place, writer and columns of rows from a mark on; takes the mark and the next xid."""
-    if table.cursor == XMIN:
-        mark, where = _WHOLE_XID, f"{_WHOLE_XID} >= $1 and {_WHOLE_XID} < $2"
-    else:
-        stamp = column("r", table.cursor).as_string(None)
-        zone = " at time zone 'UTC'" if table.table.column(table.cursor).base.name == "timestamp" else ""
-        mark = f"(extract(epoch from {stamp}) * 1000000)::int8"
-        where = f"{stamp} >= pg_catalog.to_timestamp($1::float8 / 1000000){zone} and isfinite({stamp}) and $2::int8 > 0"
-    return sql.SQL("select {}, {}, {} from {} r where {}").format(
-        sql.SQL(as_literal(mark)),
-        sql.SQL(as_literal(_VERSION)),
-        texts_of(table.columns),
-        table_name(table.table.name),
-        sql.SQL(as_literal(where)),
-    )
-
-
-@dataclass(slots=True)
-class Delivered:
-    """Row versions above the mark from which rows are read again: their place and their writer."""
-
-    versions: pa.Table = field(default_factory=lambda: _VERSIONS.empty_table())
-
-    def take(self, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Return the columns of rows that were not delivered yet, and mark them as delivered."""
-        marks, places, writers = (pa.array(each, pa.int64()) for each in list(zip(*rows, strict=True))[:3])
-        number = pa.array(np.arange(len(rows)))
-        read = pa.Table.from_arrays([marks, places, writers], schema=_VERSIONS)
-        new = read.append_column("number", number)
-        if self.versions.num_rows:
-            new = new.join(self.versions.drop_columns("mark"), ["place", "writer"], join_type="left anti")
-        chosen = np.sort(new.column("number").to_numpy())
-        self.versions = pa.concat_tables([self.versions, read.take(pa.array(chosen))])
-        # Cold: the rows that changed between two polls.
-        return [tuple(rows[index][3:]) for index in chosen]
-
-    def forget(self, floor: int) -> None:
-        """Forget rows below the mark, which are not read again."""
-        if self.versions.num_rows:
-            self.versions = self.versions.filter(pa.array(self.versions.column("mark").to_numpy() >= floor))
-
-
-def texts_of(columns: Sequence[str]) -> sql.Composed:
-    """Return columns of `r` as texts, for a select."""
-    return sql.SQL(", ").join([sql.SQL("{}::pg_catalog.text").format(column("r", each)) for each in columns])
-
-
-def cells_of(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, Cells]:
-    """Return the texts of rows, column by column."""
-    sent = np.ones(len(rows), np.bool_)
-    values = zip(*rows, strict=True)
-    return {name: Cells(pa.array(each, pa.string()), sent) for name, each in zip(columns, values, strict=True)}
-
-
-def row_images(
-    table: TableName,
-    count: int,
-    images: Mapping[str, Cells],
-    known_before: Sequence[str],
-    operation: Operation,
-    order: int,
-    ordinal: int,
-) -> RowChanges:
-    """Return changes of which only the columns `known_before` have old values."""
-    return RowChanges(
-        table,
-        np.full(count, operation, np.int8),
-        np.full(count, order, np.int64),
-        np.arange(ordinal, ordinal + count, dtype=np.int64),
-        {name: cells if name in known_before else Cells.absent(count) for name, cells in images.items()},
-        images,
-    )
-
-
-def _check_cursor(table: SourceTable, cursor: str) -> None:
-    found = table.column(cursor)
-    if found.base.name not in TIME_TYPES:
-        raise ConfigError(
-            f"{table.name}.{cursor} is {found.type}; polling needs a timestamp",
-            hint=f'Set another column, or "{XMIN}".',
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PollPosition:
-    """The marks up to which everything was seen."""
-
-    order: int
-    """Grows from poll to poll, also across restarts."""
-    xid: int
-    """Transactions below this id had ended and were seen."""
-    times: dict[str, int] = field(default_factory=dict[str, int])
-    """Microseconds since 1970, by table: rows with an earlier time were seen."""
-
-
-def open_positions(state_url: str, owner: str) -> PollPositions:
-    """Open the positions beside the state of this URL; `owner` is the output's id."""
-    return PollPositions(open_side_tables(state_url, _SUFFIX, keep=False), owner)
-
-
-class PollPositions:
-    """Keeps one position, durably. The thread that confirms changes stores it."""
-
-    def __init__(self, tables: SideTables, owner: str) -> None:
-        self._tables = tables
-        self._owner = owner
-        # Files of earlier versions have this name, too.
-        self._table = f"{SCHEMA}.polling_positions" if isinstance(tables, PostgresTables) else "positions"
-        tables.create(_CREATE.format(self._table), "prepare the position of polling")
-
-    def load(self) -> PollPosition | None:
-        """Return the last one; None at the first start."""
-        found = self._run(_LOAD, self._owner)
-        return PollPosition(**json.loads(found[0][0])) if found else None
-
-    def store(self, position: PollPosition) -> None:
-        """Store it; durable when it returns."""
-        self._run(_STORE, self._owner, json.dumps(asdict(position)))
-
-    def forget(self) -> None:
-        """Remove it: the next start counts as the first."""
-        self._run(_FORGET, self._owner)
-
-    def close(self) -> None:
-        """Close connections and files; may be called twice."""
-        self._tables.close()
-
-    def _run(self, text: str, *parameters: str) -> list[tuple[Any, ...]]:
-        return self._tables.run(text.format(self._table), parameters, "store the position of polling")

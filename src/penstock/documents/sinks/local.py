@@ -98,7 +98,9 @@ class MemorySink(Sink):
 
     def filling(self, index: str) -> Sink:
         """See `Sink`."""
-        return _GenerationSink(index, self.indexes[index].generations[-1])
+        sink = MemorySink()
+        sink.indexes[index] = MemoryIndex(serving=self.indexes[index].generations[-1])
+        return sink
 
     # Reading: see `ReadableSink`
 
@@ -136,33 +138,6 @@ class MemorySink(Sink):
         """See `Sink`."""
         serving = self.indexes[index].serving
         return None if serving is None else serving.count
-
-
-class _GenerationSink(Sink):
-    """Writes into one generation of one index."""
-
-    def __init__(self, index: str, generation: Generation) -> None:
-        self._index = index
-        self._generation = generation
-        self._waiting: list[pa.Table] = []
-
-    def write(self, batch: pa.Table) -> None:
-        """See `Sink`."""
-        self._waiting.append(batch)
-
-    def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`."""
-        for batch in self._waiting:
-            # Cold: this sink is for tests.
-            for row in batch.to_pylist():
-                if row["index"] == self._index:
-                    self._generation.take(row["id"], row["version"], row["body"])
-        self._waiting.clear()
-        return FlushReport()
-
-    def count(self, index: str) -> int | None:
-        """See `Sink`."""
-        return self._generation.count
 
 
 class StdoutSink(Sink):
