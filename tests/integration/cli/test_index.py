@@ -139,7 +139,7 @@ def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
     ("arguments", "says"),
     [
         (("preview", "customers", "999999"), "index 'customers' has no document '999999' now"),
-        (("preview", "customers", "abc"), "a value does not fit the type"),
+        (("preview", "customers", "abc"), "a value does not fit its type"),
         (("preview", "nothing", "1"), "no index called 'nothing'"),
         (("mapping", "nothing"), "hint: It has: customers, products."),
         (("check", "nothing"), "no index called 'nothing'"),
