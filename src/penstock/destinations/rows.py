@@ -1,8 +1,8 @@
-"""The base for destinations that are written row by row, in plain Python.
+"""The base class for destinations that work row by row, in plain Python.
 
-Subclass `RowDestination`, say what happens to an event, and when things are durable; `examples/custom_destination.py`
-is one to copy. This is the slow path: some ten thousand rows a second, in one process. A destination that has to keep
-up with a busy server implements `penstock.destinations.base.Destination` and works on columns, in tasks.
+Subclass `RowDestination` and implement `clear`, `write` and `flush`; `examples/custom_destination.py` is an example to
+start from. This is the slow path: about ten thousand rows a second, in one process. To keep up with a busy server,
+implement `penstock.destinations.base.Destination`, which works on columns, in tasks.
 """
 
 from __future__ import annotations
@@ -26,76 +26,77 @@ _NO_TIME = datetime.fromtimestamp(0, UTC)
 
 
 class RowDestination(ABC):
-    """Events one by one, in the exact order of their commits.
+    """Gets events one by one, in the exact order of their commits.
 
-    `clear`, `write` and `flush` are called by one thread at a time. An error that `write` or `clear` raises stops the
-    table that the event belongs to, and no other; one that `flush` raises concerns all. Raise a `PenstockError` to say
-    whether to try again; anything else stops the table until a person looks.
+    One thread at a time calls `clear`, `write` and `flush`. An error in `write` or `clear` stops the table of the event
+    and no other; an error in `flush` concerns all tables. The class of a `PenstockError` says whether Penstock retries;
+    any other exception stops the table until the operator resumes it. `DestinationUnavailable`, and an `OSError` that
+    time heals (connection lost, time-out, disk full), makes all tables wait.
 
-    Changes come at least once: after a crash some come again, from an earlier point on. Whoever stores the positions
-    that `flush` is given, together with the rows, and returns them from `position`, gets each change exactly once.
+    Changes come at least once: after a crash Penstock sends some of them again. To get each change exactly once, store
+    the positions that `flush` gets together with the rows, and return them from `position`.
     """
 
     name = "rows"
     capabilities = Capabilities()
 
     def __init__(self) -> None:
-        """Subclasses with a constructor of their own call this one."""
+        """Subclasses with their own constructor must call this one."""
         self._lock = threading.Lock()
         self._attempts: dict[int, str] = {}
 
     def open(self, context: DestinationContext) -> None:  # noqa: B027
-        """Called once, before anything else: connect, and refuse by an error what cannot work."""
+        """Connect; called once, first. Raise an error if the destination cannot work."""
 
     def claim(self, table: TableSchema) -> None:  # noqa: B027
-        """A table is about to be copied: refuse by an error one that another pipeline writes."""
+        """Raise an error if another pipeline writes this table; called before a copy."""
 
     @abstractmethod
     def clear(self, table: TableSchema, attempt: str) -> None:
-        """Remove all rows of a table, and what is recorded about them: a copy begins. Must not fail where there are
-        none. Create the table here: one that is empty gets no `write`.
+        """Delete all rows of a table and its stored position, because a copy starts; create the table if necessary.
 
-        `attempt` names the copy. Where several processes may write at the same time, store it, and refuse what others
-        write after it.
+        An empty table gets no `write`, so this is the place to create it. `attempt` names the copy: if several
+        processes may write at the same time, store it and refuse writes of earlier attempts.
         """
 
     @abstractmethod
     def write(self, event: Event) -> None:
-        """Take an event: `Insert`, `Update`, `Delete` or `Truncate`; or ignore what does not matter to you.
+        """Handle an `Insert`, `Update`, `Delete` or `Truncate`; ignore other events that you do not need.
 
-        `Begin` and `Commit` stand around the changes of a transaction (and may repeat), `Relation` before the first row
-        of a table in a batch. Cells can be `Unchanged`, which is not None: keep what you have. Or `Unrepresentable`:
-        a text that the column's type cannot hold. A `Truncate` names all tables that one statement emptied.
+        `Begin` and `Commit` enclose the changes of a transaction (and may repeat); `Relation` precedes the first row of
+        a table in a batch. A cell can be `Unchanged`, which is not None: keep the value you have. Or `Unrepresentable`:
+        a text that the column's type cannot hold. A `Truncate` names all tables that one statement truncated.
         """
 
     @abstractmethod
     def flush(self, positions: Mapping[int, Lsn]) -> None:
-        """Make durable all that was written; `positions` says where each of the tables stands then."""
+        """Make everything written durable; `positions` has the resulting position of each table."""
 
     def discard(self) -> None:  # noqa: B027
-        """Forget what was written since the last flush: a rollback. A table failed, and the others come again without
-        it. Where nothing can be taken back, nothing has to be done: then some changes are written twice.
+        """Roll back what was written since the last flush: a table failed, and the others are written again without it.
+
+        If your system cannot roll back, do nothing: some changes are then written twice.
         """
 
     def write_copied(self, table: TableSchema, row: Row, position: Lsn) -> None:
-        """Take a row of a copy: by default as an `Insert` at the copy's position."""
+        """Handle a row of a copy; by default as an `Insert` at the position of the copy."""
         self.write(Insert(OrderKey(position, 0), _NO_TIME, 0, table, row))
 
     def position(self, table_id: int) -> Lsn | None:
-        """The position that is stored with a table's rows, None if you store none."""
+        """Return the position stored with a table's rows, or None."""
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Called once, at the end."""
+        """Disconnect; called once, last."""
 
-    # What Penstock calls.
+    # The methods of `Destination`, which Penstock calls.
 
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self.open(context)
 
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
-        """See `Destination`: nothing is removed before the copy is about to be written."""
+        """See `Destination`; rows are deleted only when the copy is about to be written."""
         with self._lock:
             self.claim(schema)
             self._attempts[schema.table_id] = attempt
@@ -138,7 +139,7 @@ class RowDestination(ABC):
         self.close()
 
     def _write_tables(self, batch: EventBatch) -> dict[int, PenstockError]:
-        """Write until a table fails."""
+        """Write events until a table fails; return its error."""
         event: Event | None = None
         try:
             for event in batch_events(batch, self.position):
@@ -154,7 +155,7 @@ class RowDestination(ABC):
         return {}
 
     def _position_after(self, table_id: int, end: Lsn) -> Lsn:
-        """A replay may end before what is recorded."""
+        """Return the position after a batch; a replay may end before the recorded one."""
         position = self.position(table_id)
         return end if position is None or reaches(end, position) else position
 
