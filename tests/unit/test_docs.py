@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -50,6 +51,15 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_samples_of_config_files_can_be_read(path: Path) -> None:
     for sample in re.findall(r"^```toml\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
         tomllib.loads(sample)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_samples_import_what_exists(path: Path) -> None:
+    for sample in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(sample)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "penstock":
+                module = importlib.import_module(node.module or "")
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 @cache
