@@ -53,7 +53,8 @@ def test_samples_of_config_files_can_be_read(path: Path) -> None:
         tomllib.loads(sample)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=_name)
+# The samples of the API's own page run as tests.
+@pytest.mark.parametrize("path", [each for each in PAGES if each.name != "api.md"], ids=_name)
 def test_samples_import_what_exists(path: Path) -> None:
     for sample in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(sample)):
