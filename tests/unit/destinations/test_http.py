@@ -179,7 +179,7 @@ def test_values_appear_neither_in_logs_nor_in_errors(
 
 def test_the_receiver_can_refuse_a_pipeline(receiver: Receiver) -> None:
     receiver.faults = [409]
-    with pytest.raises(ConfigError, match="refuses pipeline 'contract'"):
+    with pytest.raises(ConfigError, match="refused pipeline 'contract'"):
         started(receiver)
 
 

@@ -1,4 +1,4 @@
-"""The destination: plans on the driver, works in tasks, and commits each table once, with its position."""
+"""The Delta destination: it plans on the driver, works in tasks, and commits each table once, with its position."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ FORMAT = 1
 _MARKER = "_penstock/lake.json"
 _COMMIT_THREADS = 8
 _ROUNDS = 20
-"""So often a batch is done again because others, maintenance mostly, were first."""
+"""How often a batch is written again because other commits, mostly of maintenance, were first."""
 
 
 class DeltaDestination:
-    """`type = "delta"`: Delta tables that follow their source.
+    """`type = "delta"`: Delta tables that mirror the source.
 
     | option | |
     |---|---|
     | `path` | a folder that the driver and all tasks see, or a URL like `s3://bucket/lake` |
-    | `mode` | `mirror` (default): rows equal the source; `history`: every change; `soft_delete`: deleted rows stay |
-    | `deletion_vectors` | `true` (default), or `false` for readers without them: files that lose rows are rewritten |
+    | `mode` | `mirror` (default): the rows of the source; `history`: every change; `soft_delete`: deleted rows stay |
+    | `deletion_vectors` | `true` (default), or `false` for readers that do not support them: files are rewritten |
     | `commit_interval` | seconds between two commits of a busy table (0.5) |
     | `storage_options` | of the object store: `{aws_endpoint = "…", aws_region = "…"}` |
     | `maintenance` | `true` (default): compaction, checkpoints and clean-up while the pipeline runs |
-    | `log_retention_hours`, `file_retention_hours` | how long old versions can be read (24), and old files stay (2) |
+    | `log_retention_hours`, `file_retention_hours` | how long old versions (24) and old files (2) are kept |
     """
 
     name = "delta"
@@ -129,7 +129,7 @@ class DeltaDestination:
         table = self._table(schema.table_id, str(schema), folder)
         self._fence(table, schema, attempt)
         if before is not None and before != folder:
-            # The table was renamed: whoever still writes to its old folder must stop, too.
+            # The table was renamed: fence off writers of its old folder, too.
             self._fence(self._table(schema.table_id, str(schema), before), schema, attempt, create=False)
         catalog.note(schema.table_id, folder)
         with self._lock:
@@ -196,7 +196,7 @@ class DeltaDestination:
         self._tables.clear()
 
     def _mark(self) -> None:
-        """Refuse a lake that cannot be written, or not safely, or that a newer version has written."""
+        """Raise an error if the lake cannot be written safely, or was written by a newer version."""
         try:
             stored = self._storage.get(_MARKER)
             found = FORMAT if stored is None else json.loads(stored)["format"]
@@ -207,10 +207,10 @@ class DeltaDestination:
             content = json.dumps({"format": found}).encode()
             if stored is None:
                 self._storage.put_if_absent(_MARKER, content)
-            # It is there now; a store that creates it again would let two writers commit the same version.
+            # The object exists now; a store that creates it again would let two writers commit the same version.
             if self._storage.put_if_absent(_MARKER, content):
                 raise unusable(
-                    f"{self._storage.url}: the store creates objects that are there already",
+                    f"{self._storage.url}: the store overwrites existing objects in conditional puts",
                     hint="Use a store that honours conditional puts (If-None-Match: *), as S3 does.",
                 )
         except OSError as error:
@@ -222,7 +222,7 @@ class DeltaDestination:
     def _round(
         self, batch: EventBatch, tables: Mapping[int, TableChanges], errors: dict[int, PenstockError]
     ) -> dict[int, TableChanges]:
-        """One job and its commits; gives the tables that have to be done again."""
+        """Run one job and its commits; return the tables that have to be written again."""
         plans: list[Plan] = []
         for changes in tables.values():
             try:
@@ -254,7 +254,7 @@ class DeltaDestination:
         return again
 
     def _backfill(self, plans: list[Plan], errors: dict[int, PenstockError]) -> list[Plan]:
-        """Write files anew for columns that were added with a constant, as one job; gives what can go on."""
+        """Rewrite files for columns that were added with a constant, in one job; return the plans that succeeded."""
         items = [item for plan in plans for item in plan.backfills]
         if not items:
             return plans
@@ -286,7 +286,7 @@ class DeltaDestination:
         )
 
     def _commit(self, ready: list[tuple[Plan, WrittenFiles]]) -> list[bool | PenstockError]:
-        """Commit tables; several at a time, because each waits for the disk."""
+        """Commit tables, several at a time, because each commit waits for the disk."""
 
         def commit(item: tuple[Plan, WrittenFiles]) -> bool | PenstockError:
             plan, written = item
@@ -313,7 +313,7 @@ class DeltaDestination:
             if version is None:
                 if not create:
                     return
-                # Which types its columns have is known when it is copied.
+                # The types of its columns are known when it is copied.
                 layout = new_layout(schema, self._mode, segment_layout(schema).arrow_schema)
                 state = TableState(self._started.pipeline_id, schema.table_id, attempt, "", layout)
                 done = table.fence(state, None, self._configuration())
@@ -353,7 +353,7 @@ class DeltaDestination:
         )
 
     def _written(self) -> dict[str, Storage]:
-        """The tables that this process writes, for their maintenance."""
+        """Return the tables that this process writes, for maintenance."""
         with self._lock:
             return {table.name: table.log.storage for table in self._tables.values()}
 

@@ -1,4 +1,4 @@
-"""Where tables lie: a folder of this machine, or an object store (`s3://bucket/lake`), behind one small interface.
+"""Storage for tables: a folder, or an object store (`s3://bucket/lake`), behind one small interface.
 
 Two things make a commit safe, and both are here. `put_if_absent` creates a file with its whole content for one caller
 only. And what has returned is durable: in a folder the file and the names above it are synced, an object store answers
@@ -39,12 +39,12 @@ _NOT_FOUND = (FileNotFoundError, store_errors.NotFoundError)
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What a listing says of a file."""
+    """A file in a listing."""
 
     path: str
     bytes: int
     modified: float
-    """Seconds since the epoch, by the clock of whoever stores it."""
+    """Seconds since the epoch, by the clock of the store."""
 
 
 class Storage(Protocol):
@@ -52,24 +52,24 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """The place, as other libraries take it."""
+        """The location, as other libraries take it."""
         ...
 
     @property
     def options(self) -> Mapping[str, str]:
-        """What other libraries need besides; may hold secrets."""
+        """Options that other libraries need to open the location; may contain secrets."""
         ...
 
     def child(self, path: str) -> Storage:
-        """The storage of a folder below."""
+        """Return the storage of a folder below."""
         ...
 
     def get(self, path: str) -> bytes | None:
-        """The content of a file; None if there is none."""
+        """Return the content of a file, or None if it does not exist."""
         ...
 
     def get_range(self, path: str, offset: int, length: int) -> bytes | None:
-        """A part of a file; None if there is no such file."""
+        """Return a part of a file, or None if it does not exist."""
         ...
 
     def put(self, path: str, content: bytes) -> None:
@@ -77,32 +77,32 @@ class Storage(Protocol):
         ...
 
     def put_if_absent(self, path: str, content: bytes) -> bool:
-        """Create a file with its whole content, durably; False if it exists, and then it is unchanged."""
+        """Create a file with its whole content, durably; return False, and change nothing, if it exists."""
         ...
 
     def create(self, path: str) -> Any:
-        """Context manager with a binary file to write to; it is durable after the block, and absent if that fails."""
+        """Context manager: a binary file to write to, durable after the block, absent if the block fails."""
         ...
 
     def open(self, path: str) -> Any:
-        """A file that can be read at any place, as pyarrow takes it; `FileNotFoundError` if there is none."""
+        """Return a seekable file for pyarrow; raise `FileNotFoundError` if it does not exist."""
         ...
 
     def list(self, folder: str = "", *, after: str = "") -> Iterator[StoredFile]:
-        """All files below a folder, in no order; with `after`, only those whose whole path sorts behind it."""
+        """Yield all files below a folder, in no order; with `after`, only those whose path sorts after it."""
         ...
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Remove files; those that are gone already do not matter."""
+        """Delete files; missing ones are ignored."""
         ...
 
     def local_path(self, path: str) -> Path | None:
-        """Where a file is on this machine; None in an object store."""
+        """Return the path of a file on this machine; None in an object store."""
         ...
 
 
 def open_storage(path: str | Path, options: Mapping[str, str] | None = None) -> Storage:
-    """The storage behind a path or URL. Options are those of the object store, in the words of `obstore`.
+    """Return the storage of a path or URL. Options are those of the object store, as `obstore` names them.
 
     What they leave out comes from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_REGION` …).
     """
@@ -222,7 +222,7 @@ class ObjectStorage:
     url: str
     options: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     retry_seconds: float = _RETRY_SECONDS
-    """For how long a request is tried again before it is an error."""
+    """How long a request is retried before it fails."""
 
     def child(self, path: str) -> ObjectStorage:
         return ObjectStorage(f"{self.url}/{path}", self.options, self.retry_seconds)
@@ -317,7 +317,7 @@ class ObjectStorage:
                 hint="Check the credentials, and that they may read, write, list and delete below this URL.",
             ) from error
         except _NOT_FOUND as error:
-            raise unusable(f"{self.url}: there is no such bucket", hint="Create it, or check its name.") from error
+            raise unusable(f"{self.url}: the bucket does not exist", hint="Create it, or check its name.") from error
         except (store_errors.NotSupportedError, NotImplementedError) as error:
             raise unusable(
                 f"{self.url}: the store cannot create an object only if it is absent",
@@ -335,7 +335,7 @@ class ObjectStorage:
 
 
 class _ObjectReader(io.RawIOBase):
-    """An object as a file: every read is one request for the range that is asked for."""
+    """An object as a file: every read is one range request."""
 
     def __init__(self, storage: ObjectStorage, path: str, size: int) -> None:
         self._storage = storage

@@ -126,7 +126,7 @@ class LakeTable:
             version = self._version(answer.snapshot)
             if version.state.begun != state.begun:
                 raise fenced_copy(self.name, state.begun)
-        raise rejected(self.name, "others commit all the time, so that a copy cannot")
+        raise rejected(self.name, "other writers commit so often that the copy cannot be committed")
 
     def commit(self, batch: Batch) -> bool:
         """Commit a batch; False if it has to be done again, because rows or positions are not what they were."""
@@ -158,8 +158,8 @@ class LakeTable:
         if verdict is Verdict.FOREIGN:
             raise rejected(
                 self.name,
-                "somebody else has written to the table",
-                hint="One table has one writer: keep others away from it, and copy the table again.",
+                "another program has written to the table",
+                hint="Stop the other writer, then copy the table again: a table has one writer.",
             )
         return verdict
 

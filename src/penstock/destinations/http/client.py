@@ -1,12 +1,12 @@
-"""One request, made until it is answered: waits between attempts, and what each answer means.
+"""Sending a request until it is answered: the pauses between attempts, and the meaning of each answer.
 
 | answer | meaning |
 |---|---|
 | 2xx | done, durably |
-| 429, 500–599, time-out, broken connection | tried again, with back-off, `Retry-After` respected, for `retry_seconds` |
+| 429, 500–599, time-out, lost connection | retried with back-off for `retry_seconds`; `Retry-After` is respected |
 | 401, 403 | the credentials are wrong |
-| 409 | refused: another pipeline's table, or an attempt that is over |
-| others | rejected: a person has to look |
+| 409 | refused: the table of another pipeline, or an outdated attempt |
+| others | rejected: the table stops |
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONFLICT = 409
 
 
 class Secret:
-    """A value that goes into a header and nowhere else: it does not print."""
+    """A value for a header; its repr does not show it."""
 
     __slots__ = ("value",)
 
@@ -46,12 +46,12 @@ class Secret:
 
 
 class Refused(Exception):
-    """The receiver says that this is not ours to write (409)."""
+    """The receiver refused the write (409)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go and how patient they are; pickles, because tasks send too."""
+    """Where requests go and how long they are retried; pickles, because tasks send them."""
 
     url: str
     headers: tuple[tuple[str, str], ...] = ()
@@ -61,7 +61,7 @@ class Endpoint:
     first_delay: float = 0.2
 
     def post(self, path: str, body: IO[bytes], headers: Mapping[str, str], *, what: str) -> Any:
-        """Send, again if need be; gives the answer's JSON, None without one.
+        """Send a request, with retries; return the JSON of the answer, or None.
 
         `what` names the table, or the pipeline, in errors.
         """
@@ -79,12 +79,12 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """Without what may stand before it or behind it in the URL."""
+        """Host and port, without the rest of the URL."""
         parts = urllib.parse.urlsplit(self.url)
         return parts.hostname or "" if parts.port is None else f"{parts.hostname}:{parts.port}"
 
     def _try(self, path: str, body: IO[bytes], headers: Mapping[str, str], what: str) -> tuple[str | None, Any]:
-        """One attempt: no problem and the answer, or a passing problem and the seconds to wait at least."""
+        """Try once; return None and the answer, or a temporary problem and the seconds to wait at least."""
         size = body.seek(0, 2)
         body.seek(0)
         sent = {**dict(self.headers), **headers, "Content-Length": str(size)}
@@ -118,19 +118,19 @@ def _judge(status: int, retry_after: str | None, what: str) -> tuple[str, float 
 def _permanent(status: int, what: str) -> PenstockError:
     if status in (401, 403):
         return unusable(
-            f"the receiver does not accept our credentials (status {status})",
-            hint="Check the variable that auth_env names.",
+            f"the receiver rejected the credentials (status {status})",
+            hint="Check the environment variable named in auth_env.",
         )
     return rejected(
         what,
         f"the receiver answered with status {status}",
-        hint="Its log says why; the request can be found by its Idempotency-Key. The answer is left out, as it may "
-        "contain data.",
+        hint="The receiver's log says why; find the request by its Idempotency-Key. The answer is not shown because it "
+        "may contain data.",
     )
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would send the credentials elsewhere, and the body nowhere."""
+    """Refuses redirects, which would send the credentials to another place."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""The destination: requests of tables are sent by tasks, one request per table and batch, in one job."""
+"""The HTTP destination: tasks send one request per table and batch, in one job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ANOTHER = "another one"
 
 @dataclass(frozen=True, slots=True)
 class _CopyTask:
-    """What all ranges of a copy have in common."""
+    """What all ranges of a copy share."""
 
     endpoint: Endpoint
     format: BodyFormat
@@ -68,7 +68,7 @@ class _ChangesTask:
 
 
 class HttpDestination:
-    """`type = "http"`: tables are POSTed to a system of your own, as Arrow or as lines of JSON.
+    """`type = "http"`: POSTs tables to your own service, as Arrow or as lines of JSON.
 
     | option | |
     |---|---|
@@ -98,9 +98,12 @@ class HttpDestination:
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise unusable("the url of an http destination begins with http:// or https:// and a host")
+            raise unusable("the url of an http destination must start with http:// or https:// and a host")
         if parts.username is not None or parts.password is not None:
-            raise unusable("credentials do not belong into the url", hint="Name a variable that has them by auth_env.")
+            raise unusable(
+                "the url must not contain credentials",
+                hint="Put them into an environment variable and name it in auth_env.",
+            )
         try:
             self._format = BodyFormat(format)
         except ValueError:
@@ -137,7 +140,7 @@ class HttpDestination:
         try:
             answer = self._post("/start", record, f"{context.pipeline_id}/start", what=context.pipeline_id)
         except Refused:
-            raise unusable(f"the receiver refuses pipeline {context.pipeline_id!r}") from None
+            raise unusable(f"the receiver refused pipeline {context.pipeline_id!r}") from None
         if self.capabilities.records_position:
             self._take_positions(answer)
 
@@ -202,7 +205,7 @@ class HttpDestination:
             return self._positions.get(table_id) if self.capabilities.records_position else None
 
     def shutdown(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no connection stays open."""
 
     def _task(self, batch: EventBatch, changes: TableChanges) -> _ChangesTask:
         schemas = [step.schema for step in changes.steps if isinstance(step, Rows)]
@@ -224,8 +227,8 @@ class HttpDestination:
                     self._positions[int(table["table_id"])] = Lsn.parse(table["position"])
         except (TypeError, KeyError, ValueError):
             raise unusable(
-                "the receiver's answer to /start is not what records_position promises",
-                hint='It has to be {"tables": [{"table_id": …, "attempt": …, "position": "0/16B3748"}]}.',
+                "the receiver's answer to /start has no positions, which records_position requires",
+                hint='It must be {"tables": [{"table_id": …, "attempt": …, "position": "0/16B3748"}]}.',
             ) from None
 
     def _post(self, path: str, record: dict[str, Any], key: str, *, what: str) -> Any:
@@ -243,7 +246,7 @@ class HttpDestination:
 
 
 def _send_changes(task: _ChangesTask) -> PenstockError | None:
-    """In a task: send a table's part of a batch."""
+    """Send a table's part of a batch, in a task."""
     changes = task.changes
     headers = {
         "Content-Type": task.format.content_type,
@@ -264,7 +267,7 @@ def _send_changes(task: _ChangesTask) -> PenstockError | None:
 
 
 def _send_range(reader: RangeReader, task: _CopyTask, part: CopyRange) -> list[str]:
-    """In a task: send a range in parts, each with a name that a second run gives it again; gives the names."""
+    """Send a range in parts, in a task; return their names, which are the same in a second run."""
     names: list[str] = []
     path = f"{_table_path(task.schema)}/copies/{_quote(task.attempt)}/parts"
     try:
@@ -287,8 +290,8 @@ def _credentials(variable: str | None, header: str, scheme: str) -> tuple[str, S
     value = os.environ.get(variable)
     if not value:
         raise unusable(
-            f"the environment variable {variable} is not set, which should hold the receiver's credentials",
-            hint="Set it for the process that runs the pipeline; tasks get it from there.",
+            f"the environment variable {variable} (auth_env) is not set",
+            hint="Set it to the receiver's credentials, for the process that runs the pipeline.",
         )
     return header, Secret(f"{scheme} {value}".strip())
 

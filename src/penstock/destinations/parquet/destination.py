@@ -1,4 +1,4 @@
-"""The destination: plans on the driver, writes in tasks, and commits by a manifest for each table."""
+"""The Parquet destination: it plans on the driver, writes in tasks, and commits one manifest per table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One table's part of a batch, without what is in already."""
+    """One table's part of a batch, without the changes that the table already has."""
 
     table: _Table
     changes: TableChanges
@@ -236,7 +236,7 @@ class ParquetDestination:
         return _Plan(table, changes, items)
 
     def _open(self, changes: TableChanges) -> _Table:
-        """Take the table over: whoever wrote it before finds out at its next manifest."""
+        """Take the table over; the previous writer notices at its next manifest."""
         with self._lock:
             table, folder = self._tables.get(changes.table_id), self._folders.get(changes.table_id)
         if table is not None:
@@ -270,7 +270,7 @@ class ParquetDestination:
     def _commit(
         self, batch: EventBatch, plans: list[_Plan], files: dict[tuple[int, int], list[DataFile]]
     ) -> dict[int, PenstockError]:
-        """Put the manifests; several at a time, because each waits for the disk."""
+        """Write the manifests, several at a time, because each waits for the disk."""
 
         def commit(plan: _Plan) -> PenstockError | None:
             try:
@@ -331,7 +331,7 @@ class ParquetDestination:
 
 
 def _parts(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
-    """Consecutive segments that make a file of a good size."""
+    """Group consecutive segments into files of a good size."""
     parts: list[list[Segment]] = []
     size = 0
     for segment in segments:

@@ -94,7 +94,7 @@ def test_a_store_without_conditional_puts_is_refused() -> None:
             keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "aws_region": "us-east-1"}
             for _ in range(2):
                 destination = DeltaDestination("s3://lake/careless", storage_options=options | keys, maintenance=False)
-                with pytest.raises(ConfigError, match="there already"):
+                with pytest.raises(ConfigError, match="overwrites existing objects"):
                     destination.startup(make_context())
         finally:
             server.shutdown()
