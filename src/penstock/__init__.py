@@ -1,1 +1,72 @@
-"""Penstock: Postgres into lakehouse tables, databases and search documents, on Spark."""
+"""Penstock: Postgres into lakehouse tables, databases and search documents, on Spark.
+
+    import penstock
+
+    with penstock.open("penstock.toml") as pipeline:
+        pipeline.wait_until_ready()
+        print(pipeline.status())
+
+Names are imported when they are first used, so that `import penstock` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.api import (
+        CheckReport,
+        Pipeline,
+        PipelineStatus,
+        Plan,
+        VerifyReport,
+        check,
+        open,  # noqa: A004 (penstock.open, like gzip.open)
+        plan,
+        read_table,
+        status,
+        verify,
+    )
+    from penstock.errors import ConfigError, DestinationError, LeaseHeld, PenstockError, SourceError, StateError
+
+    __version__: str
+
+__all__ = [
+    "CheckReport",
+    "ConfigError",
+    "DestinationError",
+    "LeaseHeld",
+    "PenstockError",
+    "Pipeline",
+    "PipelineStatus",
+    "Plan",
+    "SourceError",
+    "StateError",
+    "VerifyReport",
+    "__version__",
+    "check",
+    "open",
+    "plan",
+    "read_table",
+    "status",
+    "verify",
+]
+
+_ERRORS = frozenset({"ConfigError", "DestinationError", "LeaseHeld", "PenstockError", "SourceError", "StateError"})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("penstock")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("penstock.errors" if name in _ERRORS else "penstock.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

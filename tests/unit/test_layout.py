@@ -26,7 +26,10 @@ def test_modules_say_what_they_are_for(path: Path) -> None:
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "the module has no docstring"
 
 
-@pytest.mark.parametrize("path", [each for each in MODULES if each.name == "__init__.py"], ids=_name)
+# `import penstock` re-exports lazily, which takes a function: tests/unit/test_public_api.py is about it.
+@pytest.mark.parametrize(
+    "path", [each for each in MODULES if each.name == "__init__.py" and each.parent.name != "penstock"], ids=_name
+)
 def test_packages_only_re_export(path: Path) -> None:
     for node in ast.parse(path.read_text()).body:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

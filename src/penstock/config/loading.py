@@ -65,7 +65,8 @@ class OutputChoice:
 class Config:
     """A config file that was understood."""
 
-    path: Path
+    path: Path | None
+    """The file; None for a config that was made from values."""
     outputs: tuple[OutputChoice, ...]
     """The places that the tables go to; none if there are only documents."""
     spark: SparkChoice
@@ -76,6 +77,11 @@ class Config:
     state_url: str = field(repr=False, default="memory:")
     secrets: frozenset[str] = field(repr=False, default=frozenset())
     """What came from the environment; not to be shown."""
+
+    @property
+    def name(self) -> str:
+        """How messages name the config."""
+        return "config" if self.path is None else str(self.path)
 
     @property
     def pipeline(self) -> TablesSettings:
@@ -91,7 +97,7 @@ class Config:
     def indexes(self) -> DocumentsChoice:
         """The search indexes, for whoever needs some."""
         if self.documents is None:
-            raise ConfigError(f"{self.path} has no [[index]]", hint=REFERENCE)
+            raise ConfigError(f"{self.name} has no [[index]]", hint=REFERENCE)
         return self.documents
 
     def output(self, name: str) -> OutputChoice:
@@ -99,7 +105,7 @@ class Config:
         found = [output for output in self.outputs if output.name == name]
         if not found:
             known = ", ".join(output.name for output in self.every_output)
-            raise ConfigError(f"{self.path} has no destination called {name!r}", hint=f"It has: {known}.")
+            raise ConfigError(f"{self.name} has no destination called {name!r}", hint=f"It has: {known}.")
         return found[0]
 
     @property
@@ -135,7 +141,7 @@ class Config:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.path}: destination: {chosen.destination_type!r} does not take these options: {error}"
+                f"{self.name}: destination: {chosen.destination_type!r} does not take these options: {error}"
             ) from None
 
     @contextmanager
@@ -158,16 +164,31 @@ def load_config(path: str | Path, environment: Mapping[str, str] | None = None) 
     values = substitution.apply(written)
     if substitution.problems:
         problems = [f"{where}: {what}" for where, what in substitution.problems]
-        raise _error(path, problems, "${NAME} stands for an environment variable: export it before, in this shell.")
+        raise _error(
+            str(path), problems, "${NAME} stands for an environment variable: export it before, in this shell."
+        )
+    secrets = frozenset(each for each in substitution.secrets if each)
+    return _validated(values, path, path.absolute().parent, secrets)
+
+
+def make_config(sections: Mapping[str, Any], folder: str | Path = ".") -> Config:
+    """Make a config from values instead of a file, with the same keys, checks and errors.
+
+    Relative paths are relative to `folder`. `${NAME}` has no meaning here: a program reads the environment itself.
+    """
+    return _validated(sections, None, Path(folder).absolute(), frozenset())
+
+
+def _validated(values: Mapping[str, Any], path: Path | None, folder: Path, secrets: frozenset[str]) -> Config:
+    name = "config" if path is None else str(path)
     try:
         file = ConfigFile.model_validate(values)
     except ValidationError as error:
-        raise _error(path, list(dict.fromkeys(_explain(error)))) from None
-    secrets = frozenset(each for each in substitution.secrets if each)
+        raise _error(name, list(dict.fromkeys(_explain(error)))) from None
     try:
-        return _build(path, file, secrets)
+        return _build(path, folder, file, secrets)
     except ConfigError as error:
-        raise ConfigError(scrub(f"{path}: {error.message}", secrets), hint=scrub(error.hint, secrets)) from None
+        raise ConfigError(scrub(f"{name}: {error.message}", secrets), hint=scrub(error.hint, secrets)) from None
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -195,11 +216,11 @@ def _parse(path: Path) -> dict[str, Any]:
 # What was wrong
 
 
-def _error(path: Path, problems: list[str], hint: str = REFERENCE) -> ConfigError:
+def _error(name: str, problems: list[str], hint: str = REFERENCE) -> ConfigError:
     if len(problems) == 1:
-        return ConfigError(f"{path}: {problems[0]}", hint=hint)
+        return ConfigError(f"{name}: {problems[0]}", hint=hint)
     listed = "".join(f"\n  {problem}" for problem in problems)
-    return ConfigError(f"{path} has {len(problems)} errors:{listed}", hint=hint)
+    return ConfigError(f"{name} has {len(problems)} errors:{listed}", hint=hint)
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
@@ -253,8 +274,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 # What it means
 
 
-def _build(path: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
-    folder = path.absolute().parent
+def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
     pipeline, source = file.pipeline, file.source
     default_name = "penstock_" + re.sub(r"[^a-z0-9_]", "_", pipeline.id.lower())[:50]
     slot = source.slot or default_name

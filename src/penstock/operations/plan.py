@@ -14,6 +14,7 @@ from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint
 from penstock.operations.stores import existing_store, running
 from penstock.source import Role, connect
+from penstock.source.preflight import Report, Request, run_preflight
 from penstock.source.publications import find_tables, inspect_publication, published_tables, without_identity
 from penstock.source.slots import inspect_slot
 from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
@@ -99,6 +100,19 @@ def make_plan(config: Config) -> Plan:
             sink=None if config.documents is None else config.documents.sink_type,
             indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, anew) for each in indexes},
         )
+
+
+def check_source(config: Config) -> Report:
+    """Check whether the server is ready for the pipeline of a config."""
+    settings = config.pipeline
+    request = Request(
+        settings.publication,
+        settings.slot,
+        settings.tables,
+        settings.exclude,
+        manage_publication=settings.manage_publication,
+    )
+    return run_preflight(settings.source, request)
 
 
 def _publication(connection: psycopg.Connection[Any], config: Config) -> str:

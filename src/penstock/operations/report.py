@@ -36,11 +36,11 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.lsn import Lsn
 from penstock.observe import redact, scrub
 from penstock.observe.redact import MASK
+from penstock.operations.plan import check_source
 from penstock.operations.status import pipeline_status, status_facts
 from penstock.operations.stores import existing_store, table_names
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
-from penstock.source.preflight import Request, run_preflight
 from penstock.source.slots import find_blockers
 from penstock.spool.folder import SpoolFolder
 from penstock.spool.log import read_parts
@@ -210,7 +210,7 @@ def _pipeline_parts(config: Config) -> dict[str, Part]:
         "state.json": lambda: _state(config),
         "spool.json": lambda: _spool(config),
         "server.json": lambda: _server(config),
-        "check.json": lambda: _check(config),
+        "check.json": lambda: check_source(config).to_dict(),
     }
 
 
@@ -332,18 +332,6 @@ def _server(config: Config) -> Mapping[str, Any]:
                 "publications": rows(_PUBLICATIONS),
             }
         return {**found, "open_transactions": [str(blocker) for blocker in find_blockers(connection)]}
-
-
-def _check(config: Config) -> Mapping[str, Any]:
-    settings = config.pipeline
-    request = Request(
-        settings.publication,
-        settings.slot,
-        settings.tables,
-        settings.exclude,
-        manage_publication=settings.manage_publication,
-    )
-    return run_preflight(settings.source, request).to_dict()
 
 
 def _maybe(value: Any) -> Any:

@@ -75,7 +75,7 @@ class Running:
         """The open stores, by output."""
         return {output.output: output.store for output in self._coordinator}
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait until all outputs have ended, and raise the error of one that failed; False if they have not in time."""
         return self._coordinator.wait(timeout)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -156,9 +156,11 @@ class PipelineStatus:
     driver: LeaseInfo | None = field(repr=False, default=None)
 
 
-def pipeline_status(config: Config, output: str | None = None) -> PipelineStatus:
-    """Look at everything, once."""
-    known = [_stored(config, each) for each in every_chosen_output(config, output)]
+def pipeline_status(
+    config: Config, output: str | None = None, stores: Mapping[str, Store] | None = None
+) -> PipelineStatus:
+    """Look at everything once; `stores` are those that a pipeline in this process has open, by output."""
+    known = [_stored(config, each, (stores or {}).get(each.name)) for each in every_chosen_output(config, output)]
     table_ids = {state.id for each in known for state in each.tables}
     source, sizes, server = _ask_source(config, sorted(table_ids))
     looks = StatusFile(config.pipeline.spool.path).read()
@@ -230,8 +232,8 @@ class _Stored:
     indexes: Sequence[IndexState] = ()
 
 
-def _stored(config: Config, output: OutputChoice | DocumentsChoice) -> _Stored:
-    with existing_store(config, output) as store:
+def _stored(config: Config, output: OutputChoice | DocumentsChoice, opened: Store | None) -> _Stored:
+    with nullcontext(opened) if opened is not None else existing_store(config, output) as store:
         if store is None:
             return _Stored(output.name)
         if isinstance(output, DocumentsChoice):
