@@ -155,8 +155,8 @@ class Pipeline:
         """
         with Ending() as ending:
             try:
-                running = self._start(ending)
-                while not ending.stop.wait(POLL_SECONDS) and not running.wait(0):
+                self._start(ending)
+                while not ending.stop.wait(POLL_SECONDS) and not self.wait(0):
                     pass
             finally:
                 self.close()
@@ -174,7 +174,7 @@ class Pipeline:
         """Wait until all tables are copied and all indexes are complete.
 
         Raises:
-            PenstockError: a table stopped until somebody fixes its cause, or the pipeline ended.
+            PenstockError: a table stopped and needs a fix, or an output failed.
             TimeoutError: it takes longer than `timeout` seconds.
         """
         running = self._require_running()
@@ -188,7 +188,7 @@ class Pipeline:
         """Wait until everything that is committed at the source now is durable at every output.
 
         Raises:
-            PenstockError: a table stopped until somebody fixes its cause, or the pipeline ended.
+            PenstockError: a table stopped and needs a fix, or an output failed.
             TimeoutError: it takes longer than `timeout` seconds.
         """
         running = self._require_running()
@@ -202,7 +202,7 @@ class Pipeline:
         """The status of the pipeline, whether it runs or not; see `penstock.status`."""
         return status(self)
 
-    def _start(self, ending: Ending) -> Running:
+    def _start(self, ending: Ending) -> None:
         if self._running is not None:
             raise PenstockError(f"pipeline {self.id} has already been started")
         if self._config.documents is not None and self._config.documents.polling is not None:
@@ -211,7 +211,6 @@ class Pipeline:
             self._running = stack.enter_context(started(self._config, ending))
             stack.enter_context(_watched(self._running))
             self._stack = stack.pop_all()
-        return self._running
 
     def _require_running(self) -> Running:
         if self._running is None:
@@ -220,12 +219,20 @@ class Pipeline:
 
     def _wait_for(self, done: Callable[[], bool], timeout: float | None, what: str) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
+        running = self._require_running()
         while not done():
             left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"pipeline {self.id} is not {what} after {timeout:g} s")
             if self.wait(min(left, POLL_SECONDS)):
                 raise PenstockError(f"pipeline {self.id} ended before it was {what}")
+            self._check(running)
+        self._check(running)
+
+    def _check(self, running: Running) -> None:
+        """Raise the error of an output that has failed."""
+        with self._config.discreet():
+            running.check()
 
 
 Source = str | Path | Pipeline
@@ -277,7 +284,7 @@ def status(config: Source = DEFAULT_PATH, *, output: str | None = None) -> Pipel
     """
     found, running = _resolve(config)
     with found.discreet():
-        return pipeline_status(found, output, None if running is None else running.stores)
+        return pipeline_status(found, output, () if running is None else running.outputs)
 
 
 def plan(config: Source = DEFAULT_PATH) -> Plan:

@@ -1,4 +1,4 @@
-"""`penstock check`: is this server ready to be a source, and if not, what is to be done?"""
+"""`penstock check`: whether a server is ready to be a source, and what to do if not."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ def check(
     slot: Slot = None,
     tables: Tables = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(help="A pattern of tables to leave out; may be repeated.", metavar="PATTERN")
+        list[str] | None, typer.Option(help="Pattern of tables to exclude. Can be repeated.", metavar="PATTERN")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a server, a publication, a slot and tables, and say what to do about each finding.
+    """Check whether a server is ready to be a source, and say what to do about each finding.
 
-    Changes nothing. With a config file it is about the publication, the slot and the tables of that pipeline; with
-    --url and without --publication about the tables that could be published. The exit status is 0 if nothing critical
-    was found, and 1 otherwise.
+    Changes nothing. With a config file, checks the publication, slot and tables of that pipeline; with --url and
+    without --publication, the tables that could be published. The exit status is 1 if a finding is critical, else 0.
 
     Examples:
 
@@ -46,7 +45,7 @@ def check(
             slot or source.slot,
             tuple(tables or ()) or source.tables,
             tuple(exclude or ()) or source.exclude,
-            # A publication that is named here is meant to be there.
+            # A publication named on the command line must exist.
             manage_publication=source.manage_publication and publication is None,
         )
         report = run_preflight(source.settings, request)
@@ -59,7 +58,7 @@ def check(
 
 
 def findings_table(findings: Iterable[Check]) -> Table:
-    """What was found, for people."""
+    """The findings as a table."""
     table = make_table("severity", "check", "what", "remedy", unbroken=("severity", "check"))
     for finding in findings:
         table.add_row(_label(finding), Text(finding.id), Text(finding.what), Text(finding.remedy))

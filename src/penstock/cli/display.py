@@ -1,8 +1,8 @@
-"""How `penstock run` shows what it does, on standard error: bars in a terminal, lines elsewhere, or log records.
+"""Progress of a pipeline on stderr: bars in a terminal, lines elsewhere, or log records.
 
-In a terminal each copy has a bar, below them stands a line of status for each output, and everything else is written
-above. Elsewhere both come as lines, every few seconds. With `--log-format json` they are log records with fields of
-their own, whatever the log level is: who asks for JSON wants to read them.
+A terminal shows a bar for each copy and a status line for each output; everything else scrolls above them. Elsewhere
+both are printed as lines, every few seconds. With `--log-format json` they are log records with fields of their own,
+regardless of the log level.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from penstock.operations.progress import Interval, Notice, OutputLook, copy_fact
 from penstock.operations.running import Running
 
 MOST_BARS = 8
-"""More copies at the same time are only counted."""
+"""Further copies are only counted."""
 _WIDE = 100
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
 _PIPE_WIDTH = 160
 
 _TOLD = frozenset({"stopped", "waiting"})
-"""Events that workers log and notices tell."""
+"""Events that both log lines and notices report."""
 
 logger = logging.getLogger("penstock.run")
 
 
 class Display(Protocol):
-    """Where it is shown."""
+    """Where progress is shown."""
 
     def say(self, text: str) -> None:
-        """A sentence that stays."""
+        """Show a sentence."""
         ...
 
     def tell(self, notice: Notice) -> None:
-        """Something has happened."""
+        """Show an event."""
         ...
 
     def show(self, looks: Sequence[OutputLook]) -> None:
-        """How the outputs are now; called about twice a second."""
+        """Show the status of all outputs; called about twice a second."""
         ...
 
 
 @contextmanager
 def opened_display(*, quiet: bool, as_json: bool, seconds: float) -> Iterator[Display]:
-    """The display that fits; `seconds` is how often lines and records of status come, 0 for never."""
+    """The display that fits; `seconds` is the interval of status lines and records, 0 for none."""
     if quiet:
         yield Silence()
         return
@@ -84,7 +84,7 @@ def _chosen_display(*, as_json: bool, seconds: float) -> Iterator[Display]:
 
 @contextmanager
 def _without_repeats() -> Iterator[None]:
-    """What is told here is not repeated by the log lines of the workers that know it first."""
+    """Suppress log lines of workers about events that the display reports."""
 
     def is_new(record: logging.LogRecord) -> bool:
         return getattr(record, "told_as", None) not in _TOLD
@@ -142,7 +142,7 @@ def write_line(text: str) -> None:
 
 
 class Silence:
-    """Nothing but errors."""
+    """Shows nothing."""
 
     def say(self, text: str) -> None:
         pass
@@ -179,7 +179,7 @@ class Lines:
 
 
 class Records:
-    """For machines: log records whose fields say the same as their message."""
+    """For machines: log records whose fields repeat the message."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval = Interval(seconds, clock)
@@ -201,7 +201,7 @@ class Records:
 
 
 class Bars:
-    """For people: what changes stays at the bottom, what has happened goes up. Leaves no bar behind."""
+    """For terminals: status at the bottom, events scroll above. Leaves no bar behind."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or stderr_console()
@@ -221,13 +221,13 @@ class Bars:
         self._console.print(Text(notice.text, style=style), soft_wrap=True)
 
     def show(self, looks: Sequence[OutputLook]) -> None:
-        # Not before there is something to show: an empty line would stand there.
+        # Not earlier: it would show an empty line.
         self._live.start()
         self._live.update(render(looks, self._console.width), refresh=True)
 
 
 def render(looks: Sequence[OutputLook], width: int) -> RenderableType:
-    """Bars of all copies, and a line for each output."""
+    """Bars for copies, and a line for each output."""
     named = [(look.output if len(looks) > 1 else "", copy) for look in looks for copy in look.copies]
     parts: list[RenderableType] = []
     if named:
@@ -250,7 +250,7 @@ def _bars(copies: Sequence[tuple[str, CopyProgress]], *, wide: bool) -> Table:
         name = Text(f"{output}: {copy.table}" if output else copy.table, style="cyan")
         bar = ProgressBar(total=1.0, completed=copy.fraction, width=_BAR_WIDTH if wide else None)
         left = copy.seconds_left
-        # All is read, and is being made durable.
+        # Everything is read, and is being made durable.
         remaining = "finishing" if copy.fraction == 1.0 else "" if left is None else f"{format_seconds(left)} left"
         percent, rows = f"{copy.fraction:.0%}", f"{copy.rows_done:,} rows"
         size = f"{format_bytes(copy.bytes_done)} of {format_bytes(copy.bytes)}"
@@ -262,7 +262,7 @@ def _bars(copies: Sequence[tuple[str, CopyProgress]], *, wide: bool) -> Table:
 
 @contextmanager
 def _above_bars() -> Iterator[None]:
-    """Log lines go through standard error as it is now, which the bars have replaced: they stand above."""
+    """Send log lines through the `sys.stderr` that the bars have replaced, so that they appear above."""
     handlers = [each for each in logging.getLogger(ROOT_LOGGER).handlers if isinstance(each, logging.StreamHandler)]
     streams = [(handler, handler.stream) for handler in handlers if handler.stream is sys.stderr]
     for handler, _ in streams:
@@ -275,7 +275,7 @@ def _above_bars() -> Iterator[None]:
 
 
 class _CurrentStandardError:
-    """Whatever `sys.stderr` is at the moment of writing."""
+    """Writes to the current `sys.stderr`."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)

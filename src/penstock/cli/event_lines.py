@@ -1,6 +1,6 @@
-"""Changes as lines for people: long values are cut, and in a terminal so is the line.
+"""Changes as readable lines: long values are shortened, and in a terminal so is the line.
 
-For programs there is `penstock.destinations.json_lines`, which loses nothing.
+`penstock.destinations.json_lines` is the lossless form for programs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.destinations.json_lines import lossless, short_floats
 from penstock.schema import TableSchema
 
 VALUE_CELLS = 48
-"""Longer values are cut in lines."""
+"""Longer values are shortened."""
 WIDEST_TABLE = 32
 
 
@@ -51,16 +51,16 @@ Part = tuple[str, Style]
 
 
 class Lines:
-    """One line per event for people; columns of tables get wider as longer names come."""
+    """One line per event; the column of tables grows with their names."""
 
     def __init__(self, *, colour: bool = False, width: Callable[[], int] | None = None) -> None:
-        """`width` says where lines are cut, which may change; None leaves them whole."""
+        """`width` gives the current length of a line; None for lines of any length."""
         self._colour = colour
         self._width = width
         self._table_width = 0
 
     def format(self, event: Event) -> str | None:
-        """The line of an event; None for those that people need not see."""
+        """The line of an event; None for events that are not shown."""
         match event:
             case Begin() | Commit():
                 word = type(event).__name__.lower()
@@ -98,7 +98,7 @@ class Lines:
             parts.append((f"{table}{padding}  ", Style.PLAIN))
         parts += rest
         if self._width is not None:
-            parts = list(_cut(parts, self._width()))
+            parts = list(_shorten_line(parts, self._width()))
         while parts and not parts[-1][0].strip():
             parts.pop()
         if not self._colour:
@@ -107,7 +107,7 @@ class Lines:
 
 
 def _row_parts(table: TableSchema, row: Row) -> Iterator[tuple[str, str, Style]]:
-    """Key first, then the other columns: name, value, and how it looks."""
+    """Key columns first, then the others: name, value and style."""
     row = short_floats(table, row)
     key = [column.name for column in table.key if column.name in row]
     for name in (*key, *(name for name in row if name not in key)):
@@ -116,10 +116,10 @@ def _row_parts(table: TableSchema, row: Row) -> Iterator[tuple[str, str, Style]]
 
 
 def _update_parts(event: Update) -> Iterator[tuple[str, str, Style]]:
-    """The key and what changed, as far as the server said: without the whole old row all that was sent is shown."""
+    """The key and the changed columns; all columns if the server did not send the whole old row."""
     row = short_floats(event.table, event.row)
     old = short_floats(event.table, event.old or {})
-    # Without a key all columns are needed to tell which row it was.
+    # Without a key, all columns are needed to identify the row.
     knows_all = len(old) == len(row) and bool(event.table.key)
     shown = False
     for name, value, style in _row_parts(event.table, event.row):
@@ -145,7 +145,7 @@ def _join(parts: Iterator[tuple[str, str, Style]]) -> list[Part]:
     return joined
 
 
-def _cut(parts: list[Part], width: int) -> Iterator[Part]:
+def _shorten_line(parts: list[Part], width: int) -> Iterator[Part]:
     left = width
     for text, style in parts:
         if cell_len(text) > left:
@@ -180,7 +180,7 @@ def _quote(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Nothing that moves the cursor or breaks the line."""
+    """Escape characters that move the cursor or break the line."""
     if text.isprintable():
         return text
     return "".join(

@@ -67,11 +67,10 @@ IndexNames = Annotated[
 
 @index.command("check")
 def check(names: IndexNames = None, config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False) -> None:
-    """Compare index specifications with the database, and say what to do about each finding.
+    """Check index specifications against the database, and say what to do about each finding.
 
-    Tables and columns that are not there, types that an index cannot take, keys that are not unique, deletes that the
-    server would not tell, lookups without an index. Changes nothing. The exit status is 0 if nothing critical was
-    found, and 1 otherwise.
+    Finds missing tables and columns, types that an index cannot hold, keys that are not unique, deletes that the server
+    would not send, and lookups without an index. Changes nothing. Exits with 1 if a finding is critical, else with 0.
 
     Examples:
 
@@ -95,14 +94,14 @@ def preview(
     name: IndexName,
     key: Annotated[
         list[str],
-        typer.Argument(help="The document: the values of its key columns, or its id.", metavar="KEY..."),
+        typer.Argument(help="Key of the document: the values of its key columns, or its id.", metavar="KEY..."),
     ],
     config_path: ConfigPath = DEFAULT_PATH,
     as_json: AsJson = False,
 ) -> None:
-    """Show a document as it would be now, built from the rows of the database.
+    """Build a document from the current rows of the database, and print it.
 
-    Nothing is written, and the sink is not asked. Ends with 1 if there is no such document.
+    Nothing is written, and the sink is not queried. The exit status is 1 if there is no such document.
 
     Examples:
 
@@ -115,8 +114,8 @@ def preview(
             [row] = live.documents.build(live.keys(index).named(key)).to_pylist()
     if row["body"] is None:
         raise PenstockError(
-            f"index {name!r} has no document {row['id']!r} now",
-            hint=f"{index.specification.table} has no such row, or filters or soft_delete leave it out.",
+            f"index {name!r} has no document {row['id']!r}",
+            hint=f"{index.specification.table} has no such row, or filters or soft_delete exclude it.",
         )
     document = json.loads(row["body"])
     shown = {"index": name, "id": row["id"], "version": row["version"], "document": document} if as_json else document
@@ -127,7 +126,7 @@ def preview(
 def mapping(name: IndexName, config_path: ConfigPath = DEFAULT_PATH) -> None:
     """Print the mappings and settings that an index is created with, as JSON.
 
-    They follow from the specification alone; the database is not asked.
+    They depend on the specification alone; the database is not queried.
 
     Examples:
 
@@ -140,7 +139,7 @@ def mapping(name: IndexName, config_path: ConfigPath = DEFAULT_PATH) -> None:
 
 @index.command("schema")
 def schema() -> None:
-    """Print the JSON Schema of index specifications, for editors that complete and check them.
+    """Print the JSON Schema of index specifications, for completion and checks in editors.
 
     Examples:
 
@@ -152,9 +151,9 @@ def schema() -> None:
 
 @index.command("list")
 def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False) -> None:
-    """List the indexes: what serves, whether it is complete, how many documents it has.
+    """List the indexes: their generation, whether they are complete, and how many documents they have.
 
-    Works whether the pipeline runs or not, and changes nothing. A sink that cannot be asked is told on standard error.
+    Works whether the pipeline runs or not; changes nothing. If the sink does not answer, a message on stderr says so.
 
     Examples:
 
@@ -177,7 +176,7 @@ def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False
             return
         _print_states(found)
         if trouble is not None:
-            typer.echo(f"the sink cannot be asked: {trouble.message}", err=True)
+            typer.echo(f"the sink does not answer: {trouble.message}", err=True)
 
 
 @index.command("rebuild")
@@ -212,21 +211,21 @@ def diff(
     names: IndexNames = None,
     config_path: ConfigPath = DEFAULT_PATH,
     sample: Annotated[
-        int, typer.Option(min=1, help="So many documents of each side, by chance.", metavar="N")
+        int, typer.Option(min=1, help="Number of documents to sample from each side.", metavar="N")
     ] = _SAMPLE,
-    full: Annotated[bool, typer.Option("--full", help="All documents of both sides.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Compare all documents of both sides.")] = False,
     wait: Annotated[
         float,
-        typer.Option(min=0, help="How long a document that differs may take to follow.", metavar="SECONDS"),
+        typer.Option(min=0, help="How long a differing document may take to catch up.", metavar="SECONDS"),
     ] = Patience().seconds,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare documents in the sink with what the database would make of its rows now.
+    """Compare documents in the sink with documents built from the current rows of the database.
 
-    Says which are missing, extra or different, and where they differ, but no values. Works while the pipeline runs:
-    what does not match is looked at again. Ends with 0 if all is equal, 1 if documents differ, 2 if something could
-    not be compared.
+    Lists missing, extra and different documents, and the fields that differ, but no values. Works while the pipeline
+    runs: documents that do not match are checked again. Exits with 0 if everything is equal, 1 if documents differ, 2
+    if something could not be compared.
 
     Examples:
 
@@ -247,7 +246,7 @@ def diff(
             for report in reports:
                 _print_diff(report)
         raise typer.Exit(_exit_status(reports))
-    # Ended by a signal: nothing is known.
+    # A signal ended it: nothing is known.
     raise typer.Exit(NOT_COMPARED)
 
 
@@ -321,7 +320,7 @@ def _print_diff(report: DiffReport) -> None:
     if len(report.differences) > _SHOWN:
         typer.echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
     if report.differs:
-        typer.echo("a change of one of its rows writes a document again; `penstock index rebuild` writes all of them")
+        typer.echo("a change to one of its rows rewrites a document; `penstock index rebuild` rewrites all of them")
 
 
 @contextmanager
@@ -341,7 +340,7 @@ def _watching(
 
 
 class _Lines(DiffObserver):
-    """For files and pipes: only what takes time."""
+    """For files and pipes: only what takes long."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -350,11 +349,11 @@ class _Lines(DiffObserver):
     def on_rechecking(self, index: str, suspects: int) -> None:
         if index not in self._told:
             self._told.add(index)
-            self._write(f"{index}: {count_of(suspects, 'document')} not equal yet, looking again")
+            self._write(f"{index}: {count_of(suspects, 'document')} not equal yet, checking again")
 
 
 class _Bars(DiffObserver):
-    """For people."""
+    """For terminals."""
 
     def __init__(self, progress: Progress, totals: dict[str, int]) -> None:
         self._progress = progress

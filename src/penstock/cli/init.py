@@ -1,4 +1,4 @@
-"""`penstock init`: look at a database, and write the config of a pipeline for it."""
+"""`penstock init`: inspect a database, and write the config of a pipeline for it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from penstock.source.preflight import Request, Severity, run_preflight
 from penstock.source.publications import find_tables
 
 MOST_TABLES = 40
-"""More are only counted."""
+"""Further tables are only counted."""
 
 
 class Kind(StrEnum):
-    """The destinations that need no more than a path."""
+    """Destinations that need at most a path."""
 
     DELTA = "delta"
     PARQUET = "parquet"
@@ -52,7 +52,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FoundTable:
-    """A table that could be followed."""
+    """A table that can be replicated."""
 
     name: TableName
     catalog: CatalogTable
@@ -60,7 +60,7 @@ class FoundTable:
 
     @property
     def identity(self) -> str:
-        """How its rows are told apart."""
+        """How the server identifies its rows."""
         match self.catalog.replica_identity:
             case ReplicaIdentity.FULL:
                 return "full"
@@ -75,31 +75,32 @@ class FoundTable:
 def init(
     url: Url = None,
     config_path: Annotated[
-        Path, typer.Option("--config", "-c", help="The file to write; must not exist.", metavar="FILE")
+        Path, typer.Option("--config", "-c", help="File to write; must not exist.", metavar="FILE")
     ] = DEFAULT_PATH,
     pipeline_id: Annotated[
-        str | None, typer.Option("--id", help="The pipeline's name; by default the database's.", metavar="NAME")
+        str | None, typer.Option("--id", help="Name of the pipeline. Default: name of the database.", metavar="NAME")
     ] = None,
     tables: Annotated[
         list[str] | None,
         typer.Option(
-            "--table", help="A table or a pattern to follow; may be repeated. All by default.", metavar="PATTERN"
+            "--table", help="Table or pattern to replicate. Can be repeated. Default: all tables.", metavar="PATTERN"
         ),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="A pattern to leave out; may be repeated.", metavar="PATTERN")
+        list[str] | None,
+        typer.Option("--exclude", help="Pattern of tables to exclude. Can be repeated.", metavar="PATTERN"),
     ] = None,
-    destination: Annotated[Kind | None, typer.Option(help="What the tables become.")] = None,
-    path: Annotated[str | None, typer.Option(help="Where they go: a folder, or s3://….", metavar="PATH")] = None,
+    destination: Annotated[Kind | None, typer.Option(help="Type of the destination.")] = None,
+    path: Annotated[str | None, typer.Option(help="Folder or s3://… of the destination.", metavar="PATH")] = None,
     master: Annotated[
-        str | None, typer.Option(help='Where tasks run: local[*], spark://…, or "none".', metavar="MASTER")
+        str | None, typer.Option(help='Spark master: local[*], spark://…, or "none" for no Spark.', metavar="MASTER")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not given has its default.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; use defaults for missing options.")] = False,
 ) -> None:
-    """Write a config file for a database: connects, lists its tables, and asks for what was not given.
+    """Write a config file for a database: connect, list its tables, and ask for missing options.
 
-    Changes nothing on the server, and overwrites no file. A password goes into no file: the config refers to an
-    environment variable. Without a terminal, or with --yes, nothing is asked.
+    Changes nothing on the server, and overwrites no file. A password is never written to the file: the config refers
+    to an environment variable. Without a terminal, or with --yes, it asks nothing.
 
     Examples:
 
@@ -128,9 +129,7 @@ def init(
     name = pipeline_id or ask.text("name of the pipeline", "--id", default=usable_id(database))
     variable = password_variable(name)
     public = public_url(url, variable)
-    kind = destination or Kind(
-        ask.choice("what should the tables become?", [each.value for each in Kind], Kind.DELTA.value)
-    )
+    kind = destination or Kind(ask.choice("type of the destination", [each.value for each in Kind], Kind.DELTA.value))
     choices = Choices(
         pipeline_id=name,
         url=public.text,
@@ -138,7 +137,7 @@ def init(
         tables=tuple(chosen),
         exclude=tuple(exclude or ()),
         destination=kind,
-        path=None if kind is Kind.STDOUT else path or ask.text("where (a folder or s3://…)", "--path", default="lake"),
+        path=None if kind is Kind.STDOUT else path or ask.text("path (a folder or s3://…)", "--path", default="lake"),
         master=master or _default_master(),
     )
     _write(config_path, choices, public)
@@ -146,7 +145,7 @@ def init(
 
 
 class _Ask:
-    """Asks where there is somebody to answer, and takes defaults elsewhere."""
+    """Asks in a terminal, and uses defaults elsewhere."""
 
     def __init__(self, interactive: bool) -> None:
         self.interactive = interactive
@@ -155,7 +154,7 @@ class _Ask:
         if self.interactive:
             return str(typer.prompt(question, default=default)).strip()
         if default is None:
-            raise ConfigError(f"there is nobody to ask for the {question}", hint=f"Give it by {option}.")
+            raise ConfigError(f"missing: {question}", hint=f"Give it with {option}.")
         return default
 
     def choice(self, question: str, known: Sequence[str], default: str) -> str:
@@ -166,11 +165,11 @@ class _Ask:
             typer.echo(f"not one of {', '.join(known)}")
 
     def password(self, user: str) -> str:
-        return str(typer.prompt(f"password of {user}", hide_input=True))
+        return str(typer.prompt(f"password for {user}", hide_input=True))
 
 
 def _connect(url: str, ask: _Ask) -> tuple[str, psycopg.Connection[Any]]:
-    """A connection, and the URL with the password that was typed if one was needed."""
+    """A connection, and the URL, with the password if one was typed."""
     settings = SourceSettings(url)
     try:
         return url, connect(settings, Role.CHECK)
@@ -190,7 +189,9 @@ def _find(connection: psycopg.Connection[Any]) -> list[FoundTable]:
     sizes = load_sizes(connection, list(catalogs))
     found = [FoundTable(name, catalogs[oid], sizes.get(oid)) for name, oid in oids.items() if oid in catalogs]
     if not found:
-        raise ConfigError("there are no tables to follow in this database", hint="Is it the right database, and role?")
+        raise ConfigError(
+            "this database has no tables to replicate", hint="Check the name of the database and the role."
+        )
     return found
 
 
@@ -233,7 +234,7 @@ def _choose_tables(
             lost = [each for each in patterns if not any(TablePattern(each).matches(name) for name in names)]
             if not chosen or lost:
                 raise ConfigError(
-                    f"no table matches {', '.join(lost) or 'what is left'}", hint="Write schema.table, or sales.*"
+                    f"no table matches {', '.join(lost) or 'these patterns'}", hint="Write schema.table, or sales.*"
                 )
         except ConfigError as error:
             if given or not ask.interactive:
@@ -244,27 +245,27 @@ def _choose_tables(
         if without:
             listed = ", ".join(str(each.name) for each in without[:5]) + (", …" if len(without) > 5 else "")
             typer.echo(
-                f"warning: {count_of(len(without), 'table')} without replica identity: once it is published, the "
-                f"server refuses updates and deletes of it: {listed}"
+                f"warning: {count_of(len(without), 'table')} without replica identity; the server rejects updates and "
+                f"deletes of such a table once it is published: {listed}"
             )
         return patterns
 
 
 def _default_master() -> str:
-    """Spark, where it is installed and there is a Java for it."""
+    """Spark, if it is installed and has a Java; otherwise "none"."""
     # Imported here: commands without Spark start without it.
     from penstock.spark.java import require_spark
 
     try:
         require_spark()
     except PenstockError as error:
-        typer.echo(f'{error.message}: the config says master = "none", which needs no Spark')
+        typer.echo(f'{error.message}: the config uses master = "none", which needs no Spark')
         return "none"
     return "local[*]"
 
 
 def _write(path: Path, choices: Choices, public: PublicUrl) -> None:
-    """Write the file, and make sure that it is understood; nothing is left of one that is not."""
+    """Write the file and load it; remove it again if it is not valid."""
     try:
         with open(path, "x") as file:
             file.write(render_config(choices))
@@ -286,17 +287,17 @@ def _say_next(path: Path, choices: Choices, public: PublicUrl, url: str) -> None
     report = run_preflight(SourceSettings(url), request)
     critical = [each for each in report.failed if each.severity is Severity.CRITICAL]
     if critical:
-        typer.echo(f"the server is not ready: {critical[0].what}; `penstock check` shows all, with what to do")
+        typer.echo(f"the server is not ready: {critical[0].what}; `penstock check` lists every finding with its remedy")
     option = "" if path == DEFAULT_PATH else f" -c {path}"
     typer.echo("next:")
     if choices.password_variable is not None:
         hint = ""
         if public.password != SourceSettings(url).parameters().get("password"):
-            hint = "   # with special characters percent-encoded, as in a URL"
+            hint = "   # percent-encode special characters, as in a URL"
         typer.echo(f"  export {choices.password_variable}=…{hint}")
     for command, what in (
         ("check", "is the server ready?"),
         ("run --plan", "what would be created and copied"),
-        ("run", "copy, then follow every change"),
+        ("run", "copy, then apply every change"),
     ):
         typer.echo(f"  penstock {command + option:<{12 + len(option)}}  # {what}")

@@ -1,7 +1,7 @@
 """The program `penstock`: its commands, and how it ends.
 
-Exit status: 0 done, 1 failed (a message and a hint on standard error, never a traceback for errors with a name),
-2 wrong usage. To add a command, write a module with one function and register it below.
+Exit status: 0 success, 1 failure (with a message and a hint on stderr, and no traceback for known errors), 2 wrong
+usage. To add a command, write a function and register it below.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from penstock.observe import LogFormat, configure_logging, redact
 
 app = typer.Typer(
     name="penstock",
-    help="""Postgres into lakehouse tables, databases and search documents: every change, in order, exactly once.
+    help="""Replicate Postgres into lakehouse tables, databases and search documents.
 
-Exit status: 0 done, 1 failed (with a message and a hint on standard error), 2 wrong usage. Commands with --json print
-what a script needs on standard output.
+Exit status: 0 success, 1 failure (with a message and a hint on stderr), 2 wrong usage. Commands with --json print
+machine-readable results to stdout.
 
 Examples:
 
@@ -53,7 +53,7 @@ Examples:
 
 logger = logging.getLogger(__name__)
 
-_START, _RUN, _LOOK = "To start", "A pipeline", "To look at a database"
+_START, _RUN, _LOOK = "Get started", "Pipelines", "Source databases"
 
 app.command("demo", rich_help_panel=_START)(demo)
 app.command("init", rich_help_panel=_START)(init)
@@ -76,7 +76,7 @@ app.command("tail", rich_help_panel=_LOOK)(tail)
 
 def main() -> None:
     """Run the program; the entry point."""
-    # What was imported stays until the end: to look through it for garbage is a fifth of a short command's time.
+    # Imported modules live until the end. Without this, garbage collection takes a fifth of a short command's time.
     gc.freeze()
     try:
         app(prog_name="penstock")
@@ -84,22 +84,22 @@ def main() -> None:
         report_error(error)
         sys.exit(error.facts.get("exit_status", 1))
     except OSError as error:
-        logger.debug("the system refused", exc_info=True)
+        logger.debug("system call failed", exc_info=True)
         report_error(_from_system(error))
         sys.exit(1)
 
 
 def _from_system(error: OSError) -> PenstockError:
-    """Files and folders that nobody has looked at more closely: a person can do something about most of them."""
+    """An error of the operating system that no other code has translated."""
     where = f" {str(error.filename)!r}" if error.filename is not None else ""
     return PenstockError(
-        f"the system refused{where}: {error.strerror or type(error).__name__}",
-        hint="Check the path, its owner and permissions, and the room on its disk; --log-level debug says more.",
+        f"system error{where}: {error.strerror or type(error).__name__}",
+        hint="Check the path, its owner and permissions, and the free disk space; --log-level debug shows details.",
     )
 
 
 def report_error(error: PenstockError) -> None:
-    """Say what went wrong and what can be done, on standard error."""
+    """Print the error and its hint to stderr."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(Text.assemble(("error: ", "bold red"), redact(error.message)))
     if error.hint:
@@ -121,10 +121,11 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     log_level: Annotated[
-        str, typer.Option(envvar="PENSTOCK_LOG_LEVEL", help="debug, info, warning or error.", metavar="LEVEL")
+        str,
+        typer.Option(envvar="PENSTOCK_LOG_LEVEL", help="Log level: debug, info, warning or error.", metavar="LEVEL"),
     ] = "warning",
     log_format: Annotated[
-        LogFormat, typer.Option(envvar="PENSTOCK_LOG_FORMAT", help="How log lines look, on standard error.")
+        LogFormat, typer.Option(envvar="PENSTOCK_LOG_FORMAT", help="Format of log lines on stderr.")
     ] = LogFormat.TEXT,
 ) -> None:
     """Set up what all commands share."""

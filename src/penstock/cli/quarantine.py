@@ -1,4 +1,4 @@
-"""`penstock index quarantine`: documents that an index refused, under the policy `skip`."""
+"""`penstock index quarantine`: documents that an index rejected, under the policy `skip`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ quarantine = typer.Typer(
 _SHOWN = 100
 _ALL = typer.Option("--all", help="All quarantined documents of this index.")
 
-Ids = Annotated[list[str] | None, typer.Argument(help="Documents, by their ids.", metavar="ID")]
+Ids = Annotated[list[str] | None, typer.Argument(help="Ids of documents.", metavar="ID")]
 All = Annotated[bool, _ALL]
 
 
@@ -37,10 +37,10 @@ All = Annotated[bool, _ALL]
 def list_quarantined(
     name: Annotated[
         str | None,
-        typer.Argument(help="One index; all if none is named.", metavar="NAME", autocompletion=complete_index),
+        typer.Argument(help="Name of one index. Default: all indexes.", metavar="NAME", autocompletion=complete_index),
     ] = None,
     config_path: ConfigPath = DEFAULT_PATH,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.", metavar="N")] = _SHOWN,
+    limit: Annotated[int, typer.Option(min=1, help="Print at most this many.", metavar="N")] = _SHOWN,
     as_json: AsJson = False,
 ) -> None:
     """List quarantined documents: since when, how often they were rejected, and why.
@@ -166,9 +166,9 @@ def _facts(each: Quarantined) -> dict[str, Any]:
 
 
 def _print(found: list[Quarantined]) -> None:
-    table = make_table("index", "id", "refused", "attempts", "reason", right=("attempts",))
+    table = make_table("index", "id", "rejected", "attempts", "reason", right=("attempts",))
     for each in found:
-        ending = ", to be tried again" if each.wanted else ""
+        ending = ", to be retried" if each.wanted else ""
         table.add_row(
             Text(each.index),
             Text(each.id),

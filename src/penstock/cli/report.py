@@ -39,4 +39,4 @@ def report(
         typer.echo(json.dumps({"path": str(path), "files": files}))
         return
     typer.echo(f"wrote {path} ({count_of(len(files), 'file')}: {', '.join(files)})")
-    typer.echo("it has names of tables, hosts and users, but no passwords and no rows; look into it before you send it")
+    typer.echo("it contains names of tables, hosts and users, but no passwords or rows; check it before you send it")

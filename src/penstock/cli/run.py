@@ -1,4 +1,4 @@
-"""`penstock run`: copy the tables of a source, then follow every change, until it is told to stop."""
+"""`penstock run`: copy the tables of a source, then apply every change until it is stopped."""
 
 from __future__ import annotations
 
@@ -27,36 +27,37 @@ def run(
     context: typer.Context,
     config_path: ConfigPath = DEFAULT_PATH,
     once: Annotated[
-        bool, typer.Option("--once", help="Copy, catch up with what is committed by then, and end.")
+        bool, typer.Option("--once", help="Copy, catch up with everything committed by then, and exit.")
     ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show what would be created and copied, and change nothing.")
+        bool, typer.Option("--plan", help="Show what would be created and copied; change nothing.")
     ] = False,
     status_seconds: Annotated[
         float,
         typer.Option(
             "--status-every",
             min=0,
-            help="Where standard error is no terminal: lines of status so often; 0 for none.",
+            help="Status interval when stderr is not a terminal; 0 disables it.",
             metavar="SECONDS",
         ),
     ] = _STATUS_SECONDS,
     quiet: Quiet = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="With --plan: print JSON. (The lines of a run: penstock --log-format json run.)"),
+        typer.Option("--json", help="With --plan: print JSON. For a run, use penstock --log-format json run."),
     ] = False,
 ) -> None:
-    """Copy the tables of a source to a destination, fill its search indexes, then follow every change.
+    """Copy the tables of a source to a destination, build its search indexes, then apply every change.
 
-    Goes on where it was when it is started again. SIGINT and SIGTERM end it in good order, with status 0: the batch at
-    hand is finished, and a copy that is not whole begins anew next time. A second run of the same pipeline is refused.
+    A new run resumes where the last one stopped. SIGINT and SIGTERM stop it cleanly, with status 0: it finishes the
+    current batch, and a copy that is incomplete restarts with the next run. A second run of the same pipeline is
+    refused.
 
     Examples:
 
         penstock run --plan
         penstock run
-        penstock run --once && echo all tables are there
+        penstock run --once && echo all tables are copied
         penstock --log-format json run 2> run.jsonl
     """
     with configured(config_path) as config:
@@ -66,7 +67,7 @@ def run(
                 typer.echo(line)
             return
         if as_json:
-            raise typer.BadParameter("is for --plan; write penstock --log-format json run", param_hint="--json")
+            raise typer.BadParameter("needs --plan; for a run, use penstock --log-format json run", param_hint="--json")
         logs_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
         with (
             Ending() as ending,
@@ -126,7 +127,7 @@ def _watch(running: Running, ending: Ending, display: Display, *, once: bool) ->
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """The plan, for people."""
-    yield f"pipeline     {plan.pipeline}{'' if plan.running is None else f', which runs already: {plan.running}'}"
+    yield f"pipeline     {plan.pipeline}{'' if plan.running is None else f', already running: {plan.running}'}"
     yield f"source       {plan.source}"
     yield f"publication  {plan.publication}: {plan.publication_plan}"
     yield f"slot         {plan.slot}: {plan.slot_plan}"
@@ -136,7 +137,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"spool        {plan.spool}: {plan.spool_plan}"
     for name, type_ in plan.destinations.items():
         yield f"destination  {f'{name}: ' if len(plan.destinations) > 1 else ''}{type_}"
-    none = "none" if plan.publication_plan == POLLED else "none: no table of the database matches"
+    none = "none" if plan.publication_plan == POLLED else "none: no table in the database matches"
     yield f"tables       {len(plan.tables) or none}"
     width = max((len(name) for name in plan.tables), default=0)
     for name, fates in plan.tables.items():

@@ -1,4 +1,4 @@
-"""`penstock schema`: JSON Schemas of the files that people write, for editors that complete and check them."""
+"""`penstock schema`: JSON Schemas of config files and index specifications."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.config.models import ConfigFile
 
 schema = typer.Typer(
     name="schema",
-    help="Print the JSON Schema of a file that you write, for editors that complete and check it.",
+    help="Print JSON Schemas, for completion and checks in editors.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -24,7 +24,7 @@ schema = typer.Typer(
 def print_config_schema() -> None:
     """Print the JSON Schema of the config file.
 
-    Editors with a TOML language server (Taplo, Even Better TOML) take it from the first line of the file.
+    Editors with a TOML language server (Taplo, Even Better TOML) read its name from the first line of the file.
 
     Examples:
 
@@ -38,18 +38,18 @@ schema.command("index")(print_index_schema)
 
 
 def config_schema() -> dict[str, Any]:
-    """The schema of what may be written, by the names that are written."""
+    """The schema of the config file, with its key names."""
     found = ConfigFile.model_json_schema(by_alias=True, mode="validation", schema_generator=_Generator)
     return {
         "$schema": GenerateJsonSchema.schema_dialect,
         **_without_null(found),
-        "title": "The config file of a Penstock pipeline",
+        "title": "Config file of a Penstock pipeline",
         "description": "docs/reference/config.md describes every key.",
     }
 
 
 class _Generator(GenerateJsonSchema):
-    """Keys need no titles, and defaults are as a file has them: durations in seconds."""
+    """Omits titles, and writes default durations in seconds."""
 
     def encode_default(self, dft: Any) -> Any:
         if isinstance(dft, timedelta):
@@ -61,7 +61,7 @@ class _Generator(GenerateJsonSchema):
 
 
 def _without_null(schema: Any) -> Any:
-    """TOML has no null: what has no value is left out. A section's default follows from those of its keys."""
+    """Remove null, which TOML does not have, and the defaults of whole sections."""
     if isinstance(schema, list):
         return [_without_null(each) for each in schema if each != {"type": "null"}]
     if not isinstance(schema, dict):

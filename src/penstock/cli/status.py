@@ -1,4 +1,4 @@
-"""`penstock status`: how a pipeline is, whether it runs or not."""
+"""`penstock status` and `penstock tables`: the state of a pipeline, whether it runs or not."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _EVERY_SECONDS = 2.0
 def status(
     config_path: ConfigPath = DEFAULT_PATH,
     output: OutputName = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
     seconds: Annotated[
-        float, typer.Option("--every", min=0.2, help="With --watch: how often.", metavar="SECONDS")
+        float, typer.Option("--every", min=0.2, help="Refresh interval of --watch.", metavar="SECONDS")
     ] = _EVERY_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a pipeline is: phases, rows, lag, the slot, and what to do about tables that stopped.
+    """Show the state of a pipeline: phases, rows, lag, slot, and what to do about stopped tables.
 
-    Works whether the pipeline runs or not, and changes nothing. The exit status is 0 if it could look, whatever it saw;
-    with --watch --json there is one object per line.
+    Works whether the pipeline runs or not; changes nothing. The exit status is 0 if the state could be read, whatever
+    it is. With --watch --json, prints one object per line.
 
     Examples:
 
@@ -71,10 +71,10 @@ def status(
 
 
 def tables(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, as_json: AsJson = False) -> None:
-    """Show the phase and the position of every table, and what to do about those that stopped.
+    """Show the phase and position of every table, and what to do about stopped ones.
 
-    Reads the stored state, so it works whether the pipeline runs or not, and changes nothing. `penstock status` also
-    asks the server.
+    Reads only the stored state: works whether the pipeline runs or not, and changes nothing. `penstock status` also
+    queries the server.
 
     Examples:
 
@@ -102,7 +102,7 @@ def tables(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, as
 
 
 def render(found: PipelineStatus) -> RenderableType:
-    """For people."""
+    """For terminals."""
     parts: list[RenderableType] = [*_head(found), Text()]
     tables = [table for output in found.outputs for table in output.tables]
     if tables:
@@ -144,7 +144,7 @@ def _watch(config: Config, output: str | None, seconds: float, *, as_json: bool)
                 live.update(render(pipeline_status(config, output)), refresh=True)
                 time.sleep(seconds)
         except Ended:
-            # The terminal is put right before the end.
+            # `Live` restores the terminal.
             return
 
 
@@ -176,12 +176,12 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
     if source.slot is not None:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
     for blocker in source.long_transactions:
-        yield Text.assemble(("waits     ", "bold"), (f"for an open transaction: {blocker}", "yellow"))
+        yield Text.assemble(("waiting   ", "bold"), (f"for an open transaction: {blocker}", "yellow"))
     for output in found.outputs:
         name = f"{output.output}: " if len(found.outputs) > 1 else ""
         yield Text.assemble(("output    ", "bold"), name, _output(output, is_running=found.driver is not None))
     for forgotten, position in found.forgotten.items():
-        text = f"{forgotten}: not in the config any more, holds the slot at {position}"
+        text = f"{forgotten}: no longer in the config, but holds the slot at {position}"
         remedy = f"          penstock teardown --output {forgotten}"
         yield Text.assemble(("output    ", "bold"), (text, "yellow"), f"\n{remedy}")
 
@@ -192,12 +192,12 @@ def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:
         yield ("does not exist", "yellow")
         return
     if slot.lost:
-        yield ("is lost: its changes cannot be read any more", "bold red")
+        yield ("lost: its changes can no longer be read", "bold red")
         return
-    yield f"read by pid {slot.active_pid} of the server" if slot.active_pid is not None else "nobody reads it"
+    yield f"read by server process {slot.active_pid}" if slot.active_pid is not None else "not being read"
     yield f", at {slot.position}"
     if slot.retained_bytes is not None:
-        yield f", keeps {format_bytes(slot.retained_bytes)} of WAL on the server"
+        yield f", retains {format_bytes(slot.retained_bytes)} of WAL on the server"
     if slot.wal_status == "unreserved":
         yield (", about to be lost", "bold red")
 

@@ -1,4 +1,4 @@
-"""`penstock tail`: see the changes of a publication as they are committed."""
+"""`penstock tail`: show the changes of a publication as they are committed."""
 
 from __future__ import annotations
 
@@ -39,49 +39,52 @@ def tail(
     publication: Publication = None,
     slot: Annotated[
         str | None,
-        typer.Option(help="Read from this slot and leave it where it is; without it, from now on.", metavar="NAME"),
+        typer.Option(
+            help="Read what this slot has kept, without moving it. Default: a temporary slot, from now on.",
+            metavar="NAME",
+        ),
     ] = None,
     tables: Annotated[
         list[str] | None,
         typer.Option(
             "--tables",
             "--table",
-            help="Only these tables: a name or a pattern, like public.orders or sales.*; may be repeated.",
+            help="Table or pattern, like public.orders or 'sales.*'. Can be repeated.",
             metavar="PATTERN",
         ),
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option("--from", help="Start at this position of the named slot, like 16/B374D848.", metavar="LSN"),
+        typer.Option("--from", help="Start at this position of --slot, like 16/B374D848.", metavar="LSN"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="End after so many changes.", metavar="N")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many changes.", metavar="N")] = None,
     seconds: Annotated[
-        float | None, typer.Option("--for", min=0, help="End after so many seconds.", metavar="SECONDS")
+        float | None, typer.Option("--for", min=0, help="Stop after this many seconds.", metavar="SECONDS")
     ] = None,
     form: Annotated[
-        Format, typer.Option("--format", help="A line per change for people, or a JSON object that loses nothing.")
+        Format, typer.Option("--format", help="Readable lines, or one lossless JSON object per change.")
     ] = Format.LINES,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format ndjson.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Same as --format ndjson.")] = False,
     transactions: Annotated[
-        bool, typer.Option("--transactions", help="Show where transactions begin and commit, too.")
+        bool, typer.Option("--transactions", help="Also show where transactions begin and commit.")
     ] = False,
     acknowledge: Annotated[
         bool,
-        typer.Option("--acknowledge", help="Move the named slot: what was shown will not come again, for anybody."),
+        typer.Option("--acknowledge", help="Advance --slot past what was shown: no reader will get it again."),
     ] = False,
     create: Annotated[
         bool,
         typer.Option(
-            "--create-publication", help="Create the publication if it is missing, for --tables or for all tables."
+            "--create-publication", help="Create the publication if it does not exist, for --tables or all tables."
         ),
     ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Show every change of a publication as it is committed, in commit order.
 
-    By default it follows from now on, by a temporary slot that ends with it. With --slot it shows what that slot has
-    kept; the slot stays where it is unless --acknowledge is given. With a config file it shows the publication of that
-    pipeline, by a slot of its own: a pipeline that runs is not disturbed.
+    By default it uses a temporary slot and starts now. With --slot it shows what that slot has kept; the slot does not
+    move unless --acknowledge is given. With a config file it shows the publication of that pipeline through a slot of
+    its own: a running pipeline is not affected.
 
     Examples:
 
@@ -115,7 +118,7 @@ def show(
     *,
     transactions: bool = False,
 ) -> Followed:
-    """Follow and print, until a signal comes or until nobody reads any more: both are good ends."""
+    """Follow and print until a signal arrives or the reader of the output is gone; neither is an error."""
     quiet_capture()
     output = Output(sys.stdout.fileno(), ending)
     followed = Followed()
@@ -134,14 +137,14 @@ def show(
 
 
 def make_lines() -> Lines:
-    """Lines for standard output: coloured and cut in a terminal, whole elsewhere."""
+    """Lines for stdout: coloured and shortened in a terminal, whole elsewhere."""
     terminal = sys.stdout.isatty()
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return Lines(colour=colour, width=(lambda: shutil.get_terminal_size().columns) if terminal else None)
 
 
 def say(text: str) -> None:
-    """A sentence on standard error, which may be closed."""
+    """Write a sentence to stderr, which may be closed."""
     try:
         dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if dim else f"{text}\n")
@@ -151,13 +154,13 @@ def say(text: str) -> None:
 
 
 def quiet_capture() -> None:
-    """What happens to capture is told by notices and errors; its log lines would say it twice."""
+    """Suppress the log lines of capture: notices and errors report the same."""
     if logging.getLogger().getEffectiveLevel() >= logging.WARNING:
         logging.getLogger("penstock.capture").setLevel(logging.CRITICAL)
 
 
 class Output:
-    """Writes whole lines to a descriptor, each at once. Nothing is buffered: a reader sees a change when it came."""
+    """Writes whole lines to a descriptor, unbuffered: a reader sees a change as soon as it arrives."""
 
     def __init__(self, descriptor: int, ending: Ending) -> None:
         self._descriptor = descriptor
@@ -166,17 +169,17 @@ class Output:
         self._poll.register(descriptor, 0)
 
     def write(self, line: str) -> None:
-        """Write a line; raises BrokenPipeError when nobody reads any more, and `Ended`."""
+        """Write a line; raises `BrokenPipeError` when the reader is gone, and `Ended`."""
         rest = memoryview(line.encode("utf-8", "backslashreplace") + b"\n")
         while rest:
-            # Only waiting may be interrupted: a line that was written is counted. There is room for so much then.
+            # Only waiting is interruptible: a written line is counted. After it, PIPE_BUF bytes fit.
             with self._ending.interruptible():
                 select.select([], [self._descriptor], [])
             with contextlib.suppress(BlockingIOError):
                 rest = rest[os.write(self._descriptor, rest[: select.PIPE_BUF]) :]
 
     def check(self) -> None:
-        """Notice, without writing, that nobody reads any more (`penstock tail … | head`)."""
+        """Notice, without writing, that the reader is gone (`penstock tail … | head`)."""
         if any(events & (select.POLLERR | select.POLLHUP) for _, events in self._poll.poll(0)):
             raise BrokenPipeError
 
@@ -186,8 +189,8 @@ def _parse_start(start: str | None, slot: str | None) -> Lsn | None:
         return None
     if slot is None:
         raise ConfigError(
-            "--from needs --slot: a temporary slot starts now, and the server has nothing earlier for it",
-            hint="Name a slot that exists; it has kept the changes since its own position.",
+            "--from needs --slot: a temporary slot starts now, and the server has kept nothing earlier for it",
+            hint="Name an existing slot; it has kept the changes since its own position.",
         )
     try:
         return Lsn.parse(start)
@@ -197,7 +200,9 @@ def _parse_start(start: str | None, slot: str | None) -> Lsn | None:
 
 def _check_acknowledge(acknowledge: bool, slot: str | None) -> None:
     if acknowledge and slot is None:
-        raise ConfigError("--acknowledge needs --slot: a temporary slot ends with this command", hint="Leave it out.")
+        raise ConfigError(
+            "--acknowledge needs --slot: a temporary slot ends with this command", hint="Omit --acknowledge."
+        )
 
 
 def _say_end(settings: Follow, followed: Followed, notice: Callable[[str], None]) -> None:
@@ -208,6 +213,6 @@ def _say_end(settings: Follow, followed: Followed, notice: Callable[[str], None]
     if settings.slot is None:
         notice(text)
     elif settings.acknowledge:
-        notice(f"{text}; slot {settings.slot} now stands at {followed.position}")
+        notice(f"{text}; slot {settings.slot} is now at {followed.position}")
     else:
-        notice(f"{text}; slot {settings.slot} was not moved (go on with --from {followed.position})")
+        notice(f"{text}; slot {settings.slot} was not moved (continue with --from {followed.position})")

@@ -1,4 +1,4 @@
-"""The config file: read, checked, and turned into the settings of the packages that it is about."""
+"""The config file: read, validated, and turned into settings."""
 
 from penstock.config.documents import DocumentsChoice, IndexChoice, PollingChoice
 from penstock.config.loading import Config, OutputChoice, SparkChoice, load_config, make_config

@@ -1,4 +1,4 @@
-"""`[[index]]` and `[sink]`: the search indexes of a config, which together are one output of its stream."""
+"""`[[index]]` and `[sink]`: the search indexes of a config, which together are one output."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from penstock.source.patterns import TableName, select_tables
 from penstock.tables import TablesSettings
 
 _PATHS = ("path", "_file", "client_certificate", "client_key")
-"""How options of sinks end that name files."""
+"""Endings of sink options that name files."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
 class IndexChoice:
-    """One index: its specification, and what happens to documents that it refuses."""
+    """One index: its specification, and what happens to documents that it rejects."""
 
     specification: IndexSpecification
     file: Path
@@ -38,17 +38,17 @@ class IndexChoice:
 
 @dataclass(frozen=True, slots=True)
 class PollingChoice:
-    """How changes are asked for, where the server does not send them."""
+    """How to poll for changes if the server does not send them."""
 
     settings: PollSettings
     cursor: str
-    """Of tables that name none."""
+    """The default for tables that name none."""
     cursors: Mapping[TableName, str] = field(default_factory=dict[TableName, str])
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentsChoice:
-    """All indexes, and where their documents go."""
+    """All indexes, and the sink of their documents."""
 
     settings: TablesSettings
     indexes: tuple[IndexChoice, ...]
@@ -57,11 +57,11 @@ class DocumentsChoice:
     batch: BatchPolicy = field(default_factory=BatchPolicy)
     skip_backfill: bool = False
     polling: PollingChoice | None = None
-    """None where the server sends changes."""
+    """None if the server sends changes."""
 
     @property
     def name(self) -> str:
-        """Its name among the outputs of the stream."""
+        """The name of the output."""
         return self.settings.output
 
     @property
@@ -77,19 +77,19 @@ class DocumentsChoice:
         found = [each for each in self.indexes if each.name == name]
         if not found:
             known = ", ".join(each.name for each in self.indexes)
-            raise ConfigError(f"the config has no index called {name!r}", hint=f"It has: {known}.")
+            raise ConfigError(f"the config has no index {name!r}", hint=f"It has: {known}.")
         return found[0]
 
     def create_sink(self) -> Sink:
-        """The sink; nothing is connected yet."""
+        """Create the sink; it does not connect yet."""
         try:
             return create_sink(self.sink_type, self.sink_options, SinkSection.model_fields)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"sink: {self.sink_type!r} does not take these options: {error}") from None
+            raise ConfigError(f"sink: {self.sink_type!r} does not accept these options: {error}") from None
 
 
 def documents_choice(file: ConfigFile, settings: TablesSettings, folder: Path) -> DocumentsChoice | None:
-    """What a config says about documents; None if it has no index."""
+    """The documents output of a config; None if it has no index."""
     if not file.index or file.sink is None:
         return None
     indexes = _indexes(file.index, folder)
@@ -110,7 +110,7 @@ def documents_choice(file: ConfigFile, settings: TablesSettings, folder: Path) -
 
 
 def tables_of(indexes: Sequence[IndexSection], folder: Path) -> tuple[str, ...]:
-    """Patterns for exactly the tables whose rows are in documents."""
+    """Patterns for exactly the tables that the documents are built from."""
     tables = {table for each in _indexes(indexes, folder) for table in each.specification.tables()}
     return tuple(f"{quote_identifier(table.namespace)}.{quote_identifier(table.name)}" for table in sorted(tables))
 
@@ -128,11 +128,11 @@ def _indexes(sections: Sequence[IndexSection], folder: Path) -> tuple[IndexChoic
         name = indexes[-1].name
         if _NAME.fullmatch(name) is None:
             problems.append(
-                f"index.{number}.name: {name!r} should have lowercase letters, digits, '_', '-' or '.', and begin with"
-                " a letter or digit"
+                f"index.{number}.name: {name!r} may have lowercase letters, digits, '_', '-' and '.', and must start"
+                " with a letter or digit"
             )
         elif name in [each.name for each in indexes[:-1]]:
-            problems.append(f"index.{number}.name: there is an index {name!r} already; give one of them another name")
+            problems.append(f"index.{number}.name: duplicate index {name!r}; give one of them another name")
     if problems:
         raise SpecificationInvalid("\n  ".join(problems), problems=problems)
     return tuple(indexes)
@@ -146,8 +146,8 @@ def _refuse_left_out(indexes: Sequence[IndexChoice], settings: TablesSettings) -
         left_out = needed.difference(select_tables(needed, settings.tables, settings.exclude))
         if left_out:
             raise ConfigError(
-                f"index {each.name!r} has rows of {_listed(left_out)}, which source.tables or exclude leaves out",
-                hint="Add what is missing there: without their changes documents would not follow.",
+                f"index {each.name!r} needs {_listed(left_out)}, which source.tables or exclude leaves out",
+                hint="Add these tables: without their changes, documents would become stale.",
             )
 
 
@@ -160,7 +160,7 @@ def _polling(section: PollingSection | None, indexes: Sequence[IndexChoice]) -> 
         found = select_tables(known, [pattern])
         if not found:
             raise ConfigError(
-                f'polling.tables."{pattern}": no index has rows of such a table', hint=f"They have: {_listed(known)}."
+                f'polling.tables."{pattern}": no index uses such a table', hint=f"Indexes use: {_listed(known)}."
             )
         cursors |= dict.fromkeys(found, cursor)
     settings = PollSettings(section.interval.total_seconds(), section.overlap.total_seconds())

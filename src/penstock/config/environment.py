@@ -1,7 +1,6 @@
-"""`${NAME}` in a config: secrets come from the environment, and stay out of files and messages.
+"""`${NAME}` in a config: a value from the environment, which stays out of files and messages.
 
-Replaced in values after the file was parsed, so whatever a variable holds, it cannot become another key. `$${` stands
-for `${` itself.
+References are replaced after the file is parsed, so that a value can never become a key. `$${` stands for `${` itself.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(slots=True)
 class Substitution:
-    """Replaces references; afterwards `problems` and `secrets` tell what was met."""
+    """Replaces references; collects `problems` and `secrets` on the way."""
 
     environment: Mapping[str, str]
     problems: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Where, and what."""
+    """Key and message."""
     secrets: set[str] = field(default_factory=set[str])
-    """The values that were put in: not to be shown."""
+    """The inserted values, which must not be shown."""
 
     def apply(self, value: Any, path: str = "") -> Any:
-        """The value with all references replaced, at any depth."""
+        """Replace all references in a value, at any depth."""
         if isinstance(value, str):
             return _REFERENCE.sub(lambda found: self._replace(found, path), value)
         if isinstance(value, dict):
@@ -40,7 +39,7 @@ class Substitution:
         if name is None:
             return "${"
         if _NAME.fullmatch(name) is None:
-            self.problems.append((path, "${…} holds the name of one environment variable"))
+            self.problems.append((path, "${…} must contain the name of an environment variable"))
         elif name not in self.environment:
             self.problems.append((path, f"the environment variable {name} is not set"))
         else:
@@ -50,12 +49,12 @@ class Substitution:
 
 
 def join(*parts: str) -> str:
-    """A path of keys as TOML writes it."""
+    """A path of keys in TOML's notation."""
     return ".".join(_quoted(parts))
 
 
 def _quoted(parts: tuple[str, ...]) -> Iterator[str]:
     for number, part in enumerate(parts):
         if part:
-            # The first is a path already.
+            # The first part is already a path.
             yield part if number == 0 or re.fullmatch(r"[\w-]+", part) else f'"{part}"'

@@ -1,6 +1,6 @@
-"""From a TOML file to settings: parsed, environment put in, checked, and turned into plain objects at once.
+"""From a TOML file, or from values, to settings: parse, insert the environment, validate, build plain objects.
 
-Errors name the file and the key, all of them together, and never show a value: it may be a secret.
+One error lists all problems, each with its key. It never shows a value, which may be secret.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SQLITE = "sqlite:///"
 
 @dataclass(frozen=True, slots=True)
 class SparkChoice:
-    """Where tasks run: a master, or none (`master` is None), which means this process."""
+    """Where tasks run: a Spark master, or this process if `master` is None."""
 
     master: str | None
     memory: str | None = None
@@ -50,7 +50,7 @@ class SparkChoice:
 
 @dataclass(frozen=True, slots=True)
 class OutputChoice:
-    """One of the places that the tables go to."""
+    """A tables output."""
 
     settings: TablesSettings
     destination_type: str
@@ -63,20 +63,20 @@ class OutputChoice:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A config file that was understood."""
+    """A valid config."""
 
     path: Path | None
     """The file; None for a config that was made from values."""
     outputs: tuple[OutputChoice, ...]
-    """The places that the tables go to; none if there are only documents."""
+    """The tables outputs; empty if there are only documents."""
     spark: SparkChoice
     documents: DocumentsChoice | None = None
-    """The search indexes; they are one more output."""
+    """The documents output."""
     copy_tasks: int | None = None
-    """How many tasks may read tables at the same time; None leaves it to whoever runs them."""
+    """Most tasks that read tables at the same time; None for the default of Spark or of this process."""
     state_url: str = field(repr=False, default="memory:")
     secrets: frozenset[str] = field(repr=False, default=frozenset())
-    """What came from the environment; not to be shown."""
+    """Values from the environment, which must not be shown."""
 
     @property
     def name(self) -> str:
@@ -85,55 +85,55 @@ class Config:
 
     @property
     def pipeline(self) -> TablesSettings:
-        """What all outputs share: the stream's settings, and how it is copied and written."""
+        """The settings of the first output; those of the stream are the same for all outputs."""
         return self.every_output[0].settings
 
     @property
     def every_output(self) -> tuple[OutputChoice | DocumentsChoice, ...]:
-        """Those of tables, then the one of documents; there is at least one."""
+        """The tables outputs, then the documents output; there is at least one."""
         return (*self.outputs, *([self.documents] if self.documents is not None else []))
 
     @property
     def indexes(self) -> DocumentsChoice:
-        """The search indexes, for whoever needs some."""
+        """The documents output; raises if the config has none."""
         if self.documents is None:
             raise ConfigError(f"{self.name} has no [[index]]", hint=REFERENCE)
         return self.documents
 
     def output(self, name: str) -> OutputChoice:
-        """An output by its name."""
+        """The tables output with this name."""
         found = [output for output in self.outputs if output.name == name]
         if not found:
             known = ", ".join(output.name for output in self.every_output)
-            raise ConfigError(f"{self.name} has no destination called {name!r}", hint=f"It has: {known}.")
+            raise ConfigError(f"{self.name} has no destination {name!r}", hint=f"It has: {known}.")
         return found[0]
 
     @property
     def state_file(self) -> Path | None:
-        """The file that holds the state; None if it is elsewhere."""
+        """The file that holds the state; None if it is not in a file."""
         return Path(self.state_url.removeprefix(_SQLITE)) if self.state_url.startswith(_SQLITE) else None
 
     @property
     def state_location(self) -> str:
-        """Where the state is, for people."""
+        """Where the state is, for messages."""
         if self.state_file is not None:
             return str(self.state_file)
         return "memory" if self.state_url == "memory:" else SourceSettings(self.state_url).location
 
     def open_store(self, output: OutputChoice | DocumentsChoice | None = None) -> Store:
-        """The store of an output, of the first if none is named; a missing folder of its file is created."""
+        """Open the store of an output (of the first by default); creates the folder of its file."""
         if self.state_file is not None:
             try:
                 self.state_file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
                     f"cannot create the folder {self.state_file.parent}: {error.strerror}",
-                    hint="Choose another state.url, or another path for the spool.",
+                    hint="Set another state.url or spool.path.",
                 ) from None
         return open_store(self.state_url, (output or self.every_output[0]).settings.output_id)
 
     def create_destination(self, output: OutputChoice | None = None) -> Destination:
-        """The destination of an output, of the first if none is named; not started."""
+        """Create the destination of an output (of the first by default); does not start it."""
         chosen = output or self.outputs[0]
         try:
             return create_destination(chosen.destination_type, chosen.destination_options)
@@ -141,12 +141,12 @@ class Config:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.name}: destination: {chosen.destination_type!r} does not take these options: {error}"
+                f"{self.name}: destination: {chosen.destination_type!r} does not accept these options: {error}"
             ) from None
 
     @contextmanager
     def discreet(self) -> Iterator[None]:
-        """Errors that leave this block do not hold what came from the environment."""
+        """Remove values from the environment from errors that leave this block."""
         try:
             yield
         except PenstockError as error:
@@ -157,16 +157,14 @@ class Config:
 
 
 def load_config(path: str | Path, environment: Mapping[str, str] | None = None) -> Config:
-    """Read a config file; `ConfigError` says what is wrong with it, everything at once."""
+    """Load a config file; `ConfigError` lists everything that is wrong with it."""
     path = Path(path)
     written = _parse(path)
     substitution = Substitution(os.environ if environment is None else environment)
     values = substitution.apply(written)
     if substitution.problems:
         problems = [f"{where}: {what}" for where, what in substitution.problems]
-        raise _error(
-            str(path), problems, "${NAME} stands for an environment variable: export it before, in this shell."
-        )
+        raise _error(str(path), problems, "${NAME} stands for an environment variable; export it in this shell first.")
     secrets = frozenset(each for each in substitution.secrets if each)
     return _validated(values, path, path.absolute().parent, secrets)
 
@@ -203,17 +201,17 @@ def _parse(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"cannot read the config file {str(path)!r}: {error.strerror}",
-            hint="Check that it is a file, and that this user may read it.",
+            hint="Check that it is a file that this user may read.",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        # The message may repeat a piece of the text; where it is suffices.
+        # The message may quote the text; its position is enough.
         place = re.search(r"\(at ([^)]*)\)", str(error))
         raise ConfigError(
-            f"{path} is not TOML{f', {place[1]}' if place else ''}", hint="Strings are in double quotes there."
+            f"{path} is not TOML{f', {place[1]}' if place else ''}", hint="Strings need double quotes."
         ) from None
 
 
-# What was wrong
+# Errors
 
 
 def _error(name: str, problems: list[str], hint: str = REFERENCE) -> ConfigError:
@@ -225,7 +223,7 @@ def _error(name: str, problems: list[str], hint: str = REFERENCE) -> ConfigError
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_input=False, include_url=False, include_context=False):
-        # A number says which of several destinations; there is mostly one.
+        # The index of a destination; mostly there is one.
         parts = [str(part) for part in problem["loc"] if part != 0]
         where = join("", *parts)
         match problem["type"]:
@@ -241,10 +239,10 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 
 def _nearest(parts: list[str]) -> str:
-    """A known key that looks like the last of these; in its own section, or else in all sections."""
+    """A known key that resembles the last of these, in its own section or in another one."""
     model: type[BaseModel] | None = ConfigFile
     for part in parts[:-1]:
-        if part.isdigit():  # which of several
+        if part.isdigit():  # the index in a list
             continue
         model = _keys(model).get(part) if model is not None else None
     if model is None:
@@ -260,7 +258,7 @@ def _nearest(parts: list[str]) -> str:
 
 
 def _keys(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """The keys of a model, with the model of those that are sections."""
+    """The keys of a model, with the models of its sections."""
     return {info.alias or name: _model_in(info.annotation) for name, info in model.model_fields.items()}
 
 
@@ -271,7 +269,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-# What it means
+# Settings
 
 
 def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:
@@ -322,7 +320,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
 
 
 def _tables(file: ConfigFile, folder: Path) -> tuple[str, ...]:
-    """What is published: where nobody says it and there are only documents, no more than they consist of."""
+    """The published tables; by default all of them, or for documents alone, those that they are built from."""
     if file.destination or not file.index or "tables" in file.source.model_fields_set:
         return tuple(file.source.tables)
     return tables_of(file.index, folder)
@@ -338,7 +336,7 @@ def _output_choice(section: DestinationSection, settings: TablesSettings, folder
 
 
 def _batches(settings: TablesSettings, options: dict[str, Any]) -> BatchSettings:
-    """How an output's batches are cut: a destination that commits may say how often, as a duration."""
+    """The size of an output's batches; the option `commit_interval` of a destination sets their interval."""
     if "commit_interval" not in options:
         return settings.batches
     try:
@@ -362,20 +360,20 @@ def _spark_choice(file: ConfigFile) -> SparkChoice:
     for name, value in _flatten(file.spark.model_extra or {}):
         if not name.startswith("spark."):
             near = difflib.get_close_matches(name, ["master", "memory"], n=1)
-            ending = f'; did you mean "{near[0]}"?' if near else "; names of Spark's own settings begin with spark."
+            ending = f'; did you mean "{near[0]}"?' if near else "; names of Spark settings start with spark."
             raise ConfigError(f"spark.{name}: there is no such key{ending}", hint=REFERENCE)
         if not isinstance(value, str | int | float):
             raise ConfigError(f'spark."{name}": should be text, a number, true or false', hint=REFERENCE)
         options[name] = str(value).lower() if isinstance(value, bool) else str(value)
     if file.spark.master == NO_SPARK:
         if options or file.spark.memory is not None:
-            raise ConfigError('spark: with master = "none" there is no Spark that other keys could be for')
+            raise ConfigError('spark: with master = "none", no other keys are allowed')
         return SparkChoice(None)
     return SparkChoice(file.spark.master, file.spark.memory, options)
 
 
 def _flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys that were written without quotes are tables in TOML."""
+    """Join keys that were written without quotes: TOML makes them tables."""
     for key, value in values.items():
         name = f"{before}.{key}" if before else key
         if isinstance(value, dict):

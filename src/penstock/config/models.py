@@ -1,6 +1,6 @@
-"""What a config file may hold. Each section is a model; docs/reference/config.md describes every key.
+"""The config file as Pydantic models, one for each section; docs/reference/config.md describes every key.
 
-The models only say what people may write. `loading` turns them into the settings that the rest of Penstock knows.
+The models only validate. `loading` turns them into the settings that the rest of Penstock uses.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 
 NO_SPARK = "none"
-"""As the master: tasks run in this process."""
+"""The master that runs tasks in this process."""
 DOCUMENTS_OUTPUT = "documents"
-"""What all indexes together are called among the outputs of a stream."""
+"""The name of the documents output."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 def _check_id(value: str) -> str:
     if _ID.fullmatch(value) is None:
-        raise ValueError("should have 1 to 100 letters, digits, '_', '-' or '.', and begin with a letter or digit")
+        raise ValueError("should have 1 to 100 letters, digits, '_', '-' or '.', and start with a letter or digit")
     return value
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, and errors do not show values."""
+    """Rejects unknown keys; errors do not show values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class SpoolSection(Section):
-    """Where changes wait between the server and the destination."""
+    """Where captured changes wait for the destination."""
 
     path: str | None = None
     max_bytes: Size = 4 << 30
@@ -48,14 +48,14 @@ class SpoolSection(Section):
 
 
 class ErrorHoldSection(Section):
-    """How long a table that failed may hold the slot."""
+    """How long an errored table may hold the slot."""
 
     time: Duration = timedelta(hours=1)
     bytes: Size = 1 << 30
 
 
 class BatchSection(Section):
-    """How much goes to the destination at once."""
+    """The size of batches."""
 
     max_rows: Annotated[int, Field(ge=1)] = 500_000
     max_bytes: Size = 128 << 20
@@ -72,7 +72,7 @@ class PipelineSection(Section):
 
 
 class SourceSection(Section):
-    """The Postgres that is read."""
+    """The source database."""
 
     url: SecretStr
     publication: str | None = None
@@ -85,7 +85,7 @@ class SourceSection(Section):
 
 
 class StateSection(Section):
-    """Where the pipeline remembers how far it is."""
+    """Where the state is stored."""
 
     url: SecretStr | None = None
 
@@ -109,7 +109,7 @@ class SparkSection(Section):
 
 
 class DestinationSection(Section):
-    """Where the tables go; all other keys are options of that destination."""
+    """The destination of tables; unknown keys are options of its type."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
@@ -125,7 +125,7 @@ def _check_names(destinations: list[DestinationSection]) -> list[DestinationSect
     if not destinations:
         raise ValueError("should have at least one")
     if len({each.name for each in destinations}) < len(destinations):
-        raise ValueError("several of them need a name each, and different ones")
+        raise ValueError("each of several needs a name of its own")
     return destinations
 
 
@@ -138,7 +138,7 @@ class IndexSection(Section):
 
 
 class SinkSection(Section):
-    """Where the documents of all indexes go; keys that are not here are options of that sink."""
+    """The sink of all indexes; unknown keys are options of its type."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
@@ -149,7 +149,7 @@ class SinkSection(Section):
 
 
 class PollingSection(Section):
-    """How changes are asked for on servers without logical decoding."""
+    """Polling, for servers without logical decoding."""
 
     cursor: str = XMIN
     tables: dict[str, str] = {}
@@ -158,7 +158,7 @@ class PollingSection(Section):
 
 
 class TypesSection(Section):
-    """What awkward types and values become."""
+    """What types and values become that Arrow cannot represent."""
 
     numeric: NumericPolicy = NumericPolicy.STRING
     out_of_range: OutOfRange = OutOfRange.KEEP
@@ -191,15 +191,15 @@ class ConfigFile(Section):
     @model_validator(mode="after")
     def _need_a_place_to_go(self) -> ConfigFile:
         if not self.destination and not self.index:
-            raise ValueError("there is neither a [destination] for tables nor an [[index]] for documents")
+            raise ValueError("needs a [destination] for tables or an [[index]] for documents")
         if self.index and self.sink is None:
-            raise ValueError("[[index]] needs a [sink]: where its documents go")
+            raise ValueError("[[index]] needs a [sink] for its documents")
         if self.polling is not None and self.destination:
-            raise ValueError("[polling] is for documents: the tables of a [destination] need logical decoding")
+            raise ValueError("[polling] works for documents only: a [destination] needs logical decoding")
         if self.sink is not None and not self.index:
-            raise ValueError("[sink] needs an [[index]] whose documents go there")
+            raise ValueError("[sink] needs an [[index]]")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):
-            raise ValueError(f"destination.name: the documents of [[index]] are called {DOCUMENTS_OUTPUT!r} already")
+            raise ValueError(f"destination.name: {DOCUMENTS_OUTPUT!r} is the name of the output of [[index]]")
         return self
 
     @model_validator(mode="after")
@@ -207,5 +207,5 @@ class ConfigFile(Section):
         for table, settings in self.tables.items():
             if settings:
                 key = next(iter(settings))
-                raise ValueError(f'tables."{table}".{key}: settings of single tables are not supported yet')
+                raise ValueError(f'tables."{table}".{key}: settings for single tables are not supported yet')
         return self

@@ -19,7 +19,7 @@ class Choices:
 
     pipeline_id: str
     url: str
-    """As it is written, with a reference where the password was."""
+    """As written to the file, with a reference in place of the password."""
     password_variable: str | None
     """The environment variable that the URL refers to; None if it has no password."""
     tables: tuple[str, ...] = ("*.*",)
@@ -31,15 +31,15 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class PublicUrl:
-    """A URL that may be written into a file."""
+    """A URL that may be written to a file."""
 
     text: str
     password: str | None
-    """What was taken out of it, in the form in which the variable has to hold it."""
+    """The removed password, as the variable has to hold it."""
 
 
 def public_url(url: str, variable: str) -> PublicUrl:
-    """The URL with a reference to a variable in the place of its password."""
+    """The URL with a reference to a variable in place of its password."""
     parameters = {name: str(value) for name, value in conninfo_to_dict(url).items() if value is not None}
     password = parameters.pop("password", None)
     if password is None:
@@ -53,7 +53,7 @@ def public_url(url: str, variable: str) -> PublicUrl:
 
 
 def with_password(url: str, password: str) -> str:
-    """The URL with a password that it did not have."""
+    """The URL with a password added."""
     found = _USER.match(url)
     if found is None:
         return make_conninfo(url, password=password)
@@ -88,8 +88,8 @@ def render_config(choices: Choices) -> str:
 
 def _url_comment(choices: Choices) -> str:
     if choices.password_variable is None:
-        return "# Without a password here, it comes from PGPASSWORD or ~/.pgpass, on every machine that reads tables."
-    return f"# The password is in the environment variable {choices.password_variable}, and in no file."
+        return "# The password comes from PGPASSWORD or ~/.pgpass, on every machine that reads tables."
+    return f"# The password comes from the environment variable {choices.password_variable}; it is in no file."
 
 
 def _escaped(url: str) -> str:
@@ -97,7 +97,7 @@ def _escaped(url: str) -> str:
 
 
 def _toml(text: str) -> str:
-    # JSON's strings are among TOML's.
+    # Every JSON string is a TOML string.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -108,39 +108,39 @@ def _toml_list(texts: tuple[str, ...]) -> str:
 _OPTIONS = {
     "delta": """# "mirror": rows equal the source; "history": every change; "soft_delete": deleted rows stay, marked.
 # mode = "mirror"
-# false for readers that do not know deletion vectors (DuckDB, pyarrow).
+# false for readers that do not support deletion vectors (pyarrow).
 # deletion_vectors = true
 """,
 }
 
 _TEMPLATE = """# A Penstock pipeline, written by `penstock init`. Every key: docs/reference/config.md.
-# Editors complete and check this file by its JSON Schema: penstock schema config
+# `penstock schema config` prints its JSON Schema, for completion and checks in editors.
 #
 #   penstock check         is the server ready?
 #   penstock run --plan    what would be created and copied
-#   penstock run           copy, then follow every change
-#   penstock status        how it is
+#   penstock run           copy, then apply every change
+#   penstock status        the state of the pipeline
 
 [pipeline]
-# Names the slot and the publication on the server too: penstock_<id>.
+# Also names the slot and the publication on the server: penstock_<id>.
 id = {id}
-# Where changes wait between the server and the destination. Relative paths are relative to this file.
+# Where captured changes wait for the destination. Relative paths are relative to this file.
 # spool = {{path = ".penstock/<id>/spool", max_bytes = "4GB"}}
 
 [source]
 {url_comment}
 url = {url}
-# Tables by name or pattern; new ones that fit join by themselves.
+# Tables by name or pattern; new tables that match are added automatically.
 tables = {tables}
 {exclude}
 
 # [state]
-# Where positions are remembered; by default a file beside the spool.
+# Where positions are stored; by default a file next to the spool.
 # url = "postgresql://…"
 
 [spark]
-# "local[*]" uses all cores of this machine, spark://host:7077 a cluster; "none" runs everything in one process, without
-# Spark and Java, which suits small databases.
+# "local[*]" uses all cores of this machine, spark://host:7077 a cluster. "none" runs everything in one process without
+# Spark and Java, which is enough for small databases.
 master = {master}
 
 [destination]

@@ -15,7 +15,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 864
 
 
 def parse_size(value: Any) -> int:
-    """Bytes: a whole number, or one with a unit. As in Postgres' own settings, 1kB is 1024 bytes."""
+    """Parse a size: bytes, or a number with a unit. As in Postgres, 1kB is 1024 bytes."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     found = _split(value, {unit: float(bytes_) for unit, bytes_ in _SIZES.items()}, strip_i=True)
@@ -25,7 +25,7 @@ def parse_size(value: Any) -> int:
 
 
 def parse_duration(value: Any) -> timedelta:
-    """A number of seconds, or a number with a unit."""
+    """Parse a duration: seconds, or a number with a unit."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
         return timedelta(seconds=value)
     found = _split(value, _SECONDS)

@@ -34,21 +34,21 @@ def chosen_indexes(config: Config, names: list[str] | None) -> tuple[IndexChoice
 
 @dataclass(frozen=True, slots=True)
 class LiveDocuments:
-    """Documents from the database as it is."""
+    """Documents built from the current rows of the database."""
 
     connection: psycopg.Connection[Any]
-    """For what is asked besides; not while keys are being listed."""
+    """For other queries; not while keys are being listed."""
     catalog: SourceCatalog
     documents: PostgresDocuments
 
     def keys(self, index: IndexChoice) -> DocumentKeys:
-        """How the documents of an index are named."""
+        """The keys of an index's documents."""
         return DocumentKeys.of(index.specification, self.catalog)
 
 
 @contextmanager
 def live_documents(config: Config, indexes: Sequence[IndexChoice]) -> Iterator[LiveDocuments]:
-    """Connections to the source that build documents of these indexes."""
+    """Connect to the source, to build documents of these indexes."""
     source = config.pipeline.source
     specifications = [each.specification for each in indexes]
     with connect(source, Role.CATALOG) as one, connect(source, Role.CATALOG) as other:
@@ -109,7 +109,7 @@ def compare_indexes(
 def _load_facts(config: Config) -> tuple[dict[str, IndexFacts], PenstockError | None]:
     try:
         sink = config.indexes.create_sink()
-        # What is in memory is in that of another process.
+        # A sink in memory belongs to another process.
         if config.indexes.sink_type == "memory" or not isinstance(sink, ReadableSink):
             return {}, None
         return {each.name: sink.facts(each.name) for each in config.indexes.indexes}, None
@@ -124,7 +124,7 @@ def _with_facts(state: IndexState, facts: IndexFacts | None) -> IndexState:
 
 
 def _published(connection: psycopg.Connection[Any], config: Config) -> set[str] | None:
-    """The tables whose changes the server sends; None if the pipeline sees to that itself."""
+    """The published tables; None if the pipeline manages the publication."""
     settings = config.pipeline
     if settings.manage_publication or inspect_publication(connection, settings.publication) is None:
         return None
@@ -150,7 +150,7 @@ def _check_published(
 
 
 def _with(report: Report, more: Iterable[Check]) -> Report:
-    """Further findings; what said that everything fits does not stand beside them."""
+    """The report with further findings, and then without its passed checks."""
     added = tuple(more)
     kept = tuple(each for each in report.checks if not added or each.status is not Status.PASSED)
     return Report(report.location, (*kept, *added))

@@ -1,8 +1,8 @@
-"""How far a pipeline is behind its server, in bytes of WAL and in seconds.
+"""Replication lag, in bytes of WAL and in seconds.
 
-The server's position is looked at every second. What apply has not reached yet was written at the latest when the first
-of these looks showed more than it has, so seconds need no clock of the server's. A backlog from before the first look
-goes by the commit time of what was applied last.
+The server's position is sampled every second. The lag in seconds is the age of the first sample that is ahead of the
+applied position, so that the server's clock is not needed. For a backlog that is older than the first sample, it is
+the age of the last applied commit.
 """
 
 from __future__ import annotations
@@ -24,28 +24,25 @@ _LOOKS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The distance to the server."""
+    """The lag of an output."""
 
     bytes: int
     seconds: float
 
 
 class Lag:
-    """Looks at the server, in order."""
+    """Samples of the server's position."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, Lsn]] = deque(maxlen=_LOOKS)
 
     def add(self, now: float, server: Lsn) -> None:
-        """A look; `now` is Unix time."""
+        """Add a sample; `now` is Unix time."""
         if not self._looks or self._looks[-1][1] != server:
             self._looks.append((now, server))
 
     def behind(self, now: float, applied: Lsn, last_commit_time: int) -> Behind | None:
-        """How far `applied` is behind; None before the first look. The commit time is in Unix microseconds.
-
-        May be asked for several outputs in turn.
-        """
+        """The lag of `applied`; None before the first sample. The commit time is in Unix microseconds."""
         if not self._looks:
             return None
         server = self._looks[-1][1]
@@ -54,13 +51,13 @@ class Lag:
         first_beyond = bisect_left(self._looks, True, key=lambda look: not reaches(applied, look[1]))
         seconds = now - self._looks[first_beyond][0]
         if first_beyond == 0 and last_commit_time:
-            # It was written before the first look that is remembered.
+            # It is older than the first sample.
             seconds = max(seconds, now - last_commit_time / 1e6)
         return Behind(distance(applied, server), max(0.0, seconds))
 
 
 class LagWatch:
-    """Looks at the server from a thread of its own, so that a server that does not answer holds up nobody."""
+    """Samples the server's position in a thread, so that a server that does not answer delays nothing."""
 
     def __init__(self, source: SourceSettings) -> None:
         self._source = source
@@ -91,4 +88,4 @@ class LagWatch:
                         with self._lock:
                             self._lag.add(time.time(), position)
             except SourceError:
-                self._stop.wait(5)  # the pipeline's own connections tell what is wrong
+                self._stop.wait(5)  # the pipeline's own connections report what is wrong

@@ -1,4 +1,4 @@
-"""`penstock run --plan`: what a start would create, and which tables it would copy. Looks, and changes nothing."""
+"""What a start would create, and which tables it would copy; and whether the server is ready. Changes nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.source.slots import inspect_slot
 from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
 from penstock.tables import OnLostSlot
 
-_REFUSED = "WITHOUT REPLICA IDENTITY: once it is published, the server refuses updates and deletes of it"
-POLLED = "not needed, changes are polled"
+_REFUSED = "NO REPLICA IDENTITY: once it is published, the server rejects its updates and deletes"
+POLLED = "not needed: changes are polled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Plan:
     slot_plan: str
     ddl_trigger: str
     ddl_trigger_plan: str | None
-    """None if there is none, and none is wanted."""
+    """None if it neither exists nor is wanted."""
     state: str
     state_plan: str
     spool: str
@@ -53,7 +53,7 @@ class Plan:
 
 
 def make_plan(config: Config) -> Plan:
-    """Look at the server and at what is stored."""
+    """Compare the config with the server and the stored state."""
     for output in config.outputs:
         config.create_destination(output)
     if config.documents is not None:
@@ -84,9 +84,9 @@ def make_plan(config: Config) -> Plan:
             ddl_trigger=settings.trigger.name,
             ddl_trigger_plan=_trigger(connection, config),
             state=config.state_location,
-            state_plan="would be created" if first is None else "is there",
+            state_plan="would be created" if first is None else "exists",
             spool=str(settings.spool.path),
-            spool_plan="is there" if settings.spool.path.is_dir() else "would be created",
+            spool_plan="exists" if settings.spool.path.is_dir() else "would be created",
             destinations={output.name: output.destination_type for output in config.outputs},
             tables={
                 name: {
@@ -119,27 +119,27 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
     settings = config.pipeline
     publication = inspect_publication(connection, settings.publication)
     if not settings.manage_publication:
-        return "is there, and left as it is" if publication else "is MISSING, and manage_publication is false"
+        return "exists, and is left as it is" if publication else "is MISSING, and manage_publication is false"
     wanted = {str(table) for table in find_tables(connection, settings.tables, settings.exclude)}
     if publication is None:
         return f"would be created, for {len(wanted)} tables"
     if publication.all_tables:
-        return "is for all tables, so its tables CANNOT BE CHOSEN; set manage_publication = false"
+        return "is FOR ALL TABLES, so its tables cannot be chosen; set manage_publication = false"
     members = {str(table) for table in published_tables(connection, settings.publication)}
     changes = [
         f"{', '.join(sorted(tables))} would be {what}"
         for tables, what in ((wanted - members, "added"), (members - wanted, "removed"))
         if tables
     ]
-    return f"is there; {'; '.join(changes) or 'has the right tables'}"
+    return f"exists; {'; '.join(changes) or 'has the right tables'}"
 
 
 def _trigger(connection: psycopg.Connection[Any], config: Config) -> str | None:
-    """What would happen to the trigger; None if there is none, and none is wanted."""
+    """What would happen to the trigger; None if it neither exists nor is wanted."""
     exists = config.pipeline.trigger.exists(connection)
     if config.pipeline.ddl_trigger:
-        return "is there" if exists else "would be created, with its functions in schema penstock_ddl"
-    return "is there, and would be removed" if exists else None
+        return "exists" if exists else "would be created, with its functions in schema penstock_ddl"
+    return "exists, and would be removed" if exists else None
 
 
 def _slot(
@@ -148,13 +148,13 @@ def _slot(
     """What would happen to the slot, and whether every table would be copied again for it."""
     slot = inspect_slot(connection, config.pipeline.slot)
     if slot is not None and not slot.lost:
-        return f"is there, at {slot.confirmed_flush_lsn}", False
-    what = "is lost" if slot is not None else "is gone"
+        return f"exists, at {slot.confirmed_flush_lsn}", False
+    what = "is lost" if slot is not None else "no longer exists"
     if slot is None and not has_built and not any(isinstance(phase, SyncDone | Ready) for phase in phases):
         return "would be created", False
     if config.pipeline.on_lost_slot is OnLostSlot.ERROR:
         return f'{what}: the start WOULD BE REFUSED (on_lost_slot = "error")', False
-    return f"{what}, and would be created anew", True
+    return f"{what}, and would be created again", True
 
 
 def _tables(connection: psycopg.Connection[Any], config: Config) -> dict[str, int | None]:
@@ -180,10 +180,10 @@ def _fate_of_index(index: IndexChoice, build: IndexBuild | None, catalog: Source
     if build is None:
         return f"would be built from {table}"
     if anew or build.fingerprint != build_fingerprint(index.specification, catalog):
-        return f"would be built again from {table}, beside the one that serves"
+        return f"would be rebuilt from {table}, next to the one that serves"
     if build.status is IndexStatus.SEEDED:
-        return "is complete, and would be followed"
-    return f"is being built from {table}, which would go on"
+        return "is complete, and would be kept up to date"
+    return f"is being built from {table}; that would resume"
 
 
 def _fate(phase: StoredPhase | None, anew: bool) -> str:
@@ -191,7 +191,7 @@ def _fate(phase: StoredPhase | None, anew: bool) -> str:
         return "would be copied again"
     match phase:
         case SyncDone() | Ready():
-            return "is copied already, and would be followed"
+            return "is already copied, and would be kept up to date"
         case Errored():
             return f"is errored: {phase.reason}"
         case _:

@@ -1,7 +1,7 @@
 """Running a pipeline with `[polling]`, in this process: search documents kept up to date without logical decoding.
 
-No slot, no publication, no spool: the engine takes changes from `penstock.documents.polling`. The lease, the maps of
-relations and the quarantine are those of any other run.
+It needs no slot, publication or spool: the engine takes changes from `penstock.documents.polling`. Lease, relation maps
+and quarantine are those of any other run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.state import Command, CommandKind, CommandStatus, IndexBuild, Inde
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What a run has open."""
+    """What a run holds open."""
 
     store: Store
     positions: PollPositions
@@ -45,7 +45,7 @@ class _Opened:
 
 
 def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say, *, once: bool) -> None:
-    """Fill the indexes that are not, then poll until a signal comes; with `once` until nothing is left."""
+    """Fill indexes that are not complete, then poll until a signal arrives; with `once`, until nothing is left."""
     choice = config.indexes
     sink = choice.create_sink()
     with _opened(config, choice) as opened:
@@ -59,7 +59,7 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say
         capture = PollingCapture(
             config.pipeline.source, tables, opened.positions, settings=polling.settings, stop=ending.stop, once=once
         )
-        # In this order: what changes while maps and indexes are filled comes again by polling.
+        # In this order: polling repeats changes that happen while maps and indexes are filled.
         capture.prepare()
         _seed_relations(choice, catalog, sink, documents, opened)
         for command in opened.store.take_commands():
@@ -68,7 +68,7 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say
             capture,
             documents,
             sink,
-            observer=_Told(choice, catalog, opened.store, opened.quarantine, say),
+            observer=_Reporting(choice, catalog, opened.store, opened.quarantine, say),
             batch=choice.batch,
             queue_capacity=max(1, choice.batch.max_changes),
             skip_backfill=choice.skip_backfill,
@@ -76,7 +76,7 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say
         )
         say(
             f"polling {count_of(len(tables), 'table')} on {config.pipeline.source.location} every "
-            f"{polling.settings.interval:g} s, in {choice.sink_type}; deleted rows are not seen; Ctrl-C ends it"
+            f"{polling.settings.interval:g} s, in {choice.sink_type}; deletes are not noticed; press Ctrl-C to stop"
         )
         engine.run()
         say("caught up, stopping" if once and not ending.stop.is_set() else "stopped")
@@ -103,7 +103,7 @@ def _opened(config: Config, choice: DocumentsChoice) -> Iterator[_Opened]:
 def _seed_relations(
     choice: DocumentsChoice, catalog: SourceCatalog, sink: Sink, documents: PostgresDocuments, opened: _Opened
 ) -> None:
-    """Learn what rows hang on; indexes that need what was not known before are built anew."""
+    """Fill the relation maps; indexes that use a new relation are rebuilt."""
     new = opened.relations.prepare(documents.resolver.tracked)
     for relation in new:
         opened.relations.seed(opened.building, relation, Lsn(0))
@@ -113,7 +113,7 @@ def _seed_relations(
 
 def _obey(command: Command, choice: DocumentsChoice, catalog: SourceCatalog, sink: Sink, store: Store) -> None:
     if command.kind is not CommandKind.REBUILD_INDEX:
-        reason = "a pipeline that polls knows no other command than index rebuild"
+        reason = "a polling pipeline accepts no command but index rebuild"
         store.answer_command(command.number, CommandStatus.REFUSED, reason)
         return
     for name in command.options.get("indexes", ()):
@@ -128,8 +128,8 @@ def _rebuild(choice: DocumentsChoice, catalog: SourceCatalog, sink: Sink, name: 
         sink.reindex(mapping)
 
 
-class _Told(Observer):
-    """Says what happens, and remembers it for `index list` and `index quarantine`."""
+class _Reporting(Observer):
+    """Reports events, and records them for `index list` and `index quarantine`."""
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class _Told(Observer):
 
     def on_index_seeded(self, index: str) -> None:
         self._note(index, IndexStatus.SEEDED)
-        self._say(f"index {index} is complete, and serves")
+        self._say(f"index {index} is complete and serves")
 
     def on_backfill_completed(self) -> None:
-        # Also those that the sink had already, and those that nobody wants to be filled.
+        # Includes those that the sink had already, and those that are not to be filled.
         for each in self._choice.indexes:
             self._note(each.name, IndexStatus.SEEDED)
 

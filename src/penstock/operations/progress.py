@@ -1,6 +1,6 @@
-"""What there is to tell about a pipeline that runs: what has happened since the last look, and how it is now.
+"""Progress of a running pipeline: the events since the last look, and the status now.
 
-Only looks and compares; `display` shows it, `status_file` keeps it for `penstock status`.
+`cli.display` shows it; the status file keeps it for `penstock status`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Rea
 from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
 
 RATE_SECONDS = 5.0
-"""Changes per second are those of so long a time."""
+"""The period over which changes per second are averaged."""
 WRITE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """What is looked at: a `RunningOutput`."""
+    """What is watched of a `RunningOutput`."""
 
     @property
     def output(self) -> str: ...
@@ -51,7 +51,7 @@ class Watched(Protocol):
 
 @runtime_checkable
 class WatchedIndexes(Protocol):
-    """What is looked at besides, of a `DocumentsOutput`."""
+    """What is also watched of a `DocumentsOutput`."""
 
     @property
     def indexes(self) -> Mapping[str, IndexBuild]: ...
@@ -59,38 +59,38 @@ class WatchedIndexes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something has happened; `text` says it to people, the rest to machines."""
+    """An event: `text` for people, the rest for machines."""
 
     event: str
     text: str
     output: str
     table: str
-    """Or the index."""
+    """Table or index."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLook:
-    """An output at one moment."""
+    """The status of an output at one moment."""
 
     output: str
     paused: bool
     phases: Mapping[str, TableReplicationPhase]
     copies: tuple[CopyProgress, ...]
-    """Under way."""
+    """Those in progress."""
     changes: int
     """Applied since the process started."""
     changes_per_second: float
     applied: Lsn
     behind: Behind | None
-    """None before anything is known of the server."""
+    """None before the server's position is known."""
     indexes: Mapping[str, IndexBuild] = field(default_factory=dict[str, IndexBuild])
     error: str | None = None
-    """What stopped the output, while others go on."""
+    """What stopped the output, while others keep running."""
 
     @property
     def line(self) -> str:
-        """How it is, in one line."""
+        """The status in one line."""
         lag = "unknown"
         if self.behind is not None:
             lag = f"{format_bytes(self.behind.bytes)}, {format_seconds(self.behind.seconds)}"
@@ -102,7 +102,7 @@ class OutputLook:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The same, for machines."""
+        """The status as plain values."""
         return {
             "output": self.output,
             "paused": self.paused,
@@ -120,7 +120,7 @@ class OutputLook:
 
 
 class Progress:
-    """Compares one output with how it was when it was last looked at."""
+    """Watches one output."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Progress:
         prefix: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefix` stands before what is said of one of several outputs."""
+        """`prefix` is put before notices, to name one of several outputs."""
         self._pipeline = pipeline
         self._behind = behind
         self._prefix = prefix
@@ -142,7 +142,7 @@ class Progress:
         self._samples: deque[tuple[float, int]] = deque()
 
     def look(self) -> tuple[list[Notice], OutputLook | None]:
-        """What is new, and how it is now; None before the start."""
+        """The new events and the status; None before the start."""
         phases = dict(self._pipeline.phases)
         copies = dict(self._pipeline.copies)
         indexes = dict(self._pipeline.indexes) if isinstance(self._pipeline, WatchedIndexes) else {}
@@ -190,7 +190,7 @@ class Progress:
         notices = [
             self._notice(
                 "waiting",
-                f"waiting to copy {table}, until these open transactions have ended: {name_blockers(wait.blockers)}",
+                f"waiting to copy {table} until these transactions end: {name_blockers(wait.blockers)}",
                 table,
                 {"blockers": [str(blocker) for blocker in wait.blockers], "since": wait.since.isoformat()},
             )
@@ -222,7 +222,7 @@ class Progress:
             if isinstance(phase, Errored) and self._phases.get(table) != phase
         ]
         for table in self._phases.keys() - phases.keys():
-            text = f"{table} left the publication; its data stays at the destination"
+            text = f"{table} is no longer in the publication; its data stays at the destination"
             notices.append(self._notice("left", text, table, {}))
         return notices
 
@@ -234,7 +234,7 @@ class Progress:
             if build.status is not IndexStatus.SEEDED and (before is None or before.build != build.build):
                 notices.append(self._notice("filling", f"filling index {name}: {build.reason}", name, facts))
             elif build.status is IndexStatus.SEEDED and before is not None and _state(before) != _state(build):
-                notices.append(self._notice("seeded", f"index {name} is complete, and serves", name, facts))
+                notices.append(self._notice("seeded", f"index {name} is complete and serves", name, facts))
         return notices
 
     def _notice(self, event: str, text: str, table: str, facts: Mapping[str, Any]) -> Notice:
@@ -242,7 +242,7 @@ class Progress:
 
 
 class Interval:
-    """Says now and then that it is time again."""
+    """A timer that repeats."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -250,7 +250,7 @@ class Interval:
         self._last = clock()
 
     def is_over(self) -> bool:
-        """Whether it has been long enough; never if it is 0."""
+        """True once per interval; never if the interval is 0."""
         now = self._clock()
         if not self._seconds or now - self._last < self._seconds:
             return False
@@ -260,7 +260,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class LastLook:
-    """An output, as the process that runs it saw it last."""
+    """The status of an output, as its process last wrote it."""
 
     at: float
     """Unix time."""
@@ -271,13 +271,16 @@ class LastLook:
     lag_bytes: int | None
     lag_seconds: float | None
     phases: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By table; also those that are not stored."""
+    """By table; includes phases that are not stored."""
     copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    """By table: the copies that were under way."""
+    """By table: the copies in progress."""
 
 
 class StatusFile:
-    """Written by one process, read by any."""
+    """A small file in the spool, replaced every second: copies, rates and lag, which only the running process knows.
+
+    After the process has ended, it holds the last status.
+    """
 
     def __init__(self, spool: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = SpoolFolder(spool).status
@@ -286,21 +289,21 @@ class StatusFile:
         self._is_new = True
 
     def write(self, looks: Sequence[OutputLook]) -> None:
-        """Replace it, unless it was replaced a moment ago. A disk that is full is not its business."""
+        """Replace the file, at most once a second. A full disk is not an error here."""
         if not looks or not (self._is_new or self._interval.is_over()):
             return
         self._is_new = False
         try:
             replace_file(self._path, {look.output: asdict(self._last(look)) for look in looks})
         except OSError as error:
-            logger.debug("the status could not be written error=%s", error)
+            logger.debug("status file not written error=%s", error)
 
     def read(self) -> dict[str, LastLook]:
-        """The last looks by output; none if there is no file, or one that cannot be understood."""
+        """The last status by output; empty if there is no valid file."""
         try:
             return {output: LastLook(**values) for output, values in (read_file(self._path) or {}).items()}
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            logger.debug("the status could not be read error=%s", error)
+            logger.debug("status file not read error=%s", error)
             return {}
 
     def _last(self, look: OutputLook) -> LastLook:
@@ -323,13 +326,13 @@ def _stopped(table: str, phase: Errored) -> str:
 
 
 def describe_plan(progress: CopyProgress) -> str:
-    """What there is to copy."""
+    """The size of a copy."""
     rows = "" if progress.estimated_rows is None else f", about {count_of(progress.estimated_rows, 'row')}"
     return f"{format_bytes(progress.bytes)}{rows}"
 
 
 def describe_copy(progress: CopyProgress) -> str:
-    """How far a copy is."""
+    """The progress of a copy."""
     left = progress.seconds_left
     return (
         f"{progress.ranges_done} of {count_of(progress.ranges, 'range')}, {count_of(progress.rows_done, 'row')}, "
@@ -339,14 +342,14 @@ def describe_copy(progress: CopyProgress) -> str:
 
 
 def describe_whole(progress: CopyProgress) -> str:
-    """A copy that is done. Whoever reads it by a data frame counts no rows."""
+    """A finished copy. Rows that are read through a data frame are not counted."""
     if progress.ranges_done < progress.ranges:
         return describe_plan(progress)
     return f"{count_of(progress.rows_done, 'row')}, {format_bytes(progress.bytes)}"
 
 
 def copy_facts(progress: CopyProgress) -> dict[str, Any]:
-    """How far a copy is, for machines."""
+    """The progress of a copy as plain values."""
     left = progress.seconds_left
     return {
         "ranges": progress.ranges,

@@ -90,21 +90,21 @@ _HARMLESS_OPTIONS = frozenset({"type", "name", "path", "mode", "compression", "f
 _HARMLESS_SPARK = frozenset({"master", "memory"})
 _SHORTEST_SECRET = 8
 _OPEN_SECTIONS = frozenset({"destination", "spark"})
-"""Sections that take any key."""
-_README = """A report about the Penstock pipeline {name!r}, made {time}.
+"""Sections that accept any key."""
+_README = """Report about the Penstock pipeline {name!r}, created {time}.
 
-config.json     the config file; what comes from the environment is not in it, nor are values that may be secret
-versions.json   of Penstock, Python, Java and the libraries; names of environment variables
-status.json     what `penstock status --json` shows
+config.json     the config file, without values from the environment and without values that may be secret
+versions.json   versions of Penstock, Python, Java and libraries; names of environment variables
+status.json     output of `penstock status --json`
 state.json      stored progress, the history of every table's phases, and the commands
-spool.json      what waits in the spool, and who still needs it
+spool.json      what is in the spool, and its readers
 server.json     the server's version, some settings, slots, senders, publications, open transactions
-check.json      what `penstock check --json` finds
-log.txt         the last lines of the log files that were named
+check.json      output of `penstock check --json`
+log.txt         the last lines of the log files given with --log
 *.error.txt     why a part is missing
 
-It has names of tables and columns, of hosts, databases and users. It has no passwords and no rows. Look into it before
-you send it.
+It contains names of tables, columns, hosts, databases and users, but no passwords and no rows. Check it before you send
+it.
 """
 
 
@@ -132,18 +132,18 @@ def write_report(config_path: Path, path: Path | None = None, logs: Sequence[Pat
 
 
 def redact_config(file: dict[str, Any]) -> dict[str, Any]:
-    """The parsed file, before anything was put in from the environment."""
+    """The parsed file without secrets; references to the environment are kept."""
     return {name: _section(name, value) for name, value in file.items()}
 
 
 def hidden_texts(file: dict[str, Any]) -> set[str]:
-    """What `redact_config` hides altogether: not to be shown elsewhere either. Short texts are words, not secrets."""
+    """Texts that `redact_config` hides, to be hidden elsewhere too. Short texts are words, not secrets."""
     shown = _texts(redact_config(file))
     return {text for text in _texts(file) - shown if len(text) >= _SHORTEST_SECRET}
 
 
 def _load(path: Path) -> tuple[Config | None, ConfigError | None]:
-    """The config; a broken one is what a report may be about. Without any file there is nothing to report."""
+    """The config, or the error in it; raises if there is no file."""
     try:
         return load_config(path), None
     except ConfigError as error:
@@ -159,7 +159,7 @@ def _collect(parts: Mapping[str, Part]) -> Iterable[tuple[str, str]]:
         except PenstockError as error:
             yield f"{Path(name).stem}.error.txt", f"{type(error).__name__}: {error.message}\n{error.hint}\n"
         except Exception:
-            # Whatever is broken is what the report is for.
+            # The report is for whatever is broken.
             yield f"{Path(name).stem}.error.txt", traceback.format_exc()
 
 
@@ -168,11 +168,11 @@ def _last_lines(path: Path) -> str:
         with open(path, errors="replace") as file:
             return f"==> {path} <==\n{''.join(deque(file, LOG_LINES))}\n"
     except OSError as error:
-        return f"==> {path} <==\ncannot be read: {error.strerror}\n"
+        return f"==> {path} <==\ncannot read: {error.strerror}\n"
 
 
 def _secrets(config: Config | None, path: Path) -> frozenset[str]:
-    """All that is known to be secret, to be removed wherever it turns up."""
+    """All known secrets, to be removed from every file."""
     secrets = {os.environ.get("PGPASSWORD", "")}
     with contextlib.suppress(OSError, ValueError):
         secrets |= hidden_texts(tomllib.loads(path.read_text()))
@@ -199,12 +199,12 @@ def _write(path: Path, files: Mapping[str, str]) -> None:
 
 
 def _general_parts(path: Path) -> dict[str, Part]:
-    """What is known without a config that can be understood."""
+    """What is known without a valid config."""
     return {"config.json": lambda: redact_config(tomllib.loads(path.read_text())), "versions.json": _versions}
 
 
 def _pipeline_parts(config: Config) -> dict[str, Part]:
-    """What is known of a pipeline."""
+    """What is known of the pipeline."""
     return {
         "status.json": lambda: status_facts(pipeline_status(config)),
         "state.json": lambda: _state(config),
@@ -215,7 +215,7 @@ def _pipeline_parts(config: Config) -> dict[str, Part]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: positions as text, although they are numbers, and times by ISO 8601."""
+    """As JSON: positions as text, times in ISO 8601."""
     match value:
         case Lsn() | Path():
             return str(value)
@@ -313,7 +313,7 @@ def _spool(config: Config) -> Mapping[str, Any]:
 
 def _server(config: Config) -> Mapping[str, Any]:
     with connect(config.pipeline.source, Role.CHECK, parameters={"statement_timeout": "30s"}) as connection:
-        with translated(connection, "look at the server"), connection.cursor(row_factory=dict_row) as cursor:
+        with translated(connection, "inspect the server"), connection.cursor(row_factory=dict_row) as cursor:
 
             def rows(query: str, *parameters: Any) -> list[dict[str, Any]]:
                 return cursor.execute(query.encode(), parameters or None).fetchall()
@@ -358,7 +358,7 @@ def _section(name: str, value: Any) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """A value of a key that we know: a URL may have a password, nothing else."""
+    """The value of a known key: only a URL can contain a password."""
     if isinstance(value, dict):
         return {key: _known(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -367,7 +367,7 @@ def _known(value: Any) -> Any:
 
 
 def _masked(value: Any) -> Any:
-    """A value of which nothing is known; of an address the host is shown."""
+    """The value of an unknown key; of a URL, the host is shown."""
     if isinstance(value, dict):
         return {key: _masked(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -80,7 +80,7 @@ class Running:
         return self._coordinator.wait(timeout)
 
     def check(self) -> None:
-        """Raise the error of an output that has failed, also while others go on."""
+        """Raise the error of an output that has failed, also while others keep running."""
         self._coordinator.check()
 
     def look(self) -> tuple[list[Notice], list[OutputLook]]:

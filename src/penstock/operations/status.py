@@ -22,6 +22,7 @@ from penstock.lsn import Lsn, distance, furthest
 from penstock.observe import scrub
 from penstock.operations.progress import LastLook, StatusFile
 from penstock.operations.stores import every_chosen_output, existing_store, running, table_names
+from penstock.output import RunningOutput
 from penstock.source import Role, connect
 from penstock.source.catalog import TableSize, load_sizes
 from penstock.source.lineage import flushed_position
@@ -31,25 +32,25 @@ from penstock.spool.folder import SpoolFolder
 from penstock.state import Errored, IndexBuild, IndexStatus, LeaseInfo, Ready, Store, StoredPhase, SyncDone
 
 FRESH_SECONDS = 15.0
-"""What a run said longer ago than that is not how it is now."""
+"""An older status file is not current."""
 LONG_SECONDS = 60.0
-"""A transaction that is open longer than that is named."""
+"""A transaction that is open for longer is listed."""
 _CONNECT_SECONDS = 5.0
 _IMPATIENCE = {"lock_timeout": "1s", "statement_timeout": "10s"}
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
-    """The replication slot, which keeps WAL on the server."""
+    """The replication slot."""
 
     name: str
     exists: bool
     active_pid: int | None = None
-    """Of the server's process that serves its reader."""
+    """Process id of the server process that serves its reader."""
     position: str | None = None
     lag_bytes: int | None = None
     retained_bytes: int | None = None
-    """WAL that the server keeps for it."""
+    """WAL that the server retains for it."""
     wal_status: str | None = None
     lost: bool = False
 
@@ -63,20 +64,20 @@ class SourceStatus:
     position: str | None = None
     slot: SlotStatus | None = None
     long_transactions: tuple[str, ...] = ()
-    """Open for a minute and more: the slot cannot move past their beginning, nor can a copy begin."""
+    """Open for a minute or more: the slot cannot move past their start, and no copy can start."""
     error: str | None = None
-    """Why it does not answer; then the rest is unknown."""
+    """Why it does not answer; the rest is unknown then."""
     hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TableError:
-    """Why a table stopped, and what can be done."""
+    """Why a table stopped, and what to do."""
 
     reason: str
     solution: str | None
     command: str | None
-    """What a person runs when the cause is gone."""
+    """The command to run when the cause is fixed."""
     since: str
     next_retry: str | None
     attempts: int
@@ -85,41 +86,41 @@ class TableError:
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """One table of one output; as JSON it has the same names."""
+    """One table of one output; the JSON has the same names."""
 
     table: str
     id: int
     output: str
     phase: str
     position: str | None
-    """Up to where the table is durable."""
+    """The position up to which the table is durable."""
     error: TableError | None
 
 
 @dataclass(frozen=True, slots=True)
 class TableStatus(TableState):
-    """A table with what the server and the run know of it."""
+    """A table, with its size at the source and the progress of its copy."""
 
     rows: int | None = None
-    """At the source, by its statistics."""
+    """At the source, from its statistics."""
     bytes: int | None = None
     copy: Mapping[str, Any] | None = None
-    """How far its copy is, if one is under way."""
+    """The progress of its copy, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexState:
-    """One index; as JSON it has the same names."""
+    """One index; the JSON has the same names."""
 
     index: str
     table: str
     fingerprint: str
-    """Of the specification as it is now."""
+    """Of the current specification."""
     status: str
-    """not built, wanted, filling or seeded; outdated if the specification is another one than what was built."""
+    """not built, wanted, filling or seeded; outdated if the specification has changed since it was built."""
     seeded: bool
     reason: str
-    """Why it is being built anew, or was."""
+    """Why it is being rebuilt, or was."""
     generation: str | None = None
     filling: str | None = None
     documents: int | None = None
@@ -129,7 +130,7 @@ class IndexState:
 
 @dataclass(frozen=True, slots=True)
 class OutputStatus:
-    """One destination."""
+    """One output."""
 
     output: str
     paused: bool
@@ -137,30 +138,31 @@ class OutputStatus:
     lag_bytes: int | None
     lag_seconds: float | None
     changes_per_second: float | None
-    """None if it does not run, or not on this machine."""
+    """None if it does not run on this machine."""
     tables: tuple[TableStatus, ...] = ()
     indexes: tuple[IndexState, ...] = ()
-    """Of the output of documents; without asking the sink."""
+    """Of the documents output; the sink is not queried."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
-    """A pipeline; as JSON it has the same names."""
+    """The status of a pipeline; the JSON has the same names."""
 
     pipeline: str
     running: Mapping[str, Any] | None
     source: SourceStatus
     outputs: tuple[OutputStatus, ...]
     forgotten: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Positions of outputs that are not in the config any more: the slot still waits for them."""
+    """Positions of outputs that are no longer in the config: the slot still waits for them."""
     driver: LeaseInfo | None = field(repr=False, default=None)
 
 
 def pipeline_status(
-    config: Config, output: str | None = None, stores: Mapping[str, Store] | None = None
+    config: Config, output: str | None = None, running_here: Sequence[RunningOutput] = ()
 ) -> PipelineStatus:
-    """Look at everything once; `stores` are those that a pipeline in this process has open, by output."""
-    known = [_stored(config, each, (stores or {}).get(each.name)) for each in every_chosen_output(config, output)]
+    """The status now; `running_here` are the outputs that run in this process, whose phases are read directly."""
+    opened = {each.output: each for each in running_here}
+    known = [_stored(config, each, opened.get(each.name)) for each in every_chosen_output(config, output)]
     table_ids = {state.id for each in known for state in each.tables}
     source, sizes, server = _ask_source(config, sorted(table_ids))
     looks = StatusFile(config.pipeline.spool.path).read()
@@ -182,20 +184,24 @@ def status_facts(found: PipelineStatus) -> dict[str, Any]:
     return facts
 
 
-def table_states(config: Config, output: OutputChoice, store: Store) -> list[TableState]:
-    """All tables, by name."""
+def table_states(
+    config: Config, output: OutputChoice, store: Store, opened: RunningOutput | None = None
+) -> list[TableState]:
+    """All tables of an output, sorted by name; `opened` is the output if it runs in this process."""
     stored = store.get_stored_progress()
     positions: dict[int, Lsn] = {}
     if stored is not None:
-        store.use_lineage(stored.lineage)
+        if opened is None:
+            store.use_lineage(stored.lineage)
         positions = dict(store.get_table_positions())
     names = table_names(config, store)
+    current = {} if opened is None else {name: phase.name for name, phase in opened.phases.items()}
     found = [
         TableState(
             table=names.get(table_id, f"oid {table_id}"),
             id=table_id,
             output=output.name,
-            phase=phase.name,
+            phase=current.get(names.get(table_id, ""), phase.name),
             position=_text(_position(phase, positions.get(table_id), stored.position if stored else None)),
             error=_error(config, phase),
         )
@@ -205,14 +211,14 @@ def table_states(config: Config, output: OutputChoice, store: Store) -> list[Tab
 
 
 def driver_facts(driver: LeaseInfo | None) -> dict[str, Any] | None:
-    """Who runs the pipeline, for machines; None if nobody does."""
+    """The process that runs the pipeline as plain values, or None."""
     if driver is None:
         return None
     return {"host": driver.host, "pid": driver.pid, "since": driver.since.isoformat(timespec="seconds")}
 
 
 def stored_indexes(config: Config, store: Store | None) -> list[IndexState]:
-    """All indexes of the config; without a store nothing was built."""
+    """All indexes of the config; without a store, none is built."""
     if store is None:
         return [_index_state(each, None, 0) for each in config.indexes.indexes]
     builds = store.get_index_builds()
@@ -223,22 +229,25 @@ def stored_indexes(config: Config, store: Store | None) -> list[IndexState]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What the store has of an output."""
+    """The stored state of an output."""
 
     name: str
     driver: LeaseInfo | None = None
     progress: Lsn | None = None
     tables: Sequence[TableState] = ()
     indexes: Sequence[IndexState] = ()
+    phases_known: bool = False
+    """The phases are those of the running process, not those that it stored."""
 
 
-def _stored(config: Config, output: OutputChoice | DocumentsChoice, opened: Store | None) -> _Stored:
-    with nullcontext(opened) if opened is not None else existing_store(config, output) as store:
+def _stored(config: Config, output: OutputChoice | DocumentsChoice, opened: RunningOutput | None) -> _Stored:
+    with existing_store(config, output) if opened is None else nullcontext(opened.store) as store:
         if store is None:
             return _Stored(output.name)
         if isinstance(output, DocumentsChoice):
             return _Stored(output.name, running(store), _progress(store), indexes=stored_indexes(config, store))
-        return _Stored(output.name, running(store), _progress(store), table_states(config, output, store))
+        tables = table_states(config, output, store, opened)
+        return _Stored(output.name, running(store), _progress(store), tables, phases_known=opened is not None)
 
 
 def _forgotten(config: Config) -> dict[str, str]:
@@ -279,7 +288,7 @@ def _sizes(connection: psycopg.Connection[Any], table_ids: Sequence[int]) -> Map
     try:
         return load_sizes(connection, table_ids)
     except SourceError:
-        # The size of a file waits for DDL on its table; a look does not.
+        # Reading the size of a table waits for DDL on it; the status does not.
         return {}
 
 
@@ -310,7 +319,7 @@ def _output(
         lag_bytes=lag_bytes,
         lag_seconds=lag_seconds,
         changes_per_second=None if live is None else live.changes_per_second,
-        tables=tuple(_table(state, live, sizes.get(state.id)) for state in stored.tables),
+        tables=tuple(_table(state, live, sizes.get(state.id), stored.phases_known) for state in stored.tables),
         indexes=tuple(stored.indexes),
     )
 
@@ -318,9 +327,9 @@ def _output(
 def _lag(
     stored: _Stored, look: LastLook | None, live: LastLook | None, server: Lsn | None, now: float
 ) -> tuple[int | None, float | None]:
-    """As the run sees it, or else as the server does.
+    """The lag from the status file, or from the server's position.
 
-    What nobody has applied was committed after the last look, or belonged to the lag of that time.
+    A stopped pipeline lags by the age of its last status, plus the lag at that time.
     """
     if live is not None and live.lag_bytes is not None:
         return live.lag_bytes, live.lag_seconds
@@ -332,9 +341,9 @@ def _lag(
     return size, round(max(0.0, now - look.at) + (look.lag_seconds or 0.0), 1)
 
 
-def _table(state: TableState, live: LastLook | None, size: TableSize | None) -> TableStatus:
+def _table(state: TableState, live: LastLook | None, size: TableSize | None, phase_known: bool) -> TableStatus:
     phase = state.phase
-    if live is not None and state.error is None:
+    if live is not None and state.error is None and not phase_known:
         phase = live.phases.get(state.table, phase)
     return TableStatus(
         table=state.table,

@@ -1,7 +1,7 @@
-"""Following a publication: capture in its child process, a spool in a temporary folder, events handed to a function.
+"""Following a publication: capture in its child process, a spool in a temporary folder, events passed to a function.
 
-A look, not a consumer: a temporary slot ends with it, a named one stays where it is unless told otherwise, and the
-folder is removed whatever happens.
+Unlike a pipeline it leaves nothing behind: a temporary slot ends with it, a named slot does not move unless asked to,
+and the folder is always removed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from psycopg.rows import tuple_row
 from penstock.capture import CaptureProcess, CaptureSettings, CaptureStatus, Reading
 from penstock.changes.events import Begin, Commit, Event, Message, Relation, Truncate, iterate_events
 from penstock.changes.steps import Segment, Truncation
+from penstock.config.units import count_of
 from penstock.errors import (
     ConfigError,
     PenstockError,
@@ -41,7 +42,7 @@ from penstock.spool import Entry, SpoolReader, SpoolSettings
 
 READER = "tail"
 SPOOL_BYTES = 256 << 20
-"""What may wait for a slow terminal; capture stops reading then, and goes on later."""
+"""How much may wait for a slow terminal; capture pauses beyond it."""
 FOLDER_PREFIX = "penstock-tail-"
 SLOT_PREFIX = "penstock_tail_"
 
@@ -60,28 +61,28 @@ class Follow:
     source: SourceSettings
     publication: str
     slot: str | None = None
-    """None for a temporary one."""
+    """None for a temporary slot."""
     start: Lsn | None = None
-    """A boundary; None for where the slot stands."""
+    """A boundary; None for the slot's own position."""
     tables: tuple[str, ...] = ()
-    """Patterns; none for all tables."""
+    """Patterns; empty for all tables."""
     acknowledge: bool = False
-    """Move the named slot behind the transactions that were handed over whole."""
+    """Advance the named slot past the transactions that were delivered completely."""
     limit: int | None = None
-    """End after so many changes."""
+    """Stop after this many changes."""
     seconds: float | None = None
-    """End after so long, counted from when the slot delivers."""
+    """Stop after this time, counted from when the slot delivers."""
 
 
 @dataclass(slots=True)
 class Followed:
-    """What has come so far."""
+    """What has arrived so far."""
 
     changes: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     """By table and kind of change."""
     transactions: int = 0
     position: Lsn | None = None
-    """The boundary behind the last whole transaction; None before the slot delivers."""
+    """The boundary after the last complete transaction; None before the slot delivers."""
     started: float = 0.0
     ended: float = 0.0
 
@@ -100,10 +101,10 @@ def follow(
     idle: Callable[[], None] = lambda: None,
     followed: Followed | None = None,
 ) -> Followed:
-    """Hand every event to `handle` in order, until `stop`, the limit or the end of the time.
+    """Pass every event to `handle` in order, until `stop`, the limit or the end of the time.
 
-    `start` is what `prepare` gave. `handle` and `idle` are called from this thread; what they raise ends it. `notice`
-    gets sentences for people. `followed` is kept up to date: it can be seen while this runs, and after an error.
+    `start` is the result of `prepare`. `handle` and `idle` are called from this thread; an exception in them ends it.
+    `notice` receives sentences for people. `followed` is kept up to date, also after an error.
     """
     followed = followed if followed is not None else Followed()
     slot = settings.slot or f"{SLOT_PREFIX}{os.getpid()}_{secrets.token_hex(4)}"
@@ -133,7 +134,7 @@ def follow(
 
 
 def prepare(settings: Follow, notice: Callable[[str], None]) -> Lsn | None:
-    """Refuse what cannot work, in words that fit a look; where to start on a named slot, None for a temporary one."""
+    """Refuse what cannot work; returns where to start on a named slot, None for a temporary one."""
     patterns = [TablePattern(pattern) for pattern in settings.tables]
     with connect(settings.source, Role.TAIL) as connection:
         try:
@@ -143,7 +144,7 @@ def prepare(settings: Follow, notice: Callable[[str], None]) -> Lsn | None:
             raise PublicationMissing(error.message, hint=hint, **error.facts) from None
         names = [TableName(table.namespace, table.name) for table in tables]
         if not names:
-            notice(f"publication {settings.publication} has no tables: there is nothing to see until it gets some")
+            notice(f"publication {settings.publication} has no tables: nothing is shown until some are added")
         elif patterns and not any(pattern.matches(name) for pattern in patterns for name in names):
             raise ConfigError(
                 f"no table of publication {settings.publication!r} matches {', '.join(settings.tables)}",
@@ -155,14 +156,14 @@ def prepare(settings: Follow, notice: Callable[[str], None]) -> Lsn | None:
         if slot is None:
             raise SlotMissing(
                 f"replication slot {settings.slot!r} does not exist ({settings.source.location})",
-                hint="Leave --slot out to follow by a temporary slot, from now on.",
+                hint="Omit --slot to use a temporary slot that starts now.",
                 slot=settings.slot,
             )
         slot = require_usable(slot, settings.slot, database=connection.info.dbname)
         if slot.active:
             raise SlotInUse(
-                f"slot {settings.slot!r} is read by process {slot.active_pid} of the server",
-                hint="A slot has one reader: stop the other one, or leave --slot out to follow by a temporary slot.",
+                f"slot {settings.slot!r} is being read by server process {slot.active_pid}",
+                hint="A slot has one reader: stop the other one, or omit --slot to use a temporary slot.",
                 slot=settings.slot,
                 pid=slot.active_pid,
             )
@@ -189,8 +190,8 @@ def choose_publication(
                 rows = cursor.execute("select pubname::text from pg_catalog.pg_publication order by 1").fetchall()
             there = ", ".join(row[0] for row in rows)
             raise ConfigError(
-                "tail needs a publication: it says which tables the server sends",
-                hint=f"Use --publication; this database has {there}."
+                "tail needs a publication, which determines the tables that the server sends",
+                hint=f"Use --publication; this database has: {there}."
                 if there
                 else "This database has none: add --publication penstock --create-publication to make one.",
             )
@@ -199,11 +200,12 @@ def choose_publication(
             wanted = find_tables(connection, patterns, exclude)
             if not wanted:
                 raise ConfigError(
-                    f"there are no tables for a publication: nothing matches {', '.join(patterns)}",
+                    f"cannot create a publication without tables: nothing matches {', '.join(patterns)}",
                     hint="Write schema.table, like public.orders or sales.*",
                 )
             create_publication(connection, name, wanted)
-            notice(f"created publication {name} for {len(wanted)} tables; it stays: drop publication {name}")
+            count = count_of(len(wanted), "table")
+            notice(f"created publication {name} for {count}; to remove it: drop publication {name}")
     return name
 
 
@@ -225,7 +227,7 @@ class _Follower:
     _wanted: dict[str, bool] = field(default_factory=dict[str, bool])
 
     def run(self, start: Lsn | None) -> None:
-        """Until one of the ends is reached."""
+        """Run until one of the ends is reached."""
         self._patterns = tuple(TablePattern(pattern) for pattern in self.settings.tables)
         position = self._wait_for_slot(start)
         if position is None:
@@ -245,7 +247,7 @@ class _Follower:
             self._wait_acknowledged(position)
 
     def _wait_for_slot(self, start: Lsn | None) -> Lsn | None:
-        """Where reading begins; None when stopped before. What prevents it is raised, not tried again."""
+        """Where reading begins; None if stopped before. Errors are raised, not retried."""
         since = time.monotonic()
         while not self.stop.is_set():
             status = self.capture.status
@@ -272,12 +274,12 @@ class _Follower:
             yield entry
 
     def _take(self, entry: Entry, position: Lsn) -> Lsn:
-        """Hand over an entry's events; the boundary behind the last whole transaction."""
+        """Pass on the events of an entry; returns the boundary after the last complete transaction."""
         opened = position
         for event in iterate_events(self.reader, [entry], after=position, tables=self._is_wanted):
             if isinstance(event, Begin):
                 opened = event.commit_lsn
-            # The commit behind the last change that is wanted is still taken: it makes its transaction whole.
+            # The commit after the last wanted change is still delivered: it completes its transaction.
             if not isinstance(event, Commit) and self._is_over():
                 return opened
             self.handle(event)
@@ -312,24 +314,24 @@ class _Follower:
         return self._wanted[step.table]
 
     def _watch(self, status: CaptureStatus) -> None:
-        """Say when capture meets something, and when it goes on."""
-        # A full spool means that who reads us is slow, which they know.
+        """Report when capture is interrupted, and when it resumes."""
+        # A full spool means that the reader of our output is slow, which is no news to them.
         reading = Reading.STREAMING if status.reading is Reading.SPOOL_FULL else status.reading
         if reading is self._reading or reading is Reading.CONNECTING:
             return
         if reading is Reading.RETRYING:
-            self.notice(f"capture was interrupted and tries again: {status.error}")
+            self.notice(f"capture was interrupted and is retrying: {status.error}")
         elif reading is Reading.DISK_FULL:
-            self.notice(f"no room left in {tempfile.gettempdir()}: waiting until there is")
+            self.notice(f"no space left in {tempfile.gettempdir()}: waiting for some")
         elif reading is Reading.STREAMING:
-            self.notice("capture goes on")
+            self.notice("capture has resumed")
         self._reading = reading
 
     def _say_where(self, position: Lsn) -> None:
         kind = "a temporary slot" if self.settings.slot is None else f"slot {self.slot}"
         self.notice(
             f"following publication {self.settings.publication} on {self.settings.source.location} "
-            f"by {kind}, from {position}; Ctrl-C ends it"
+            f"with {kind}, from {position}; press Ctrl-C to stop"
         )
 
     def _name_blockers(self) -> None:
@@ -337,10 +339,10 @@ class _Follower:
             blockers = find_blockers(connection)
             if blockers:
                 listed = ", ".join(str(blocker) for blocker in blockers[:5])
-                self.notice(f"a slot starts when the transactions before it have ended; waiting for {listed}")
+                self.notice(f"a new slot waits for open transactions to end: {listed}")
 
     def _wait_acknowledged(self, position: Lsn) -> None:
-        """Give capture the time to tell the server."""
+        """Give capture time to acknowledge to the server."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             acknowledged = self.capture.status.acknowledged
@@ -353,14 +355,14 @@ def _check_start(settings: Follow, confirmed: Lsn, server: Lsn) -> Lsn:
     start = confirmed if settings.start is None else settings.start
     if not reaches(start, confirmed):
         raise SlotUnusable(
-            f"slot {settings.slot!r} stands at {confirmed} already: what lies before, from {start} on, is gone",
-            hint=f"Use --from {confirmed} or later, or leave it out.",
+            f"slot {settings.slot!r} is already at {confirmed}: changes from {start} to there are gone",
+            hint=f"Use --from {confirmed} or later, or omit --from.",
             slot=settings.slot,
         )
     if not reaches(server, start):
         raise PositionAhead(
             f"position {start} is ahead of the server, which is at {server}",
-            hint=f"Use --from {server} or earlier, or leave it out to start at {confirmed}.",
+            hint=f"Use --from {server} or earlier, or omit --from to start at {confirmed}.",
             stored=start,
             current=server,
         )
@@ -368,7 +370,7 @@ def _check_start(settings: Follow, confirmed: Lsn, server: Lsn) -> Lsn:
 
 
 def _end_waiting_slot(source: SourceSettings, slot: str) -> None:
-    """A server process that waits for other transactions to make our slot does not notice that we have gone."""
+    """End the server process that still waits to create our slot: it does not notice that we are gone."""
     with contextlib.suppress(PenstockError), connect(replace(source, connect_timeout=2.0), Role.TAIL) as connection:
         found = inspect_slot(connection, slot)
         if found is not None and found.active_pid is not None:
@@ -377,10 +379,10 @@ def _end_waiting_slot(source: SourceSettings, slot: str) -> None:
 
 
 def _possible_names(table: str) -> Iterator[TableName]:
-    """`namespace.name` taken apart at every dot: names may have dots themselves."""
+    """`namespace.name` split at every dot: names may contain dots."""
     parts = table.split(".")
-    for cut in range(1, len(parts)):
-        yield TableName(".".join(parts[:cut]), ".".join(parts[cut:]))
+    for split in range(1, len(parts)):
+        yield TableName(".".join(parts[:split]), ".".join(parts[split:]))
 
 
 def _listed(names: list[str], most: int = 8) -> str:

@@ -77,7 +77,7 @@ def _choice(config: Config, name: str) -> OutputChoice:
 
 
 def _plan(config: Config, stores: Mapping[str, Store | None], connection: psycopg.Connection[Any]) -> list[Step]:
-    """In this order: as long as there is a state, a teardown that was cut short can be run again."""
+    """In this order: while the state exists, an interrupted teardown can be repeated."""
     settings = config.pipeline
     where = settings.source.location
     steps: list[Step] = []
@@ -89,7 +89,7 @@ def _plan(config: Config, stores: Mapping[str, Store | None], connection: psycop
     if settings.manage_publication and inspect_publication(connection, settings.publication) is not None:
         what = f"publication {settings.publication} on {where}"
         steps.append(Step(what, lambda: _drop_publication(connection, settings.publication)))
-    # While the spool is there, its readers name outputs whose state is to be removed.
+    # The spool is removed last: its readers name the outputs whose state has to be removed.
     for name, store in stores.items():
         steps += _plan_state(config, name, store)
     if settings.spool.path.is_dir():
@@ -98,10 +98,12 @@ def _plan(config: Config, stores: Mapping[str, Store | None], connection: psycop
 
 
 def _plan_output(config: Config, name: str, store: Store | None, readers: Readers | None) -> list[Step]:
-    """The state first: an output that is registered without a state has no tables, and is made known again."""
+    """The state first: an output that is registered without a state has no tables, and is registered again."""
     steps = _plan_state(config, name, store)
     if readers is not None and readers.position(name) is not None:
-        steps.append(Step(f"what the slot keeps for {name}", lambda: readers.unregister(name)))
+        steps.append(
+            Step(f"position of output {name}, for which the slot retains WAL", lambda: readers.unregister(name))
+        )
     return steps
 
 
@@ -111,7 +113,7 @@ def _plan_state(config: Config, name: str, store: Store | None) -> list[Step]:
     owner = _choice(config, name).settings.output_id
     steps: list[Step] = []
     if store.get_index_builds():
-        what = f"what documents of {owner} were made of, and those that were refused, in {config.state_location}"
+        what = f"relation map and quarantine of {owner} in {config.state_location}"
         polled = config.documents is not None and config.documents.polling is not None
         steps.append(Step(what, lambda: _forget_documents(config.state_url, owner, polled=polled)))
     return [*steps, Step(f"state of pipeline {owner} in {config.state_location}", store.delete_pipeline_state)]
@@ -143,7 +145,7 @@ def _drop_publication(connection: psycopg.Connection[Any], name: str) -> None:
 
 
 def _remove_spool(path: Path) -> None:
-    """Only what a spool consists of: somebody may keep other things in the folder."""
+    """Remove only files of the spool: the folder may contain others."""
     folder = SpoolFolder(path)
     changes = (folder.log, folder.segments, folder.schemas, folder.open)
     for each in (*changes, folder.readers, folder.holds, folder.comparisons):

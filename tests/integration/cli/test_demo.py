@@ -85,7 +85,7 @@ def test_the_search_demo_ends_with_equal_documents(tmp_path, start):
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert output == ""
-    assert re.search(r"golden customers have bought a lamp", errors)
+    assert re.search(r"gold customers have bought a lamp", errors)
     assert re.search(r"a search for it finds, .* later: .*Featherstonehaugh", errors)
     assert re.search(r"searches see the new one; of [\d,]+ meanwhile 0 found nothing", errors)
     for index in ("customers", "products"):

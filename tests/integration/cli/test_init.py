@@ -132,7 +132,7 @@ def test_a_person_is_asked(source: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((), "there is nobody to ask for the source URL"),
+        ((), "missing: source URL"),
         (("--url", "postgresql://nobody@127.0.0.1:1/shop"), "cannot connect (127.0.0.1:1/shop)"),
     ],
 )

@@ -55,7 +55,7 @@ def test_the_plan_changes_nothing(site: Site):
     site.database.execute("create table late (id int primary key, note text)")
     before = look()
     result = site.run("run", "--plan")
-    assert "is there; public.late would be added" in result.stdout
+    assert "exists; public.late would be added" in result.stdout
     assert "public.orders   is copied already" in result.stdout
     assert "public.late     would be copied" in result.stdout
     assert look() == before
@@ -201,7 +201,7 @@ def test_a_table_that_only_a_copy_helps_is_told_so(site: Site):
 
 def test_a_table_whose_updates_the_server_will_refuse_is_named(site: Site):
     site.database.execute("create table keyless (id int, note text)")
-    assert "  public.keyless  would be copied; WITHOUT REPLICA IDENTITY" in site.run("run", "--plan").stdout
+    assert "  public.keyless  would be copied; NO REPLICA IDENTITY" in site.run("run", "--plan").stdout
     result = site.run("run", "--once")
     assert result.returncode == 0, result.stderr
     assert "the server refuses updates and deletes of public.keyless until there is one" in result.stderr
@@ -264,7 +264,7 @@ def test_two_destinations_share_a_slot(site: Site):
     assert site.rows("nothing", "second") == []
     listing = json.loads(site.run("tables", "--json").stdout)["tables"]
     assert sorted(each["output"] for each in listing) == ["second"] * 3 + ["tables"] * 3
-    assert "has no destination called 'third'" in site.run("resume", "--output", "third").stderr
+    assert "has no destination 'third'" in site.run("resume", "--output", "third").stderr
     # Whoever is killed with one of them behind goes on with both.
     process.kill()
     process.wait(PATIENCE)
@@ -282,7 +282,7 @@ def test_two_destinations_share_a_slot(site: Site):
     gone = site.run("teardown", "--output", "second", "--yes")
     assert gone.returncode == 0, gone.stderr
     assert "state of pipeline shop:second" in gone.stdout
-    assert "what the slot keeps for second" in gone.stdout
+    assert "position of output second" in gone.stdout
     assert "there is no output 'second'" in site.run("teardown", "--output", "second").stderr
     free = site.run("run", "--once")
     assert "holds back the slot" not in free.stderr

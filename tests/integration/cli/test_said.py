@@ -44,7 +44,7 @@ def test_whom_a_copy_waits_for_is_said_while_it_waits(site: Site):
         blocker.execute("insert into items values (9000, 'late')")
         assert site.run("resync", "orders").returncode == 0
         process = site.start("run", "--once")
-        site.wait_output(process, "waiting to copy public.orders, until these open transactions have ended")
+        site.wait_output(process, "waiting to copy public.orders until these transactions end")
         assert f"pid {blocker.info.backend_pid} (" in site.output(process)
         blocker.commit()
     assert process.wait(120) == 0, site.output(process)

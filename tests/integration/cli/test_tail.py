@@ -293,7 +293,7 @@ def test_the_publication_is_created_only_when_asked_for_and_stays(database, run_
     tail = run_tail(
         database.dsn, "--publication", "mine", "--create-publication", "--table", "a", "--limit", "1", follow=False
     )
-    assert "drop publication mine" in tail.notice("created publication mine for 1 tables")
+    assert "drop publication mine" in tail.notice("created publication mine for 1 table")
     tail.notice(FOLLOWING)
     database.execute("insert into b values (1); insert into a values (1)")
     assert "public.a" in tail.line()
@@ -353,11 +353,11 @@ def test_errors_in_what_was_asked_for_are_readable(shop, run_tail):
     slot = create_slot(shop, "tail")
     there = confirmed(shop, slot)
     cases: list[tuple[list[str], tuple[str, ...]]] = [
-        ([], ("needs a publication", "this database has p")),
+        ([], ("needs a publication", "this database has: p")),
         (["--publication", "nope"], ("'nope' does not exist", "--create-publication")),
         (["--publication", "p", "--from", "0/1"], ("--from needs --slot", "starts now")),
         (["--publication", "p", "--slot", slot, "--from", "over there"], ("not a position", "16/B374D848")),
-        (["--publication", "p", "--slot", slot, "--from", "0/1"], (f"stands at {there} already", f"--from {there}")),
+        (["--publication", "p", "--slot", slot, "--from", "0/1"], (f"is already at {there}", f"--from {there}")),
         (["--publication", "p", "--slot", slot, "--from", "FF/1"], ("FF/1 is ahead of the server", "--from ")),
         (["--publication", "p", "--slot", "not_there"], ("'not_there' does not exist", "temporary slot")),
         (["--publication", "p", "--table", "order"], ("matches order", "public.orders")),
@@ -389,7 +389,7 @@ def test_a_slot_in_use_names_its_reader(shop, run_tail):
     first = run_tail(shop.dsn, "--publication", "p", "--slot", slot)
     first.line()
     (pid,) = shop.execute("select active_pid from pg_replication_slots where slot_name = %s", [slot])[0]
-    fails(run_tail(shop.dsn, "--publication", "p", "--slot", slot, follow=False), f"read by process {pid}")
+    fails(run_tail(shop.dsn, "--publication", "p", "--slot", slot, follow=False), f"read by server process {pid}")
     assert first.end() == 0
 
 
@@ -420,7 +420,7 @@ def test_a_signal_while_it_starts_ends_it_well(shop, run_tail):
     holder.execute("insert into items values (1)")
     pid = holder.info.backend_pid
     tail = run_tail(shop.dsn, "--publication", "p", follow=False)
-    assert f"pid {pid}" in tail.notice("waiting for")
+    assert f"pid {pid}" in tail.notice("waits for open transactions")
     started = time.monotonic()
     assert tail.end() == 0
     assert time.monotonic() - started < 20, "it does not wait for the transaction that holds the slot up"
@@ -485,7 +485,7 @@ def test_a_named_slot_is_followed_over_a_restart_of_the_server(make_server, run_
     server.restart()
     server.execute("insert into t values (2)")
     assert tail.objects(1)[0]["row"] == {"id": 2}, "neither lost nor shown twice"
-    tail.notice("tries again")
+    tail.notice("is retrying")
     assert tail.end() == 0
 
 
@@ -511,5 +511,5 @@ def test_a_config_names_the_publication_and_a_running_pipeline_is_not_disturbed(
     shop.execute("insert into items values (1, 1)")
     assert tail.objects(1)[0]["table"] == "items"
     assert tail.wait() == 0
-    assert "by a temporary slot" in tail.errors
+    assert "with a temporary slot" in tail.errors
     assert "taken" not in tail.errors

@@ -73,4 +73,4 @@ def test_lines_are_few() -> None:
     for _ in range(3):
         lines.on_compared("orders", 10)
         lines.on_rechecking("orders", 2)
-    assert said == ["orders: 2 documents not equal yet, looking again"]
+    assert said == ["orders: 2 documents not equal yet, checking again"]

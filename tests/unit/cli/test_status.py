@@ -45,7 +45,7 @@ def test_a_running_pipeline() -> None:
     assert shown(STATUS) == [
         "pipeline  shop, run by process 42 on vm since 2026-11-15 11:00:00 UTC",
         "source    h:1/d, PostgreSQL 18.6, at 0/20",
-        "slot      shop: read by pid 7 of the server, at 0/10, keeps 2.0 kB of WAL on the server",
+        "slot      shop: read by server process 7, at 0/10, retains 2.0 kB of WAL on the server",
         "output    at 0/10; streaming; 43 changes/s; lag 300 B, 1.5 s",
         "",
         "table     phase                               rows     size  position",
@@ -60,7 +60,7 @@ def test_a_lost_slot_and_a_table_that_stopped() -> None:
     source = replace(STATUS.source, slot=replace(SLOT, lost=True))
     lines = shown(replace(STATUS, driver=None, running=None, source=source, outputs=(output,)))
     assert lines[0] == "pipeline  shop, not running"
-    assert lines[2] == "slot      shop: is lost: its changes cannot be read any more"
+    assert lines[2] == "slot      shop: lost: its changes can no longer be read"
     assert lines[-3:] == [
         "public.a stopped at 2026-11-15T10:00:00+00:00: too big",
         "  Make it smaller.",
@@ -77,14 +77,14 @@ def test_a_remedy_that_is_the_command_stands_there_once() -> None:
 def test_long_transactions_are_named() -> None:
     source = replace(STATUS.source, long_transactions=("pid 9 (me@shop, psql, open for 75 s)",))
     assert shown(replace(STATUS, source=source))[3] == (
-        "waits     for an open transaction: pid 9 (me@shop, psql, open for 75 s)"
+        "waiting   for an open transaction: pid 9 (me@shop, psql, open for 75 s)"
     )
 
 
 def test_an_output_that_nobody_runs_any_more_is_named() -> None:
     lines = shown(replace(STATUS, forgotten={"second": "0/5"}))
     assert lines[4:6] == [
-        "output    second: not in the config any more, holds the slot at 0/5",
+        "output    second: no longer in the config, but holds the slot at 0/5",
         "          penstock teardown --output second",
     ]
 

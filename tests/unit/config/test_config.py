@@ -127,8 +127,8 @@ def test_every_key_arrives_in_the_settings(load, tmp_path):
         ("[copy]\nmax_connections = 0", "copy.max_connections: should be greater than or equal to 1"),
         ('[copy]\nlock_timeout = "s3cret"', 'copy.lock_timeout: should be a duration like "500ms"'),
         ('[spark]\nmastr = "local"', 'spark.mastr: there is no such key; did you mean "master"?'),
-        ('[spark]\nmaster = "none"\nmemory = "1g"', "there is no Spark that other keys could be for"),
-        ('[tables."public.a"]\nmode = "history"', 'tables."public.a".mode: settings of single tables are not'),
+        ('[spark]\nmaster = "none"\nmemory = "1g"', "no other keys are allowed"),
+        ('[tables."public.a"]\nmode = "history"', 'tables."public.a".mode: settings for single tables are not'),
         ('[[index]]\nname = "x"', "index.specification: is missing"),
         ('[[index]]\nspecifiction = "x"', 'did you mean "specification"?'),
         ('[[index]]\nspecification = "x"', "[[index]] needs a [sink]"),
@@ -261,12 +261,12 @@ def test_several_destinations_share_all_but_their_state(load, tmp_path):
     assert first.settings.slot == second.settings.slot
     assert (first.settings.output_id, second.settings.output_id) == ("shop", "shop:copy")
     assert config.output("copy") == second
-    with pytest.raises(ConfigError, match="no destination called 'search'"):
+    with pytest.raises(ConfigError, match="no destination 'search'"):
         config.output("search")
 
 
 def test_several_destinations_need_different_names(load):
-    assert "destination: several of them need a name each" in refusal(load, TWO.replace('"copy"', '"tables"'))
+    assert "destination: each of several needs a name of its own" in refusal(load, TWO.replace('"copy"', '"tables"'))
     assert "destination: should have at least one" in refusal(
         load, TWO[: TWO.index("[[")].replace("[pipeline]", "destination = []\n[pipeline]")
     )

@@ -92,7 +92,7 @@ def test_what_is_said_of_an_index_and_the_sink_arrives(load):
     assert documents.failure_policies.of("customers") is FailurePolicy.STOP
     assert (documents.batch.max_changes, documents.batch.max_delay, documents.skip_backfill) == (7, 1.0, True)
     assert isinstance(documents.create_sink(), StdoutSink)
-    with pytest.raises(ConfigError, match="no index called 'orders'"):
+    with pytest.raises(ConfigError, match="no index 'orders'"):
         documents.index("orders")
 
 
@@ -117,11 +117,11 @@ def test_paths_of_a_sink_are_relative_to_the_file(load, tmp_path):
     [
         (INDEX, "[[index]] needs a [sink]"),
         (SINK + TABLES, "[sink] needs an [[index]]"),
-        ("", "neither a [destination] for tables nor an [[index]]"),
-        (INDEX + SINK + TABLES + 'name = "documents"', "are called 'documents' already"),
+        ("", "needs a [destination] for tables or an [[index]]"),
+        (INDEX + SINK + TABLES + 'name = "documents"', "'documents' is the name of the output of [[index]]"),
         (INDEX + SINK + INDEX + "failure_polcy = 1", 'index.1.failure_polcy: there is no such key; did you mean "fail'),
         (INDEX + 'failure_policy = "s3cret"' + SINK, "index.failure_policy: should be 'stop' or 'skip'"),
-        (INDEX + INDEX + SINK, "there is an index 'customers' already"),
+        (INDEX + INDEX + SINK, "duplicate index 'customers'"),
         (INDEX + 'name = "Customers"' + SINK, "lowercase letters"),
         (INDEX.replace("customers", "nothing") + SINK, "does not exist"),
         (INDEX + SINK + "max_changes = 0", "sink.max_changes: should be greater than or equal to 1"),
@@ -137,7 +137,7 @@ def test_what_cannot_be_used_is_named_with_file_and_key(load, text, says):
 
 def test_tables_that_are_left_out_are_named(load):
     narrow = PIPELINE + 'tables = ["public.customers"]\n'
-    assert "index 'customers' has rows of public.orders, which" in refusal(load, narrow + INDEX + SINK)
+    assert "index 'customers' needs public.orders, which" in refusal(load, narrow + INDEX + SINK)
     without = PIPELINE + 'exclude = ["public.o*"]\n'
     assert "public.orders" in refusal(load, without + INDEX + SINK + TABLES)
     foreign = narrow + "manage_publication = false\n"
@@ -170,8 +170,6 @@ def test_polling_is_for_documents_alone_and_names_its_cursors(load):
     polling = load(PIPELINE + INDEX + SINK + polled).indexes.polling
     assert (polling.cursor, polling.settings.interval, polling.settings.overlap) == ("updated_at", 5.0, 60.0)
     assert {str(name): cursor for name, cursor in polling.cursors.items()} == {"public.orders": "xmin"}
-    assert "[polling] is for documents" in refusal(load, PIPELINE + INDEX + SINK + TABLES + polled)
-    assert "neither a [destination]" in refusal(load, PIPELINE + "[polling]\n")
-    assert "no index has rows of such a table" in refusal(
-        load, PIPELINE + INDEX + SINK + polled.replace("orders", "xs")
-    )
+    assert "[polling] works for documents only" in refusal(load, PIPELINE + INDEX + SINK + TABLES + polled)
+    assert "needs a [destination]" in refusal(load, PIPELINE + "[polling]\n")
+    assert "no index uses such a table" in refusal(load, PIPELINE + INDEX + SINK + polled.replace("orders", "xs"))

@@ -102,7 +102,7 @@ def test_indexes_are_told_when_they_are_filled_and_when_they_serve_and_each_once
     assert (look.facts["indexes"], look.facts["seeded"]) == (2, 1)
     output.indexes = {"a": build("a", IndexStatus.SEEDED), "b": build("b", IndexStatus.SEEDED)}
     said = [notice.text for _ in range(2) for notice in progress.look()[0]]
-    assert said == ["documents: index a is complete, and serves"]
+    assert said == ["documents: index a is complete and serves"]
     # So quick that nobody has seen it being filled.
     output.indexes = {"a": build("a", IndexStatus.SEEDED, "2"), "b": build("b", IndexStatus.SEEDED)}
     (notice,) = progress.look()[0]
@@ -128,7 +128,7 @@ def test_whom_a_copy_waits_for_is_told_once_and_again_when_it_is_somebody_else()
     pipeline.waits = {"public.a": wait("7", "8")}
     (said,) = [notice.text for _ in range(2) for notice in progress.look()[0]]
     assert said == (
-        "waiting to copy public.a, until these open transactions have ended: "
+        "waiting to copy public.a until these transactions end: "
         "pid 7 (app@shop, psql, open for 60 s), pid 8 (app@shop, psql, open for 60 s)"
     )
     pipeline.waits = {"public.a": wait("8")}
