@@ -1,4 +1,4 @@
-"""A batch as single events, in the exact order of its commits: the slow path, for those who think in rows.
+"""The events of a batch one by one, in the exact order of their commits: the slow path, for row-by-row destinations.
 
 Here also: the rows of a copy as dictionaries. Both cost some ten microseconds a row.
 """

@@ -1,9 +1,9 @@
-"""A table's rows as the source has them, kept by applying its changes one by one: the obvious way, without columns.
+"""The current rows of a table, kept by applying its changes one by one: the obvious way, without columns.
 
-For tests, for looking, and for readers of destinations that keep changes; not for speed. What destinations that mirror
-must do is all here: cells that were not sent are taken from the row that they replace, along any chain of changed keys;
-a changed key removes the old row; without a key one equal row is removed, not all; a new row that lacks cells, or a
-change of a row that is not there, is an error and never a NULL.
+For tests, for display and for readers of destinations that keep changes; not for speed. It shows all that a mirroring
+destination must do: take omitted values from the replaced row, along any chain of changed keys; remove the old row when
+a key changes; without a key, remove one equal row, not all; and treat a new row with omitted values, or a change of a
+missing row, as an error, never as NULL.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class MirrorTable:
     def insert(self, row: Row) -> None:
         """Add a row; one with the same key is replaced."""
         if any(value is Unchanged for value in row.values()):
-            raise unknown_row(str(self._schema), "a new row came without some of its cells, and there is no old one")
+            raise unknown_row(str(self._schema), "a new row has omitted values, and there is no old row")
         if self._schema.key:
             self._keyed[self._key(row)] = dict(row)
         else:
@@ -133,13 +133,13 @@ class MirrorTable:
         if self._schema.key:
             row = self._keyed.pop(self._key(identity), None)
             if row is None:
-                raise unknown_row(str(self._schema), "a change of a row that is not there")
+                raise unknown_row(str(self._schema), "a change of a row that does not exist")
             return row
         # The identity is the whole row (REPLICA IDENTITY FULL); the server allows no other changes without a key.
         frozen = _frozen_row(identity)
         pile = self._piles.get(frozen)
         if not pile:
-            raise unknown_row(str(self._schema), "a change of a row that is not there")
+            raise unknown_row(str(self._schema), "a change of a row that does not exist")
         row = pile.pop()
         if not pile:
             del self._piles[frozen]

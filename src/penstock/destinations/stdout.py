@@ -1,6 +1,6 @@
-"""Every event as a line of JSON on standard output: for looking, and for programs that read a pipe.
+"""Every event as a line of JSON on standard output: for display, and for programs that read a pipe.
 
-At least once: after a crash some lines come again. `(commit_lsn, ordinal)` tells them apart, in all tables together.
+At least once: after a crash some lines come again. `(commit_lsn, ordinal)` identifies a change across all tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StdoutDestination(RowDestination):
         self._stream = stream
 
     def clear(self, table: TableSchema, attempt: str) -> None:
-        """Nothing can be taken back; readers start over where a copy begins again."""
+        """Do nothing: lines cannot be taken back. Readers start over when a copy starts again."""
 
     def write(self, event: Event) -> None:
         """Print it."""

@@ -1,34 +1,34 @@
-"""Delta tables that follow their source at a cost that follows the changes: deletion vectors and appended files.
+"""Delta tables at a cost proportional to the changes: deletion vectors and appended files.
 
 Storage, from the bottom up; each can be read alone:
 
 | module | |
 |---|---|
 | `storage` | a folder or an object store: put-if-absent, durable when it returns |
-| `actions` | what a log says, as values, and its JSON |
+| `actions` | the actions of a log as values, and their JSON |
 | `statistics` | bounds by which readers skip files |
 | `vectors` | deleted rows as bitmaps |
-| `schema` | types, protocols, properties; what is refused |
+| `schema` | types, protocols, properties; refuses unknown features |
 | `files` | data files: write one with statistics, read rows, columns and keys |
-| `snapshot` | a table at one version; what others' commits mean for a writer (`Verdict`) |
+| `snapshot` | a table at one version; what other commits mean for a writer (`Verdict`) |
 | `checkpoint` | reading checkpoints of all kinds |
 | `log` | the newest version, and taking the next one |
 | `maintenance` | compaction, clean-up, pins, on a schedule |
 
-What happens to changes, in their order:
+The path of changes, in order:
 
 | module | |
 |---|---|
 | `destination` | what the pipeline calls |
-| `layout` | a table's columns in the lake, by mode; what its properties say |
+| `layout` | the columns of a table in the lake, by mode; its properties |
 | `copy` | a table as it was at a position, written by tasks |
 | `planner` | what a batch means for a table, decided on the driver |
 | `tasks` | the work of a batch: compact (`penstock.changes.compaction`), then |
 | `index` | the rows that it replaces, by key |
-| `fill` | the cells that were not sent |
+| `fill` | the values that the server omitted |
 | `write` | new rows, dead rows; every change as a row |
-| `table` | which table lies where; one commit with its position, and what a lost race means |
-| `reader` | a pinned version as the source has it |
+| `table` | where tables are; one commit with its position, and what to do after a lost race |
+| `reader` | a pinned version, with the names and types of the source |
 
 How a commit is made:
 

@@ -1,12 +1,12 @@
-"""Keeping tables in shape while they are written: in tasks, on a schedule, without stopping anybody.
+"""Maintenance of tables while they are written: in tasks, on a schedule, without blocking writers or readers.
 
 | module | |
 |---|---|
-| `pins` | versions that somebody reads, and files that are not committed yet: maintenance leaves both alone |
-| `compaction` | small files and those with many dead rows are rewritten; deletions meanwhile are carried over |
-| `cleanup` | checkpoints; commits, data, vectors and indexes that no reader needs any more |
-| `schedule` | when each of them is due, for all tables |
+| `pins` | versions that are being read, and files that are not committed yet: maintenance leaves both alone |
+| `compaction` | rewrites small files and files with many dead rows; carries over deletions made meanwhile |
+| `cleanup` | writes checkpoints; deletes commits, data, vectors and indexes that are no longer needed |
+| `schedule` | decides when each of them is due, for all tables |
 
-Everything here can be stopped at any point and begun anew: what it writes is named by no commit until it is whole, and
-what it deletes is needed by nobody. Only the holder of the pipeline's lease runs it, but nothing breaks if two do.
+All of it can be stopped at any point and started again: no commit names a file before it is complete, and only files
+that nothing needs are deleted. Only the holder of the pipeline's lease runs it, but nothing breaks if two processes do.
 """
