@@ -1,9 +1,9 @@
-"""What a destination is handed: whole transactions, by table, in order.
+"""Batches: what a destination is given. Whole transactions, by table, in order.
 
 An `EventBatch` covers the changes between two boundaries. For each table it has an ordered list of steps: rows (files,
 nothing is read yet), truncates, changes of the schema. Batches and all they hold pickle, so that tasks can read rows
-where they run. A batch may arrive again after a crash, with other boundaries: what is in already is told by
-`_commit_lsn` against the position that the destination has stored.
+where they run. A batch may arrive again after a crash, with other boundaries: a destination that records positions
+skips the changes that it already has, by `_commit_lsn`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rows:
 
     @property
     def unrepresentable(self) -> int:
-        """Rows with cells whose type cannot hold them, in all of the files."""
+        """Rows with unrepresentable values, in all of the files."""
         return sum(segment.unrepresentable for segment in self.segments)
 
     def arrow(self) -> Iterator[pa.Table]:
@@ -43,7 +43,7 @@ class Rows:
             yield segment.read()
 
     def frame(self, session: Any) -> Any:
-        """All rows as a typed data frame of the Spark session that is passed in, read by its JVM when it is computed.
+        """All rows as a data frame of the given Spark session, read by its JVM when the frame is computed.
 
         Columns as in `arrow`, with `_unrepresentable` if some segment has it. The order of a frame means nothing: sort
         by `_commit_lsn` and `_ordinal`. It can be computed until the result of the batch is known; executors elsewhere
@@ -62,7 +62,7 @@ class Rows:
         return reduce(lambda one, other: one.unionAll(other), frames)
 
     def _arrow_schema(self) -> pa.Schema:
-        """Of all segments: those of the first, and `_unrepresentable` if one has it."""
+        """The schema of the first segment, with `_unrepresentable` if any segment has it."""
         schemas = [pq.read_schema(segment.path) for segment in self.segments]
         with_texts = [schema for schema in schemas if UNREPRESENTABLE in schema.names]
         return (with_texts or schemas)[0]
@@ -70,13 +70,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class SchemaChange:
-    """The rows that follow have another schema than those before, or than the table has at the destination."""
+    """The rows that follow have another schema than the rows before, or than the table at the destination."""
 
     old: TableSchema | None
-    """None when nothing is known of the table."""
+    """None if nothing is known about the table."""
     new: TableSchema
     version: str
-    """Of the new schema: names the order key from which on it holds."""
+    """Of the new schema: the order key from which it is valid."""
 
 
 TableStep = Rows | Truncation | SchemaChange
@@ -84,7 +84,7 @@ TableStep = Rows | Truncation | SchemaChange
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
-    """What happened to one table."""
+    """The steps of one table."""
 
     table_id: int
     table: str
@@ -93,18 +93,18 @@ class TableChanges:
 
     @property
     def last_schema_change(self) -> SchemaChange | None:
-        """The last one, if there is any."""
+        """The last schema change; None if there is none."""
         return next((step for step in reversed(self.steps) if isinstance(step, SchemaChange)), None)
 
     @property
     def row_count(self) -> int:
-        """Rows in the files; some of them may be in already."""
+        """Rows in the files; the destination may already have some of them."""
         return sum(segment.rows for step in self.steps if isinstance(step, Rows) for segment in step.segments)
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Whole transactions: those that `end` covers and `begin` does not."""
+    """Whole transactions between the boundaries `begin` and `end`."""
 
     begin: Lsn
     end: Lsn
@@ -129,7 +129,7 @@ def build_batch(
     schema_of: Callable[[int, str], TableSchema],
     refuse_unrepresentable: bool = False,
 ) -> EventBatch:
-    """The changes between two boundaries, of the tables in `positions` and from their positions on.
+    """Build the batch between two boundaries, of the tables in `positions` and from their positions on.
 
     `schemas` are those that tables have at the destination; where rows have another one, a change of the schema comes
     before them. With `refuse_unrepresentable` reading a row with a cell that its type cannot hold raises: the batch is

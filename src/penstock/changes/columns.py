@@ -1,4 +1,4 @@
-"""The changes of one table as columns: all steps of a batch in the shape of the last schema among them.
+"""The changes of one table as columns: all steps of a batch, in the shape of their last schema.
 
 A column is followed by its attribute number. Rows from before it was added have NULL in it, as the source has for an
 added column without a default; or the constant that the source has in all of them.
@@ -34,14 +34,14 @@ from penstock.schema import ReplicaIdentity, TableSchema
 _Column = TypeVar("_Column")
 
 LARGE_BYTES = 1 << 30
-"""Of a column: from there on its texts have offsets of 64 bits. One transaction may be that large."""
+"""Size of a column from which its texts get 64-bit offsets. One transaction may be that large."""
 _SMALL_BYTES = 1 << 18
 _LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeColumns:
-    """Changes in order; every array is as long as there are changes, unless it says otherwise."""
+    """Changes in order; every array has one element per change unless stated otherwise."""
 
     schema: TableSchema
     operations: NDArray[np.int8]
@@ -50,13 +50,13 @@ class ChangeColumns:
     rows: pa.Table
     """The table's columns, by their names in segments, each in one chunk."""
     texts: Texts
-    """Of cells that their type cannot hold."""
+    """Texts of unrepresentable values."""
     not_sent: Mapping[str, NDArray[np.bool_]]
-    """Which cells of inserts and updates mean nothing; columns whose cells were all sent are left out."""
+    """Which values of inserts and updates the server omitted; columns without omitted values are left out."""
     old_at: NDArray[np.int64]
-    """The changes that came with the row's identity from before, in order."""
+    """The changes that came with the row's old identity, in order."""
     old: pa.Table
-    """That identity, as long as `old_at`."""
+    """That identity, one row for each of `old_at`."""
     old_texts: Texts
 
     @property
@@ -64,7 +64,7 @@ class ChangeColumns:
         return len(self.operations)
 
     def fitted(self, names: Mapping[str, str], convert: Callable[[pa.Table], pa.Table]) -> ChangeColumns:
-        """The same, with columns of other names, in other types that hold the same values."""
+        """The same changes with renamed columns, converted to types that hold the same values."""
         return replace(
             self,
             rows=convert(_rename_table(self.rows, names)).combine_chunks(),
@@ -78,7 +78,7 @@ class ChangeColumns:
 def read_changes(
     steps: Sequence[Rows], schema: TableSchema, constants: Mapping[str, pa.Scalar] | None = None
 ) -> ChangeColumns:
-    """Read the files of steps, in order; `schema` is that of the last one.
+    """Read the segments of steps, in order; `schema` is that of the last step.
 
     `constants` are what rows from before a column was added have in it, by the column's name in segments.
     """
@@ -87,7 +87,7 @@ def read_changes(
 
 
 def concatenate_texts(texts: Sequence[Texts], counts: Sequence[int]) -> dict[str, pa.Array]:
-    """The texts of rows that stand behind each other, as many as `counts` says."""
+    """Concatenate the texts of tables with `counts` rows."""
     names = {name for each in texts for name in each}
     return {
         name: pa.concat_arrays(
@@ -124,15 +124,15 @@ def _read_step(step: Rows, schema: TableSchema, constants: Mapping[str, pa.Scala
 
 
 def _columns(segment: Segment, wanted: set[str]) -> list[str] | None:
-    """What to read of a file, of which only some have texts, or an old identity; None is all."""
+    """The columns to read from a file (not all have texts or an old identity); None for all."""
     if segment.bytes < _SMALL_BYTES:
-        # To look first would take longer than to read what nobody needs.
+        # Reading the file's schema first would take longer than reading unneeded columns.
         return None
     return [name for name in pq.read_schema(segment.path).names if name in wanted]
 
 
 def _renamed(before: TableSchema, after: TableSchema) -> dict[str, str]:
-    """The columns that both schemas have: name now → name in the files."""
+    """The columns that both schemas have: current name → name in the files."""
     names = {column.attnum: name for column, name in zip(before.columns, field_names(before), strict=True)}
     pairs = zip(after.columns, field_names(after), strict=True)
     return {name: names[column.attnum] for column, name in pairs if column.attnum in names}
@@ -155,7 +155,7 @@ def _not_sent(
 def unsent_cells(
     bitmaps: pa.ChunkedArray, wanted: NDArray[np.bool_] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """The rows in which something was not sent, and for each of them a 1 for every such column (and padding)."""
+    """The rows with omitted values, and for each of them a 1 for every omitted column (with padding)."""
     present = bitmaps.is_valid().to_numpy()
     present = present if wanted is None else present & wanted
     at = np.flatnonzero(present)
@@ -189,7 +189,7 @@ def _fill_from_old(
     old: pa.Table,
     old_texts: Texts,
 ) -> tuple[pa.Table, Texts, dict[str, NDArray[np.bool_]]]:
-    """Take cells that were not sent from the row's own old image, where there is one."""
+    """Take omitted values from the old image of the same change, if there is one."""
     filled = dict(texts)
     left: dict[str, NDArray[np.bool_]] = {}
     place = np.full(rows.num_rows, -1, np.int64)
@@ -213,8 +213,7 @@ def _fill_from_old(
 
 
 def _with_added(rows: pa.Table, schema: TableSchema, constants: Mapping[str, pa.Scalar]) -> pa.Table:
-    """All columns of a schema, in its order; a constant or NULL where there were none. Types of the latter are not
-    known here."""
+    """All columns of a schema, in its order. Missing ones are a constant, or NULL of unknown type."""
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     for name in field_names(schema):
         if name in rows.column_names:
@@ -251,7 +250,7 @@ def _concatenate_tables(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _in_one_piece(table: pa.Table) -> pa.Table:
-    """A table whose columns have one chunk each; where offsets of 32 bits might not do, they have 64."""
+    """The table with one chunk per column, and 64-bit offsets where 32 bits might not be enough."""
     for number, field in enumerate(table.schema):
         large = _large(field.type)
         if large != field.type and table.column(number).nbytes > LARGE_BYTES:
@@ -275,13 +274,13 @@ def _rename(columns: Mapping[str, _Column], names: Mapping[str, str]) -> dict[st
 
 
 def _array(column: pa.ChunkedArray) -> pa.Array:
-    """A column in one piece."""
+    """A column as one array."""
     combined = column.combine_chunks()
     return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
 
 
 def _bytes_of(values: pa.ChunkedArray) -> bytes:
-    """All bytes of a column without NULL, one behind the other."""
+    """The concatenated bytes of a column without NULL."""
     array = _array(values).cast(pa.large_binary())
     ends = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
     return array.buffers()[2][int(ends[0]) : int(ends[-1])].to_pybytes()

@@ -1,14 +1,14 @@
-"""The net effect of a batch on one table: which rows go, and which come, whatever happened in between.
+"""The net effect of a batch on one table: which rows are removed, and which are new.
 
-With a key, a row that comes is the last image of its key, and every key that was touched loses the rows that it had.
-A cell that was not sent is looked for along the chain of images before it, which follows the row through changes of its
-key: 1 → 2 → 3 may send a large text not once. Where the chain begins at a row from before the batch, that row has it.
-All of this is done before a changed key becomes a removal and a new row.
+With a key, the last image of a key is its new row, and every touched key loses its previous rows. An omitted value is
+searched along the chain of earlier images, which follows the row through changes of its key: 1 → 2 → 3 may never send a
+large text. If the chain begins at a row from before the batch, that row has the value. All of this happens before a
+changed key becomes a removal and a new row.
 
-Without a key, rows are a multiset: what was added and removed cancels out, and what is left is removed row by row.
+Without a key, rows are a multiset: additions and removals cancel out, and the rest is removed row by row.
 
-Where a cell comes from is a number, its *origin*: below `table.num_rows` a row of `table`; from there on the row that
-had the key `touched[origin - table.num_rows]` before the batch; and `unknown`, which only the source can tell.
+A number, the *origin*, says where a value comes from: below `table.num_rows`, a row of `table`; from there on, the row
+that had the key `touched[origin - table.num_rows]` before the batch; or `unknown`, which only the source can answer.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from penstock.changes.keys import row_keys
 from penstock.changes.segment import Operation, Texts
 
 LIVE = np.iinfo(np.int64).min
-"""In `gone_at`: the row is there."""
+"""In `gone_at`: the row exists."""
 
 _Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class NetChanges:
-    """What a batch comes down to."""
+    """The net effect of a batch."""
 
     touched: pa.Array
-    """Keys whose rows go, each once; without a key of the table, whole rows."""
+    """The keys whose rows are removed, each once; without a key, whole rows."""
     limits: _Indices | None
-    """How many rows of each of them go; None: all."""
+    """How many rows of each are removed; None for all."""
     table: pa.Table
-    """What the new rows are taken from."""
+    """The rows from which new rows are taken."""
     texts: Texts
     images: _Indices
-    """For each new row, the row of `table` that it is."""
+    """For each new row, its row in `table`."""
     keys: _Indices | None
-    """For each new row, its key among the touched ones; None without a key."""
+    """For each new row, the index of its key in `touched`; None without a key."""
     gone_at: _Indices | None = None
-    """For each new row, when it was deleted, or `LIVE`; None where deleted rows are not kept."""
+    """For each new row, when it was deleted, or `LIVE`; None if deleted rows are not kept."""
     origins: Mapping[str, _Indices] = field(default_factory=dict[str, _Indices])
-    """For each new row, where its cell comes from; of columns that are not all from `images`."""
+    """For each new row, the origin of its value; only for columns that are not all from `images`."""
 
     @property
     def unknown(self) -> int:
-        """The origin of cells that nobody here has."""
+        """The origin of values that neither the batch nor the destination has."""
         return self.table.num_rows + len(self.touched)
 
     def wanted(self) -> tuple[_Indices, list[str]]:
-        """Of which touched keys the rows from before are needed, and which columns of them."""
+        """The touched keys whose previous rows are needed, and the columns that are needed."""
         found: list[_Indices] = []
         columns: list[str] = []
         for name, origins in self.origins.items():
@@ -67,9 +67,9 @@ class NetChanges:
         return (np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)), columns
 
     def located(self, before: KnownRows) -> NetChanges:
-        """The same with `before`, the rows that were wanted, behind `table`; what is not among them is unknown.
+        """Append `before`, the wanted rows, to `table`; values that are not among them become unknown.
 
-        A deleted row of which nothing is known was never there.
+        A deleted row with unknown values never existed.
         """
         if not self.origins:
             return self
@@ -89,7 +89,7 @@ class NetChanges:
         return located if keep.all() else located._filtered(keep)
 
     def incomplete(self) -> tuple[_Indices, list[str]]:
-        """After `located`: the new rows that have cells of which nothing is known, and the columns of those."""
+        """After `located`: the new rows with unknown values, and their columns."""
         masks = {name: found == self.unknown for name, found in self.origins.items()}
         names = [name for name, mask in masks.items() if mask.any()]
         if not names:
@@ -97,7 +97,7 @@ class NetChanges:
         return np.flatnonzero(np.logical_or.reduce([masks[name] for name in names])), names
 
     def completed(self, answers: KnownRows) -> NetChanges:
-        """After `located`: with the cells that were unknown, of new rows by their number."""
+        """After `located`: fill in unknown values, by the number of the new row."""
         places = np.full(len(self.images), -1, np.int64)
         places[answers.numbers] = self.table.num_rows + np.arange(len(answers.numbers))
         origins = {name: np.where(found == self.unknown, places, found) for name, found in self.origins.items()}
@@ -105,7 +105,7 @@ class NetChanges:
         return replace(self, table=table, texts=texts, origins=origins)
 
     def without(self, rows: _Indices) -> NetChanges:
-        """The same without some of the new rows."""
+        """Leave out some of the new rows."""
         keep = np.ones(len(self.images), np.bool_)
         keep[rows] = False
         return self._filtered(keep)
@@ -120,7 +120,7 @@ class NetChanges:
         )
 
     def select(self, rows: _Indices) -> KnownRows:
-        """Some of the new rows, as far as they are known."""
+        """Some of the new rows; unknown values are NULL."""
         origins = {name: found[rows] for name, found in self.origins.items()}
         masks = {name: (found < 0) | (found >= self.table.num_rows) for name, found in origins.items()}
         taken = {name: pa.array(np.where(masks[name], 0, found), mask=masks[name]) for name, found in origins.items()}
@@ -130,7 +130,7 @@ class NetChanges:
         return KnownRows(rows, pa.table(columns).combine_chunks(), texts)
 
     def rows(self) -> tuple[pa.Table, Texts]:
-        """The new rows; nothing may be unknown any more."""
+        """The new rows. Nothing may be unknown."""
         taken = {name: pa.array(found) for name, found in self.origins.items()}
         own = pa.array(self.images)
         in_order = len(self.images) == self.table.num_rows and bool((np.diff(self.images) == 1).all())
@@ -144,7 +144,7 @@ class NetChanges:
         return pa.table(columns, schema=self.table.schema), texts
 
     def _extended(self, more: KnownRows) -> tuple[pa.Table, Texts]:
-        """`table` and `texts` with rows behind them; columns that those do not have are NULL there."""
+        """`table` and `texts` with rows appended; columns that these lack are NULL."""
         if not len(more.numbers):
             return self.table, self.texts
         names = [name for name in self.table.column_names if name in more.table.column_names]
@@ -155,32 +155,32 @@ class NetChanges:
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """Rows that were read for their cells."""
+    """Rows that were read because their values are needed."""
 
     numbers: _Indices
-    """What each row answers: a touched key, or a new row."""
+    """For each row, the index of the touched key or new row that it belongs to."""
     table: pa.Table
-    """As many rows; the columns that were asked for."""
+    """The rows, with the columns that were requested."""
     texts: Texts = field(default_factory=dict[str, pa.Array])
 
 
 def compact(changes: ChangeColumns, key: Sequence[str], *, keep_deleted: bool = False) -> NetChanges:
-    """The net effect of changes on a table whose rows are known by the columns `key`, or that has no key.
+    """Compute the net effect of changes on a table whose rows are identified by the columns `key`, or that has no key.
 
-    With `keep_deleted` deleted rows stay, with the time at which they went.
+    With `keep_deleted`, deleted rows stay, with the time of their deletion.
     """
     return _compact_keyed(changes, key, keep_deleted) if key else _compact_multiset(changes, keep_deleted)
 
 
 def keys_of(table: pa.Table, texts: Texts, names: Sequence[str]) -> pa.Array:
-    """The keys of rows, made of these columns."""
+    """The keys of rows, from these columns."""
     return row_keys([_array(table.column(name)) for name in names], [texts.get(name) for name in names])
 
 
 def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: bool) -> NetChanges:
     count = changes.count
     if any(name in changes.not_sent for name in names):
-        raise ValueError("a change came without its key")
+        raise ValueError("a change without its key")
     keys = keys_of(changes.rows, changes.texts, names)
     if len(changes.old_at):
         keys = pa.concat_arrays([keys, keys_of(changes.old, changes.old_texts, names)])
@@ -190,7 +190,7 @@ def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: b
     moved = old != own[changes.old_at]
     moves, left = changes.old_at[moved], old[moved]
 
-    # Of several assignments to one place the last one stays.
+    # Of several assignments to one index, the last one wins.
     last_own = np.full(len(touched), -1, np.int64)
     last_own[own] = np.arange(count)
     last_left = np.full(len(touched), -1, np.int64)
@@ -239,11 +239,11 @@ def _before(operations: NDArray[np.int8], own: _Indices, moves: _Indices, left: 
 
 
 def _resolve(missing: NDArray[np.bool_], before: _Indices, unknown: int) -> _Indices:
-    """For each origin, where the chain of images before it ends: at a cell that was sent, or outside of the batch."""
+    """For each origin, the end of its chain of earlier images: a value that was sent, or a row outside of the batch."""
     jumps = np.arange(unknown + 1)
     jumps[: len(missing)][missing] = before[missing]
     while True:
-        # Each turn doubles the length of the chains that it follows.
+        # Each round doubles the length of the chains that it follows.
         further = jumps[jumps]
         if np.array_equal(further, jumps):
             return jumps
@@ -288,7 +288,7 @@ def _compact_multiset(changes: ChangeColumns, keep_deleted: bool) -> NetChanges:
 
 
 def _unknown_cells(changes: ChangeColumns, images: _Indices, unknown: int) -> dict[str, _Indices]:
-    """Without a key there is no row from before to take a cell from."""
+    """Without a key, there is no previous row to take a value from."""
     found: dict[str, _Indices] = {}
     for name, missing in changes.not_sent.items():
         padded = np.append(missing, np.zeros(len(changes.old_at), np.bool_))
@@ -297,7 +297,7 @@ def _unknown_cells(changes: ChangeColumns, images: _Indices, unknown: int) -> di
 
 
 def _rank(codes: _Indices) -> _Indices:
-    """For each element, how many equal ones stand before it."""
+    """For each element, the number of equal elements before it."""
     order = np.argsort(codes, kind="stable")
     ordered = codes[order]
     starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if len(codes) else np.zeros(0, np.int64)

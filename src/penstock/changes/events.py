@@ -1,16 +1,16 @@
-"""Changes one by one, in the exact order of their commits: for people, tests, and destinations that think in rows.
+"""Single changes in the exact order of their commits: for people, tests, and destinations that work row by row.
 
 This is the slow path. Everything else in Penstock works on columns; here each row becomes a Python object, which costs
-some ten microseconds a row. Use it where rows are few or where somebody looks at them; a destination that has to keep
-up with a busy server reads segments.
+some ten microseconds per row. Use it for few rows, or for people. A destination that has to keep up with a busy server
+reads segments.
 
     for event in iterate_events(reader, reader.entries(position), after=position):
         match event:
             case Insert(table=table, row=row): ...
 
-Within an entry, segments of all tables are merged by their order key. A segment is opened when its first change is due
-and closed after its last, and a slice of its rows is turned into objects at a time, so memory follows the number of
-segments that overlap, not the size of the entry.
+Within an entry, segments of all tables are merged by order key. A segment is opened when its first change is due and
+closed after its last, and only a slice of its rows becomes objects at a time. So memory depends on the number of
+overlapping segments, not on the size of the entry.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class UnchangedType(Enum):
 
 
 Unchanged: Final = UnchangedType.UNCHANGED
-"""A cell of an update that the server did not send, because its value is large (TOAST) and stayed the same.
+"""An omitted value of an update: large (TOAST) and unchanged, so the server does not send it.
 
-Not None, which is SQL's NULL; survives pickling and copying, so `is` works everywhere.
+It is not None, which is SQL's NULL. It survives pickling and copying, so `is` works everywhere.
 """
 
 
@@ -71,22 +71,22 @@ class Unrepresentable:
 
 
 Row = Mapping[str, Any]
-"""Column name → value: what Arrow gives for the type, None, `Unchanged` or `Unrepresentable`."""
+"""Column name → value: Arrow's Python value, None, `Unchanged` or `Unrepresentable`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The changes of a transaction follow. Transactions without any that were asked for do not appear."""
+    """Begins the changes of a transaction. Transactions without a requested change do not appear."""
 
     commit_lsn: Lsn
-    """Where its commit record starts."""
+    """The start of its commit record."""
     commit_time: datetime
     xid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """All changes of the transaction have come: only now may anybody's position pass it."""
+    """Ends the changes of a transaction: only now may a position move past it."""
 
     commit_lsn: Lsn
     commit_time: datetime
@@ -95,7 +95,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """The rows of this table have this shape from here on; comes before its first row, and again when it changes."""
+    """The schema of a table's rows from here on; comes before its first row, and again when it changes."""
 
     key: OrderKey
     """Of the row that follows."""
@@ -115,7 +115,7 @@ class Insert:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A row as it is now."""
+    """An updated row, with its new values."""
 
     key: OrderKey
     commit_time: datetime
@@ -123,25 +123,24 @@ class Update:
     table: TableSchema
     row: Row
     old: Row | None
-    """What identified the row before, if the server sent it: when the key changed, or with REPLICA IDENTITY FULL
-    (then the whole row)."""
+    """The old identity, if the key changed; with REPLICA IDENTITY FULL, the whole old row. Otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A row that is gone."""
+    """A deleted row."""
 
     key: OrderKey
     commit_time: datetime
     xid: int
     table: TableSchema
     old: Row
-    """The columns of the replica identity; with FULL all of them. What was not sent is not in it."""
+    """The columns of the replica identity; with FULL, all columns. Omitted values are absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Tables that were emptied by one statement."""
+    """Tables that one statement truncated."""
 
     key: OrderKey
     commit_time: datetime
@@ -169,10 +168,10 @@ Event = Begin | Commit | Relation | Change
 
 
 class SegmentReader(Protocol):
-    """Where rows and schemas come from; a `SpoolReader` is one. Called from the thread that iterates."""
+    """The source of rows and schemas, for example a `SpoolReader`. Called from the iterating thread."""
 
     def read(self, segment: Segment) -> pa.Table:
-        """A segment's rows, by the layout of `penstock.changes.segment`. Called once per segment."""
+        """The rows of a segment, in the layout of `penstock.changes.segment`. Called once per segment."""
         ...
 
     def schema(self, segment: Segment) -> TableSchema:
@@ -187,10 +186,10 @@ def iterate_events(
     after: Lsn | None = None,
     tables: Callable[[Segment | Truncation], bool] | None = None,
 ) -> Iterator[Event]:
-    """The events of entries, in the order `(commit_lsn, ordinal)` over all tables.
+    """Iterate over the events of entries, in the order `(commit_lsn, ordinal)` over all tables.
 
-    `after` is a boundary: transactions that it covers are left out. `tables` says of which tables changes are wanted.
-    Entries are taken one at a time and may come from a generator that waits for them.
+    `after` is a boundary: transactions before it are left out. `tables` selects the tables. Entries are consumed one at
+    a time, and may come from a generator that waits for them.
     """
     schemas: dict[int, TableSchema] = {}
     for entry in entries:
@@ -205,13 +204,13 @@ def _is_wanted(step: Step, after: Lsn | None, tables: Callable[[Segment | Trunca
     return isinstance(step, steps.Message) or tables is None or tables(step)
 
 
-# A message has the key of the change behind it, and stands before it.
+# A message has the key of the next change, and comes before it.
 _BEFORE, _AT = 0, 1
 
 
 @dataclass(slots=True)
 class _Source:
-    """Changes in order, of which the first is at `key` or later; nothing is read before it is due."""
+    """Changes in order, the first at `key` or later. Nothing is read before it is due."""
 
     key: OrderKey
     rank: int
@@ -269,7 +268,7 @@ def _merge(sources: list[_Source]) -> Iterator[Change]:
 
 
 def _frame_transactions(changes: Iterator[Change], schemas: dict[int, TableSchema]) -> Iterator[Event]:
-    """Put begins, commits and relations where they belong; an entry holds whole transactions."""
+    """Insert begins, commits and relations; an entry holds whole transactions."""
     opened: Begin | None = None
     for change in changes:
         if opened is None or opened.commit_lsn != change.key.commit_lsn:
@@ -292,7 +291,7 @@ def _iterate_segment(reader: SegmentReader, segment: Segment, after: Lsn | None)
     schema = reader.schema(segment)
     first = 0
     if after is not None:
-        # In commit order, so what is in stands in front.
+        # Rows are in commit order, so the ones to skip come first.
         first = int(np.count_nonzero(are_in(rows.column(COMMIT_LSN).to_numpy(), after)))
     for start in range(first, rows.num_rows, SLICE_ROWS):
         yield from _convert(rows.slice(start, SLICE_ROWS), schema)
@@ -300,7 +299,7 @@ def _iterate_segment(reader: SegmentReader, segment: Segment, after: Lsn | None)
 
 def _convert(rows: pa.Table, schema: TableSchema) -> Iterator[Insert | Update | Delete]:
     """Turn a slice of a segment into events."""
-    # Cold: only those who asked for single rows come here, and they get Python objects in the end.
+    # Cold: only callers that want single rows, as Python objects, come here.
     values = {name: rows.column(name).to_pylist() for name in rows.column_names}
     fields = field_names(schema)
     names = tuple(column.name for column in schema.columns)
@@ -338,7 +337,7 @@ def _convert(rows: pa.Table, schema: TableSchema) -> Iterator[Insert | Update | 
 def _put_text(
     field: str, text: str, renamed: Mapping[str, str], row: dict[str, Any], old: dict[str, Any] | None
 ) -> None:
-    """Put the text of a cell that its type cannot hold in the cell's place; `_old.` marks those of the old identity."""
+    """Replace a cell by the text of its unrepresentable value; `_old.` marks cells of the old identity."""
     if field in renamed:
         row[renamed[field]] = Unrepresentable(text)
     elif old is not None:

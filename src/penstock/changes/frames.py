@@ -34,7 +34,7 @@ _NAMES: dict[pa.DataType, str] = {
 
 
 def spark_type_name(arrow_type: pa.DataType) -> str:
-    """The type in Spark SQL that holds the same values; `TypeError` for types that no codec gives."""
+    """The Spark SQL type that holds the same values. Raises `TypeError` for types that no codec produces."""
     if arrow_type in _NAMES:
         return _NAMES[arrow_type]
     if pa.types.is_decimal128(arrow_type):
@@ -49,12 +49,12 @@ def spark_type_name(arrow_type: pa.DataType) -> str:
 
 
 def spark_columns(schema: pa.Schema) -> str:
-    """A schema as Spark SQL writes it: columns with their types."""
+    """A schema in Spark SQL's notation: columns with their types."""
     return ", ".join(_field(field, " ") for field in schema)
 
 
 def frame_of_files(session: Any, columns: str, paths: Sequence[str], after: Lsn | None, until: Lsn | None) -> Any:
-    """The rows of Parquet files with a commit position, between two boundaries, as a data frame that Spark's JVM reads.
+    """The rows of segments between two boundaries, as a data frame that Spark's JVM reads.
 
     A column that a file does not have is NULL there.
     """
@@ -76,7 +76,7 @@ _Item = TypeVar("_Item")
 
 
 def exchange_type(arrow_type: pa.DataType) -> pa.DataType:
-    """The Arrow type in which Spark takes values from Python: times in nanoseconds, everything else as it is."""
+    """The Arrow type in which Spark accepts values from Python: times in nanoseconds, other types unchanged."""
     if pa.types.is_time64(arrow_type):
         return pa.time64("ns")
     if pa.types.is_list(arrow_type):
@@ -85,7 +85,7 @@ def exchange_type(arrow_type: pa.DataType) -> pa.DataType:
 
 
 def exchange_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A batch in the types in which Spark takes it; the same object if it already is."""
+    """A batch in the types that Spark accepts; the same object if it already has them."""
     wanted = pa.schema([pa.field(field.name, exchange_type(field.type)) for field in batch.schema])
     return batch if wanted.types == batch.schema.types else batch.cast(wanted)
 
@@ -98,7 +98,7 @@ def frame_of(
     *,
     partitions: int | None = None,
 ) -> Any:
-    """A data frame with the rows that `read` gives for all items, read where and when the frame is computed.
+    """A data frame with the rows that `read` returns for all items, read where and when the frame is computed.
 
     `read` and the items pickle. By default one core is left to others, whatever the number of items: the items are
     dealt out to that many partitions.

@@ -1,11 +1,11 @@
-"""What tells rows apart, column at a time: one value per row, equal exactly if all its cells are the same.
+"""Keys of rows, computed column at a time: one value per row, equal exactly if all cells are the same.
 
-A key of one whole number is that number. Any other is a string of bytes: a part of fixed width (for each cell whether
-it is NULL, and its value or the length of its value), then the values of variable width. NaN equals itself, 0 differs
-from −0, and a cell that its type cannot hold is its text.
+The key of one integer column is that integer. Any other key is a byte string: a part of fixed width (for each cell
+whether it is NULL, and its value or the length of its value), then the values of variable width. NaN equals itself, 0
+differs from −0, and an unrepresentable value counts as its text.
 
-Strings of bytes are found by their fingerprint, 64 bits that say nothing for certain: whoever matches by it compares
-the bytes too.
+Byte strings are found by a 64-bit fingerprint. Fingerprints can collide, so code that matches by them compares the
+bytes as well.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 _WORD = 8
 _MOST_WORDS = 128
-"""Of a key that go into its fingerprint, spread over longer ones."""
+"""Words of a key that go into its fingerprint; of longer keys, they are spread evenly."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(32)
 _MASKS = np.array([(1 << (8 * count)) - 1 for count in range(_WORD + 1)], np.uint64)
 _LENGTH = np.dtype("<u4")
 _VALUE, _TEXT = 1, 2
-"""What a cell is; 0 for NULL."""
+"""The state of a cell; 0 for NULL."""
 
 
 def row_keys(columns: Sequence[pa.Array], texts: Sequence[pa.Array | None] | None = None) -> pa.Array:
@@ -40,19 +40,19 @@ def row_keys(columns: Sequence[pa.Array], texts: Sequence[pa.Array | None] | Non
 
 
 def is_plain(types: Sequence[pa.DataType]) -> bool:
-    """Whether keys of these types are numbers, in themselves exact."""
+    """True if keys of these types are integers."""
     return len(types) == 1 and pa.types.is_integer(types[0])
 
 
 def fingerprints(keys: pa.Array) -> NDArray[np.int64]:
-    """A number per key, the same for equal keys; of numbers, themselves."""
+    """A number per key, the same for equal keys; integers are their own fingerprints."""
     if pa.types.is_integer(keys.type):
         return np.asarray(keys.to_numpy(zero_copy_only=False), np.int64)
     offsets, content = _parts(keys)
     lengths = np.diff(offsets)
     padded = np.zeros(len(content) + _WORD, np.uint8)
     padded[: len(content)] = content
-    # Every eight bytes as a number, wherever they begin.
+    # Eight bytes at any offset as a number.
     words: NDArray[np.uint64] = np.ndarray((len(content) + 1,), np.dtype("<u8"), padded.data, strides=(1,))
     counts = -(-lengths // _WORD)
     used = np.minimum(counts, _MOST_WORDS)
@@ -84,7 +84,7 @@ def _encode(columns: Sequence[pa.Array], texts: Sequence[pa.Array | None]) -> pa
             content[states != _VALUE] = 0
             fixed.append(content)
             if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
-                # Others have values in Postgres that Arrow has not.
+                # Postgres has values of other types that Arrow cannot hold.
                 fixed.append(np.zeros((len(column), _LENGTH.itemsize), np.uint8) if kept is None else _lengths(kept))
                 variable += [] if kept is None else [kept]
         fixed.append(states.reshape(-1, 1))
@@ -102,7 +102,7 @@ def _is_fixed(type_: pa.DataType) -> bool:
 
 
 def _fixed(column: pa.Array) -> NDArray[np.uint8]:
-    """The bytes of each value; those of NULL mean nothing."""
+    """The bytes of each value; those under NULL are undefined."""
     if pa.types.is_boolean(column.type):
         column = pc.cast(column, pa.uint8())
     width = column.type.bit_width // 8
@@ -118,7 +118,7 @@ def _fixed(column: pa.Array) -> NDArray[np.uint8]:
 
 
 def _variable(column: pa.Array) -> pa.Array:
-    """The bytes of each value, NULL where it is."""
+    """The bytes of each value; NULL stays NULL."""
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
         borders = np.zeros(len(column) + 1, np.int64)
@@ -135,7 +135,7 @@ def _lengths(values: pa.Array) -> NDArray[np.uint8]:
 
 
 def _parts(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Offsets from 0 on, and all bytes."""
+    """Offsets that begin at 0, and all bytes."""
     _, ends, content = keys.buffers()
     if len(keys) == 0 or content is None:
         return np.zeros(len(keys) + 1, np.int64), np.zeros(0, np.uint8)

@@ -1,6 +1,6 @@
-"""The columns of a segment: how changes of one table, in one schema version, lie on disk.
+"""The columns of a segment: the file format for changes of one table in one schema version.
 
-Seven columns say what happened; the table's own columns follow, typed.
+The first columns describe the change; the table's own columns follow, typed.
 
 | column | meaning |
 |---|---|
@@ -9,11 +9,11 @@ Seven columns say what happened; the table's own columns follow, typed.
 | `_ordinal` | number of the change among all surviving changes of its transaction |
 | `_commit_time` | by the source's clock, UTC |
 | `_xid` | of the top-level transaction |
-| `_unchanged` | bitmap of the columns that were *not sent* (bit i of byte i // 8); NULL when all were |
-| `_old` | the row's identity before an update, when it was sent |
-| `_unrepresentable` | texts of cells that their type cannot hold, by column name; only in segments that have some |
+| `_unchanged` | bitmap of the columns with *omitted* values (bit i of byte i // 8); NULL if there are none |
+| `_old` | the row's identity before an update, if the server sent it |
+| `_unrepresentable` | texts of unrepresentable values, by column name; only in segments that have some |
 
-A cell that was not sent is NULL here and means nothing: only `_unchanged` tells it from a real NULL.
+An omitted value is NULL in its own column: only `_unchanged` distinguishes it from a real NULL.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SegmentLayout:
     schema: TableSchema
     columns: tuple[SegmentColumn, ...]
     old_columns: tuple[SegmentColumn, ...]
-    """What `_old` holds: the identity; with FULL every column; nothing where there is no identity."""
+    """The columns of `_old`: the identity; with FULL, every column; none without an identity."""
     arrow_schema: pa.Schema
 
     @property
@@ -81,7 +81,7 @@ class SegmentLayout:
 
 
 def segment_layout(schema: TableSchema, settings: TypeSettings | None = None) -> SegmentLayout:
-    """Decide names and types, once per schema version."""
+    """Choose names and types; once per schema version."""
     settings = settings or TypeSettings()
     names = field_names(schema)
     columns = tuple(
@@ -106,10 +106,10 @@ def segment_layout(schema: TableSchema, settings: TypeSettings | None = None) ->
 
 
 def field_names(schema: TableSchema) -> tuple[str, ...]:
-    """The columns' names in segments.
+    """The names of the columns in segments.
 
-    A name that collides with ours, or with another one when case is ignored (as Spark does), gets its attribute
-    number behind it.
+    A name that collides with ours, or with another one if case is ignored (as Spark does), gets its attribute number as
+    a suffix.
     """
     # In `_unrepresentable` the old value of a column stands under `_old.` and its name.
     taken: set[str] = {*RESERVED, *(f"{OLD}.{column.name}".lower() for column in schema.columns)}
@@ -124,21 +124,21 @@ def field_names(schema: TableSchema) -> tuple[str, ...]:
 
 
 def count_unrepresentable(rows: pa.Table) -> int:
-    """Rows with cells that their type cannot hold."""
+    """The number of rows with unrepresentable values."""
     if UNREPRESENTABLE not in rows.column_names:
         return 0
     return rows.num_rows - rows.column(UNREPRESENTABLE).null_count
 
 
 def require_representable(rows: pa.Table, table: str, table_id: int) -> None:
-    """Under the policy `error`: refuse rows that have such cells, naming the columns and never a value."""
+    """Raise if rows have unrepresentable values (policy `error`). The error names the columns, never a value."""
     if count_unrepresentable(rows):
         entries = pc.list_flatten(rows.column(UNREPRESENTABLE).cast(pa.list_(_ENTRY_TYPE)))
         columns = sorted(set(pc.struct_field(entries, 0).unique().to_pylist()))
         raise ValueOutOfRange(
-            f"{table} has values that do not fit the type of: {', '.join(columns)}",
-            hint='Choose another out_of_range policy ("keep" loses nothing) and roll the table back; or correct the '
-            "values at the source and copy the table again, because those that were sent stay what they are.",
+            f"{table} has values that the column type cannot hold: {', '.join(columns)}",
+            hint='Choose another out_of_range policy ("keep" loses nothing) and run `penstock rollback`; or fix the '
+            "values at the source and run `penstock resync`, because captured changes keep the old values.",
             table=table,
             table_id=table_id,
             columns=columns,
@@ -146,7 +146,7 @@ def require_representable(rows: pa.Table, table: str, table_id: int) -> None:
 
 
 def split_texts(rows: pa.Table) -> Texts:
-    """The texts of a table's rows, by the name that stands in the map."""
+    """Split the maps of `_unrepresentable` by column."""
     if UNREPRESENTABLE not in rows.column_names:
         return {}
     maps: pa.Array = rows.column(UNREPRESENTABLE).combine_chunks()
@@ -168,7 +168,7 @@ def split_texts(rows: pa.Table) -> Texts:
 
 
 def join_texts(texts: Texts, row_count: int) -> pa.Array | None:
-    """The maps of rows; None if there is no text at all."""
+    """Build the maps of `_unrepresentable`; None if there is no text."""
     present = {name: column for name, column in texts.items() if column.null_count < len(column)}
     if not present:
         return None
@@ -180,7 +180,7 @@ def join_texts(texts: Texts, row_count: int) -> pa.Array | None:
     counts = np.bincount(owners, minlength=row_count)
     borders = np.zeros(row_count + 1, np.int32)
     np.cumsum(counts, out=borders[1:])
-    # A row without texts has no map: an offset that is NULL says so.
+    # A NULL offset means that the row has no map.
     offsets = pa.array(borders, mask=np.append(counts == 0, False))
     taken = pa.array(order)
     return pa.MapArray.from_arrays(offsets, names.take(taken), values.take(taken))

@@ -1,4 +1,4 @@
-"""What a table is: Postgres types, columns, table schemas."""
+"""Schemas: Postgres types, columns and tables."""
 
 from penstock.schema.table import Column, ReplicaIdentity, TableSchema, quote_identifier, quote_literal
 from penstock.schema.types import (

@@ -10,7 +10,7 @@ from penstock.schema.types import PostgresType, TypeKind
 
 
 def schema_to_json(schema: TableSchema) -> dict[str, Any]:
-    """Plain dictionaries and lists."""
+    """The schema as plain dictionaries and lists."""
     return {
         "table_id": schema.table_id,
         "namespace": schema.namespace,
@@ -24,7 +24,7 @@ def schema_to_json(schema: TableSchema) -> dict[str, Any]:
 
 
 def schema_from_json(record: dict[str, Any]) -> TableSchema:
-    """What `schema_to_json` gave."""
+    """Read what `schema_to_json` returned."""
     columns = tuple(Column(**(column | {"type": _type_from_json(column["type"])})) for column in record["columns"])
     return TableSchema(
         table_id=record["table_id"],
@@ -60,12 +60,12 @@ class ReplicaIdentity(StrEnum):
 
 
 def quote_identifier(name: str) -> str:
-    """A name as SQL and replication commands take it: in double quotes."""
+    """Quote a name for SQL and replication commands."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def quote_literal(text: str) -> str:
-    """Text as SQL and replication commands take it: in single quotes."""
+    """Quote text for SQL and replication commands."""
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -82,14 +82,14 @@ class Column:
     primary_key_position: int | None = None
     """Counted from 1; None outside the primary key."""
     backfilled: bool = field(default=False, compare=False)
-    """Rows from before it was added may have a value in it that was never sent. No part of what the column is."""
+    """Rows that are older than the column may have a value in it that was never sent. Not compared."""
     missing: str | None = field(default=None, compare=False)
-    """That value's text, where all of those rows have the same; None otherwise."""
+    """The text of that value if it is the same in all those rows; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """A table as it is replicated: only published columns, in the order in which the server sends them."""
+    """A replicated table: its published columns, in the order in which the server sends them."""
 
     table_id: int
     namespace: str
@@ -104,7 +104,7 @@ class TableSchema:
     def key(self) -> tuple[Column, ...]:
         """The columns that identify a row: the replica identity; with FULL the primary key; empty if there is none.
 
-        A deferrable primary key is none: within a transaction, rows may share it.
+        A deferrable primary key does not count: within a transaction, rows may share it.
         """
         if self.replica_identity is ReplicaIdentity.FULL:
             keyed = [column for column in self.columns if column.primary_key_position is not None]

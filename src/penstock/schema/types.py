@@ -9,7 +9,7 @@ PG_CATALOG = "pg_catalog"
 
 
 class TypeKind(StrEnum):
-    """What sort of type it is (`pg_type.typtype`, with arrays set apart)."""
+    """The kind of a type (`pg_type.typtype`, and arrays as a kind of their own)."""
 
     BASE = "base"
     ENUM = "enum"
@@ -36,7 +36,7 @@ class PostgresType:
     base_modifier: int = -1
     """Of a domain: the type modifier that it fixes."""
     delimiter: str = ","
-    """What stands between elements in the text of an array *of* this type."""
+    """The separator of elements in the text of an array *of* this type."""
 
     def __str__(self) -> str:
         return self.name if self.namespace == PG_CATALOG else f"{self.namespace}.{self.name}"
@@ -47,7 +47,7 @@ class PostgresType:
 
 
 def resolve_domain(type_: PostgresType, modifier: int) -> tuple[PostgresType, int]:
-    """The type that a domain's values have in the end, with the modifier that applies to it."""
+    """The base type of a domain, with the modifier that applies to it."""
     while type_.kind is TypeKind.DOMAIN and type_.base is not None:
         modifier = type_.base_modifier
         type_ = type_.base
@@ -68,9 +68,9 @@ _UNLIMITED, _FINEST = -1, 6
 
 
 def keeps_values(before: tuple[PostgresType, int], after: tuple[PostgresType, int]) -> bool:
-    """Whether values stay what they are when a column, of a type with a modifier, gets another.
+    """True if values do not change when a column gets another type or modifier.
 
-    The server tells nobody what it rewrites: a number that loses digits, a time that is rounded, a text that is padded.
+    The server does not report what it rewrites: numbers that lose digits, times that are rounded, text that is padded.
     """
     (old, old_modifier), (new, modifier) = resolve_domain(*before), resolve_domain(*after)
     wider = modifier == _UNLIMITED or (old_modifier != _UNLIMITED and modifier >= old_modifier)

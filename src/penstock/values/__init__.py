@@ -1,4 +1,4 @@
-"""Postgres text into Arrow, a column at a time, a file per family of types; and policies for values that do not fit.
+"""Decodes Postgres text to Arrow, column at a time, with one file per type family; policies for unrepresentable values.
 
 Importing the families registers them.
 """

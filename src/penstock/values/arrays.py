@@ -23,7 +23,7 @@ from penstock.values.text import unknown_codec
 _OPEN, _CLOSE, _QUOTE, _BACKSLASH = (ord(character) for character in '{}"\\')
 _NULL = np.frombuffer(b"NULL", np.uint8)
 _UPPERCASE = 0xDF
-"""Clears the bit that makes an ASCII letter small."""
+"""Clears the bit that makes an ASCII letter lower-case."""
 
 Positions = NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class _Elements:
 
     text: pa.LargeStringArray
     counts: Positions
-    """How many each cell has."""
+    """The number of elements of each cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Malformed:
 
 @dataclass(frozen=True, slots=True)
 class ArrayCodec:
-    """A list of what the element's codec gives; one element that does not fit rejects the cell."""
+    """Lists of what the element's codec returns; a rejected element rejects the whole cell."""
 
     element: Codec
     delimiter: str
@@ -58,8 +58,8 @@ class ArrayCodec:
     def decode(self, text: pa.LargeStringArray) -> Decoded:
         text = tidy(text)
         rejected: NDArray[np.bool_] | None = None
-        # Each round either succeeds or sets the cells aside that one check refuses. There are five checks, and a cell
-        # that passed one passes it again, so this ends after a handful of rounds whatever the number of cells.
+        # Each round either succeeds or rejects the cells that fail one check. There are five checks, and a cell that
+        # passed one passes it again, so this ends after a few rounds regardless of the number of cells.
         while True:
             split = _split(text, ord(self.delimiter))
             if isinstance(split, _Elements):

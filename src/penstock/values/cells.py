@@ -35,9 +35,9 @@ def layout(text: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uin
 
 
 def require_narrow(data: NDArray[np.uint8]) -> None:
-    """Refuse more bytes than 32-bit offsets can count, before anything wraps around."""
+    """Raise if 32-bit offsets cannot address this many bytes, before anything wraps around."""
     if len(data) > MAX_TEXT_BYTES:
-        raise OverflowError(f"one call decodes at most {MAX_TEXT_BYTES} bytes of text, got {len(data)}: cut the column")
+        raise OverflowError(f"one call decodes at most {MAX_TEXT_BYTES} bytes, got {len(data)}: split the column")
 
 
 def from_bytes(
@@ -59,12 +59,12 @@ def large_text(value: str) -> pa.LargeStringScalar:
 
 
 def to_numpy(flags: pa.BooleanArray) -> NDArray[np.bool_]:
-    """Flags without NULLs as NumPy."""
+    """Flags without NULLs, as a NumPy array."""
     return flags.to_numpy(zero_copy_only=False)
 
 
 def fixed_values(array: pa.Array, kind: type[np.generic]) -> NDArray[Any]:
-    """The numbers of a fixed-width array, without copying; those under NULLs mean nothing."""
+    """The numbers of a fixed-width array, without copying; those under NULLs are undefined."""
     buffer = array.buffers()[1]
     if buffer is None or len(array) == 0:
         return np.empty(0, kind)

@@ -1,7 +1,7 @@
-"""What a decoder of one column is, and which one a Postgres type gets.
+"""Codecs: what decodes one column, and which codec a Postgres type gets.
 
 A codec takes a whole column of Postgres *text* values and gives an Arrow array. Families of types live in files of
-their own, each ending in its registration; `penstock.values` imports them all, so whoever can import this module
+their own, each ending in its registration; `penstock.values` imports them all, so code that can import this module
 finds the table complete.
 """
 
@@ -20,7 +20,7 @@ from penstock.schema import PostgresType, TypeKind, resolve_domain
 from penstock.values.settings import OutOfRange, TypeSettings
 
 MAX_TEXT_BYTES = 2**31 - 1
-"""The most text that one `decode` call takes: results have 32-bit offsets. Callers cut longer columns by rows."""
+"""The most text that one `decode` call accepts: results have 32-bit offsets. Callers split longer columns by rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Decoded:
     array: pa.Array
     """Of the codec's `arrow_type`, as long as the input."""
     rejected: NDArray[np.bool_] | None
-    """Cells whose text the type cannot hold (`array` is NULL there); None if there are none."""
+    """Cells whose value the type cannot hold (`array` is NULL there); None if there are none."""
 
 
 class Codec(Protocol):
@@ -42,7 +42,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, text: pa.LargeStringArray) -> Decoded:
-        """Decode a column. NULL stays NULL; text that does not fit is rejected, never an exception.
+        """Decode a column. NULL stays NULL; text that the type cannot hold is rejected and never raises.
 
         The one exception is a column of more than `MAX_TEXT_BYTES`: `OverflowError`, a mistake of the caller.
         """
@@ -80,7 +80,7 @@ def register_kind(*kinds: TypeKind, factory: CodecFactory, rejects: bool = False
 
 
 def register_extension(*names: str, factory: CodecFactory, rejects: bool = False) -> None:
-    """Decode base types of these names with `factory`, whichever schema their extension was put into."""
+    """Decode base types of these names with `factory`, regardless of the schema of their extension."""
     for name in names:
         _BY_EXTENSION_NAME[name] = _Registered(factory, rejects)
 

@@ -30,7 +30,7 @@ _LAST_DIGIT, _POINT, _MINUS = ord("9"), ord("."), ord("-")
 
 @dataclass(frozen=True, slots=True)
 class DecimalCodec:
-    """Exact decimals; NaN, infinities and whatever would have to be rounded are rejected."""
+    """Exact decimals; NaN, infinities and values that would be rounded are rejected."""
 
     precision: int
     scale: int
@@ -76,7 +76,7 @@ class DecimalCodec:
         return cast_matching(self._without_padding(text), self.arrow_type, pattern)
 
     def _without_padding(self, text: pa.LargeStringArray) -> pa.LargeStringArray:
-        """Zeros beyond the scale mean nothing, but would overflow on the way."""
+        """Remove zeros beyond the scale, which would overflow during the cast."""
         return pc.replace_substring_regex(text, rf"\A([+-]?[0-9]*\.[0-9]{{{max(self.scale, 1)}}})0+\z", r"\1")
 
 
@@ -103,7 +103,7 @@ def _exact(codec: DecimalCodec, settings: TypeSettings) -> Codec:
     return TextCodec(pa.string()) if settings.out_of_range is OutOfRange.TEXT else codec
 
 
-# Rejecting is decided here and not by `rejects`: a numeric that became text or double holds all it is given.
+# Not registered with `rejects`: a numeric that became text or double holds every value.
 register("numeric", factory=numeric_codec)
 
 
@@ -118,13 +118,13 @@ _DIGITS = r"\A-?0*[0-9]{1,19}\z"
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodec:
-    """Decimal digits with an optional minus; what Postgres sends, and nothing else."""
+    """Decimal digits with an optional minus sign, as Postgres sends them."""
 
     arrow_type: pa.DataType
 
     def decode(self, text: pa.LargeStringArray) -> Decoded:
         _, data = layout(text)
-        # Arrow also reads hexadecimal (0xFFFF as int16 is -1): a letter anywhere takes the careful way.
+        # Arrow also parses hexadecimal (0xFFFF as int16 is -1): any letter takes the careful path.
         if not len(data) or data.max() <= _LAST_DIGIT:
             try:
                 return Decoded(pc.cast(text, self.arrow_type), None)
@@ -164,7 +164,7 @@ class FloatCodec:
         return self._reject_overflow(decoded, text)
 
     def _reject_overflow(self, decoded: Decoded, text: pa.LargeStringArray) -> Decoded:
-        """Arrow reads numbers that are too large as infinity; only what is called so is infinite."""
+        """Reject numbers that Arrow reads as infinity because they are too large."""
         kind = np.float32 if self.arrow_type == pa.float32() else np.float64
         finite = np.isfinite(fixed_values(decoded.array, kind))
         if finite.all():
@@ -181,7 +181,7 @@ register("float8", factory=lambda type_, modifier, settings: FloatCodec(pa.float
 
 @dataclass(frozen=True, slots=True)
 class BooleanCodec:
-    """`t` and `f`, nothing else."""
+    """`t` and `f`."""
 
     arrow_type: pa.DataType
 

@@ -1,4 +1,4 @@
-"""What becomes of cells that their column's type cannot hold."""
+"""Applies a policy to values that their column's type cannot hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.values.settings import OutOfRange
 
 
 class PolicyResult(NamedTuple):
-    """A column after its policy."""
+    """A column after the policy was applied."""
 
     array: pa.Array
     """Of the codec's type."""
@@ -27,7 +27,7 @@ class PolicyResult(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """The ends of an Arrow type and the texts that lie beyond them."""
+    """The limits of an Arrow type, and patterns for texts beyond them."""
 
     low: pa.Scalar
     high: pa.Scalar
@@ -38,7 +38,7 @@ class _Bounds(NamedTuple):
 def apply_policy(
     decoded: Decoded, text: pa.LargeStringArray, policy: OutOfRange, *, table: str, column: str
 ) -> PolicyResult:
-    """Settle the rejected cells of a column; `text` is what was decoded.
+    """Apply a policy to the rejected cells of a column; `text` is what was decoded.
 
     Under TEXT the columns concerned are text already and reject nothing; what another type rejects is kept. CLAMP
     gives infinities and values beyond an end that end; NaN, decimals with too many digits after the point, and

@@ -1,4 +1,4 @@
-"""How a person wants types and awkward values handled; `config/` fills these from `[types]` and `[tables.*.types]`."""
+"""Settings for types and unrepresentable values; `config/` fills them from `[types]`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from penstock.errors import ConfigError
 
 
 class OutOfRange(StrEnum):
-    """What becomes of a value that its column's type cannot hold (`infinity`, BC, `24:00:00`, numeric NaN …)."""
+    """What to do with a value that its column's type cannot hold (`infinity`, BC, `24:00:00`, numeric NaN …)."""
 
     KEEP = "keep"
-    """The cell is NULL and its exact text is kept beside it: nothing is lost, nothing changes silently."""
+    """The cell is NULL and its exact text is kept in another column: nothing is lost or changed silently."""
     ERROR = "error"
     """The table stops with `ValueOutOfRange`."""
     NULL = "null"
-    """The cell is NULL, the text is gone."""
+    """The cell is NULL; its text is lost."""
     CLAMP = "clamp"
-    """The nearest value that the type can hold; what has no nearest value (NaN, odd arrays) is kept as under KEEP."""
+    """The nearest value that the type can hold; a value without one (NaN, odd arrays) is kept as under KEEP."""
     TEXT = "text"
-    """Columns of types that have such values are text from the start."""
+    """Columns of types with such values are text."""
 
 
 class NumericPolicy(StrEnum):
-    """What `numeric` becomes when no 128-bit decimal holds all its values: unconstrained, or over 38 digits."""
+    """The type of `numeric` columns that no 128-bit decimal can hold: unconstrained, or over 38 digits."""
 
     STRING = "string"
     DECIMAL = "decimal"
@@ -35,7 +35,7 @@ class NumericPolicy(StrEnum):
 
 
 class UnknownTypes(StrEnum):
-    """What the types of extensions that Penstock does not know become."""
+    """The type of columns whose Postgres type Penstock does not know."""
 
     TEXT = "text"
     BYTES = "bytes"
@@ -43,11 +43,11 @@ class UnknownTypes(StrEnum):
 
 
 class CompositePolicy(StrEnum):
-    """What composite types become."""
+    """The type of composite columns."""
 
     TEXT = "text"
     STRUCT = "struct"
-    """Reserved: refused until structs can be decoded."""
+    """Reserved: refused, because structs cannot be decoded yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class TextCodec:
 
 
 def _narrow_offsets(text: pa.LargeStringArray, arrow_type: pa.DataType) -> pa.Array:
-    """For what Arrow calls too large: a slice from far inside a big buffer may still fit once it starts at 0."""
+    """For a column that Arrow considers too large: a slice of a big buffer may fit if its offsets start at 0."""
     offsets, data = layout(text)
     require_narrow(data)
     validity = text.is_valid().buffers()[1] if text.null_count else None
@@ -53,19 +53,19 @@ def _narrow_offsets(text: pa.LargeStringArray, arrow_type: pa.DataType) -> pa.Ar
 
 
 def text_codec(type_: PostgresType, modifier: int, settings: TypeSettings) -> Codec:
-    """Text as it is."""
+    """Text, unchanged."""
     return TextCodec(pa.string())
 
 
 def unknown_codec(type_: PostgresType, modifier: int, settings: TypeSettings) -> Codec:
-    """Text or its bytes, as configured for types that nobody registered."""
+    """Text or its bytes, as configured for unknown types."""
     return TextCodec(pa.binary() if settings.unknown_types is UnknownTypes.BYTES else pa.string())
 
 
 register(*STRINGS, *DOCUMENTS, *NETWORK, *GEOMETRIC, *MEASURES, *SYSTEM, factory=text_codec)
 register_extension("citext", factory=text_codec)
 register_kind(TypeKind.ENUM, TypeKind.RANGE, TypeKind.MULTIRANGE, TypeKind.COMPOSITE, factory=text_codec)
-# A domain or an array arrives under its kind only when the catalog's answer lacked what is under it.
+# A domain or array gets here only if the catalog did not return its base type.
 register_kind(TypeKind.BASE, TypeKind.PSEUDO, TypeKind.DOMAIN, factory=unknown_codec)
 
 
@@ -74,7 +74,7 @@ _INVALID, _PREFIX = -1, -2
 
 
 def _pair_table() -> NDArray[np.int16]:
-    """What two characters mean, by their bytes read as one native 16-bit number."""
+    """The value of two hex digits, by their bytes as one native 16-bit number."""
     table = np.full(65_536, _INVALID, np.int16)
     digits = np.frombuffer(b"0123456789abcdefABCDEF", np.uint8)
     nibbles = np.array([*range(16), *range(10, 16)], np.int16)
@@ -89,7 +89,7 @@ _PAIRS = _pair_table()
 
 @dataclass(frozen=True, slots=True)
 class ByteaCodec:
-    """Two characters to a byte, the whole column through one table."""
+    """Two hex digits per byte; one table decodes the whole column."""
 
     arrow_type: pa.DataType
 
