@@ -87,10 +87,6 @@ class CopyRange(Protocol):
 
     @property
     def index(self) -> int: ...
-    @property
-    def estimated_bytes(self) -> int:
-        """Bytes on the source's disk; small copies go first, and small ranges share a file."""
-        ...
 
 
 class RangeReader(Protocol):

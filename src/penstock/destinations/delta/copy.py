@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from penstock.changes.compaction import keys_of
 from penstock.changes.segment import UNREPRESENTABLE, split_texts
+from penstock.copy.plan import bytes_of
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import COPY_PREFIX, create_data_file
@@ -68,12 +69,12 @@ def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> l
     groups: list[list[CopyRange]] = []
     size = 0
     for part in ranges:
-        if not groups or size + part.estimated_bytes > file_bytes or len(groups[-1]) == FILE_RANGES:
+        if not groups or size + bytes_of([part]) > file_bytes or len(groups[-1]) == FILE_RANGES:
             groups.append([])
             size = 0
         groups[-1].append(part)
-        size += part.estimated_bytes
-    return [RangeGroup(tuple(group), sum(part.estimated_bytes for part in group)) for group in groups]
+        size += bytes_of([part])
+    return [RangeGroup(tuple(group), bytes_of(group)) for group in groups]
 
 
 def write_ranges(reader: RangeReader, target: CopyTarget, group: RangeGroup) -> list[CopiedFile]:

@@ -84,7 +84,6 @@ class ScriptedRange:
 
     index: int
     batches: tuple[pa.RecordBatch, ...]
-    estimated_bytes: int = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
