@@ -26,6 +26,7 @@ from penstock.lsn import Lsn, earliest, reaches
 from penstock.retry import Backoff
 from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
+from penstock.source.faults import is_lock_timeout
 from penstock.source.lineage import Lineage, identify_system, verify_lineage
 from penstock.source.publications import (
     EnsuredPublication,
@@ -248,10 +249,13 @@ class _Opening:
     def prepare(self) -> dict[str, Start]:
         """Return where each output starts to read."""
         settings, outputs = self._settings, self._outputs
-        with connect(settings.source, Role.CATALOG) as connection:
+        # Not on the connection that creates the slot, which waits for open transactions without a limit.
+        with connect(settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             ensured = _ensure_publication(connection, settings)
-            if ensured.refused and not ensured.members:
-                raise next(iter(ensured.refused.values()))
+        final = [error for error in ensured.refused.values() if not is_lock_timeout(error)]
+        if final and not ensured.members:
+            raise final[0]
+        with connect(settings.source, Role.CATALOG) as connection:
             self._ensure_trigger(connection)
             lineages = {name: self._identify(store) for name, store in outputs.items()}
             slot = self._prepare_slot(connection, outputs)

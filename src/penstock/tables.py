@@ -147,6 +147,7 @@ class RunningTables(RunningOutput):
             settings=settings.batches,
             error_hold=settings.error_hold,
             types=settings.types,
+            try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),
         )
         self._cuts = Cuts(
             self._apply,
@@ -304,6 +305,10 @@ class RunningTables(RunningOutput):
         if self.destination.capabilities.records_position:
             return self.destination.position(table_id)
         return self.store.get_table_position(table_id)
+
+
+def _do_nothing(_: None) -> None:
+    """Run as a task to see whether tasks run."""
 
 
 def _lineage_name(lineage: Lineage) -> str:

@@ -24,7 +24,7 @@ from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import SourceSettings
-from penstock.source.faults import translated
+from penstock.source.faults import is_lock_timeout, translated
 from penstock.source.publications import published_attnums, published_tables, require_publication
 from penstock.source.snapshots import Snapshot
 from penstock.values import TypeSettings
@@ -53,7 +53,6 @@ _LEAVES = """
     order by c.oid
 """
 
-_LOCK_NOT_AVAILABLE = "55P03"
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ def _locks_named() -> Iterator[None]:
     try:
         yield
     except QueryFailed as error:
-        if error.facts.get("sqlstate") != _LOCK_NOT_AVAILABLE:
+        if not is_lock_timeout(error):
             raise
         raise TableLocked(error.message, **error.facts) from None
 

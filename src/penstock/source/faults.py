@@ -284,6 +284,11 @@ def _connect_hint(message: str) -> str | None:
     return None
 
 
+def is_lock_timeout(error: SourceError) -> bool:
+    """Return True if the server gave up waiting for a lock: a retry may succeed."""
+    return error.facts.get("sqlstate") == "55P03"
+
+
 def parse_pid(text: str) -> int | None:
     """The process id in the server's message, whatever its language."""
     match = _PID.search(text)

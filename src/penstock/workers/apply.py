@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -36,6 +36,8 @@ JOB_FAILURES = 2
 """After this many failures in a row the tables of a batch are written one by one."""
 PRUNE_SECONDS = 60.0
 """How often unneeded schema versions are deleted."""
+_NEAR, _FAR = "near", "far"
+"""The batch of the tables near P, and that of the tables far behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +75,19 @@ class ApplyWorker:
         settings: BatchSettings,
         error_hold: ErrorHold,
         types: TypeSettings | None = None,
+        try_tasks: Callable[[], object],
     ) -> None:
-        """`name` is the reader's in the spool."""
+        """`name` is the reader's in the spool. `try_tasks` runs an empty task and raises if tasks cannot run."""
         self._name = name
         self._writer = BatchWriter(spool, store, destination, settings, types)
         self._board = board
         self._store = store
         self._lifecycle = lifecycle
+        self._try_tasks = try_tasks
         self._settings = settings
         self._error_hold = error_hold
         self._failed: dict[int, Errored] = {}
-        self._job_failures = 0
+        self._job_failures = {_NEAR: 0, _FAR: 0}
         self._alone: set[int] = set()
         """Tables that have killed the job they shared with others."""
         self._changes = 0
@@ -133,28 +137,35 @@ class ApplyWorker:
             begin = earliest(applied, *others.values())
             entries = self._writer.take(begin, captured) if captured is not None else []
             end = earliest(captured, entries[-1].end) if entries and captured is not None else applied
-            durable = self._write(entries, begin, end, others)
+            durable = self._write(entries, begin, end, others, _NEAR)
+            acknowledged = self._record(end, durable)
             more = captured is not None and not reaches(end, captured)
             if far:
+                # Recorded apart: a table far behind that keeps failing does not hold back the others.
                 begin = earliest(*far.values())
                 entries = self._writer.take(begin, applied)
                 until = earliest(applied, entries[-1].end) if entries else applied
-                late = self._write(entries, begin, until, far)
-                durable |= {table: position for table, position in late.items() if reaches(position, far[table])}
+                late = self._write(entries, begin, until, far, _FAR)
+                durable = {table: position for table, position in late.items() if reaches(position, far[table])}
+                acknowledged = self._record(end, durable)
                 more = more or not reaches(until, applied)
-            failpoints.reach("after_write")
-            self._lose_overdue(end)
-            acknowledged = self._board.settle(end, durable)
         self._writer.reader.readers.advance(self._name, acknowledged)
         failpoints.reach("after_acknowledge")
         self._writer.reader.forget(acknowledged)
         self._prune_schemas(acknowledged)
         return more
 
+    def _record(self, end: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
+        """Record what a batch made durable; return the position that may be acknowledged."""
+        failpoints.reach("after_write")
+        self._lose_overdue(end)
+        return self._board.settle(end, durable)
+
     def _reachable(self) -> Lsn | None:
         """Return how far this round may go: what is captured, and no further than the limit."""
         captured = self._writer.reader.captured
-        return captured if captured is None or self.limit is None else earliest(captured, self.limit)
+        limit = self.limit  # read once: the coordinator's thread sets it
+        return captured if captured is None or limit is None else earliest(captured, limit)
 
     def _prune_schemas(self, acknowledged: Lsn) -> None:
         """Delete schema versions that no position needs, from time to time, after progress was stored."""
@@ -173,22 +184,25 @@ class ApplyWorker:
         far = {position for position, taken in reached.items() if not taken or not reaches(taken[-1].end, applied)}
         return {table: position for table, position in positions.items() if position in far}
 
-    def _write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
+    def _write(
+        self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn], kind: str
+    ) -> dict[int, Lsn]:
         """Write a batch; return how far each of these tables is durable afterwards.
 
-        All tables share a job. When it fails twice in a row, one of them may be killing it, so they are written one by
-        one. A table that fails while another succeeds becomes Errored; it is written alone until it succeeds.
+        All tables share a job. When jobs of a `kind` fail twice in a row, a table may be killing them, so the tables
+        are written one by one. A table that fails although tasks can run becomes Errored; it is written alone until it
+        succeeds.
         """
         alone = self._alone & positions.keys()
         shared = {table: position for table, position in positions.items() if table not in alone}
         try:
             durable = self._write_shared(entries, begin, end, shared)
-            self._job_failures = 0
+            self._job_failures[kind] = 0
         except TasksFailed as error:
-            self._job_failures += 1
-            if self._job_failures < JOB_FAILURES:
+            self._job_failures[kind] += 1
+            if self._job_failures[kind] < JOB_FAILURES:
                 raise
-            self._job_failures = 0
+            self._job_failures[kind] = 0
             logger.warning("a batch failed again, writing its tables one by one error=%s", error)
             durable = self._write_one_by_one(entries, begin, end, shared)
         for table_id in sorted(alone):
@@ -214,8 +228,8 @@ class ApplyWorker:
             except TasksFailed as error:
                 errors[table_id] = error
         if errors and len(errors) == len(changed):
-            # No table stands out, so the cause is probably not a table: retry the whole batch.
-            raise next(iter(errors.values()))
+            # No table stands out. If not even an empty task runs, the cause is no table: retry the whole batch.
+            self._try_tasks()
         for table_id, error in errors.items():
             self._alone.add(table_id)
             self._fail(table_id, error, positions[table_id])

@@ -96,15 +96,17 @@ class BatchWriter:
         batch = replace(batch, tables=tuple(each for each in batch.tables if each.table_id not in failed))
         if not batch.tables and self._accepted.keys().isdisjoint(positions):
             return Written(batch, durable, failed)
+        # Stored before the destination commits, so that a crash in between leaves no table with a schema that the store
+        # does not know. Stored for the boundary `end`: the log determines the schema there, whether or not this batch
+        # is committed, and a schema that the table had before may come back.
+        for changes in batch.tables:
+            if (change := changes.last_schema_change) is not None:
+                self._store.store_table_schema(TableSchemaVersion(OrderKey(end, 0), change.new))
         for table_id, outcome in self._send(batch, positions).items():
             if outcome.error is not None:
                 failed[table_id] = outcome.error
             if outcome.error is not None or not outcome.durable:
                 durable.pop(table_id)
-        for changes in batch.tables:
-            change = changes.last_schema_change
-            if changes.table_id not in failed and change is not None:
-                self._store.store_table_schema(TableSchemaVersion(OrderKey.parse(change.version), change.new))
         return Written(batch, durable, failed)
 
     def _leave_out_accepted(self, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:

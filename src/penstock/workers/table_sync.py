@@ -39,7 +39,7 @@ from penstock.retry import Backoff
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
-from penstock.source.faults import translated
+from penstock.source.faults import is_lock_timeout, translated
 from penstock.source.slots import Blocker, warn_of_blockers
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
@@ -57,7 +57,6 @@ HOLD_SECONDS = 60.0
 """Capture answers within a tenth of a second, unless it is restarting."""
 _SIZE_SECONDS = 0.5
 """How long to wait for DDL on a table before its size counts as unknown."""
-_LOCK_NOT_AVAILABLE = "55P03"
 _TABLE_BYTES = """
     select pg_catalog.pg_table_size(%s::oid)
         + coalesce((select sum(pg_catalog.pg_table_size(relid)) from pg_catalog.pg_partition_tree(%s::oid)), 0)
@@ -276,7 +275,7 @@ class TableSync:
                 cursor.execute(f"set lock_timeout = {round(_SIZE_SECONDS * 1000)}".encode())
                 row = cursor.execute(_TABLE_BYTES, [self._table_id, self._table_id]).fetchone()
         except QueryFailed as error:
-            if error.facts.get("sqlstate") != _LOCK_NOT_AVAILABLE:
+            if not is_lock_timeout(error):
                 raise
             return None
         return None if row is None or row[0] is None else int(row[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -94,7 +94,14 @@ def publish(spool: SpoolWriter, *commits: int) -> None:
         spool.publish(Lsn(commit + 8), transactions=1, commit_times=(1, 1))
 
 
-def make_worker(tmp_path: Path, store: MemoryStore, board: Board, destination: Recording, **limits: int) -> ApplyWorker:
+def make_worker(
+    tmp_path: Path,
+    store: MemoryStore,
+    board: Board,
+    destination: Recording,
+    try_tasks: Callable[[], None] = lambda: None,
+    **limits: int,
+) -> ApplyWorker:
     folder = tmp_path / "spool"
     Readers(SpoolFolder(folder)).register("tables", START)
     lifecycle = Lifecycle("tables")
@@ -109,6 +116,7 @@ def make_worker(tmp_path: Path, store: MemoryStore, board: Board, destination: R
         lifecycle=lifecycle,
         settings=BatchSettings(**limits),
         error_hold=ErrorHold(),
+        try_tasks=try_tasks,
     )
 
 
@@ -196,13 +204,74 @@ def test_a_table_that_kills_the_job_stops_and_the_others_go_on(tmp_path, spool, 
     assert destination.rows == {TABLE: [100, 108], LATE: [100, 108]}
 
 
-def test_jobs_that_all_fail_stop_no_table(tmp_path, spool, store):
+def test_while_no_task_runs_no_table_stops(tmp_path, spool, store):
+    def nothing_runs() -> None:
+        raise TasksFailed("Spark has no executor")
+
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100)
+    destination = Recording()
+    destination.killers = {TABLE, LATE}
+    worker = make_worker(tmp_path, store, board, destination, try_tasks=nothing_runs)
+    for _ in range(5):
+        worker.run()
+    assert board.phases() == {TABLE: Ready(), LATE: Ready()}
+    assert board.applied == START
+
+
+def test_tables_that_kill_every_job_stop_if_tasks_run_and_progress_goes_on(tmp_path, spool, store):
     board = Board(store, START, {TABLE: START, LATE: START}.get)
     publish(spool, 100)
     destination = Recording()
     destination.killers = {TABLE, LATE}
     worker = make_worker(tmp_path, store, board, destination)
-    for _ in range(5):
-        worker.run()
-    assert board.phases() == {TABLE: Ready(), LATE: Ready()}
-    assert board.applied == START
+    worker.run()
+    assert all(isinstance(phase, Ready) for phase in board.phases().values())
+    worker.run()
+    assert all(isinstance(phase, Errored) for phase in board.phases().values())
+    assert board.applied == 108
+
+
+def test_a_table_far_behind_that_kills_its_jobs_stops_alone(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    board.settle(Lsn(132), {TABLE: Lsn(132)})
+    publish(spool, 100, 108, 116, 124, 132, 140)
+    destination = Recording()
+    destination.killers = {LATE}
+    worker = make_worker(tmp_path, store, board, destination, max_rows=4)
+    worker.run()
+    assert board.applied == 148
+    assert board.positions()[TABLE] == 148
+    worker.run()
+    assert isinstance(board.phase(LATE), Errored)
+    assert isinstance(board.phase(TABLE), Ready)
+
+
+def test_the_store_knows_a_schema_before_the_destination_has_it(tmp_path, spool, store):
+    class Looking(Recording):
+        def write_events(self, batch: EventBatch) -> WriteHandle:
+            self.known = {each: store.get_table_schema(each, OrderKey(batch.end, 0)) for each in (TABLE, LATE)}
+            return super().write_events(batch)
+
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100)
+    destination = Looking()
+    make_worker(tmp_path, store, board, destination).run()
+    assert {each: known and known.schema for each, known in destination.known.items()} == {
+        TABLE: schema(TABLE),
+        LATE: schema(LATE),
+    }
+
+
+def test_a_schema_that_comes_back_after_a_copy_is_known_again(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    worker = make_worker(tmp_path, store, board, Recording())
+    publish(spool, 100)
+    worker.run()
+    # The column was renamed, and the table copied again, without a change that capture would have seen.
+    store.store_table_schema(TableSchemaVersion(OrderKey(Lsn(108), 0), schema(TABLE, "renamed")))
+    publish(spool, 108)
+    worker.run()
+    known = store.get_table_schema(TABLE, OrderKey(Lsn(116), 0))
+    assert known is not None
+    assert known.schema == schema(TABLE)

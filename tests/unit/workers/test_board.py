@@ -194,6 +194,7 @@ def test_apply_does_not_finish_its_work_when_the_lease_is_lost(board, store, tmp
         lifecycle=Losing("tables"),
         settings=BatchSettings(interval=0.01),
         error_hold=ErrorHold(),
+        try_tasks=lambda: None,
     )
     worker.run()
     assert len(rounds) == 1
