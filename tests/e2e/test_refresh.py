@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.source.connections import SourceSettings
 from penstock.state import CommandKind, MemoryStore
 from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.support import Alone, tables_settings, wait_for
+from tests.e2e.support import Alone, tables_alone, tables_settings, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +107,25 @@ def test_a_start_with_nothing_to_publish_says_why(database: Any, tmp_path: Any, 
         make(database, tmp_path, as_role(database.dsn, limited)).start()
     [(slots,)] = database.execute("select count(*) from pg_replication_slots where database = current_database()")
     assert slots == 0
+
+
+def test_a_lock_on_a_new_table_does_not_hold_up_a_start(database: Any, tmp_path: Any) -> None:
+    database.execute("create table a (id int primary key)")
+    with make(database, tmp_path) as pipeline:
+        wait_for(lambda: ready(pipeline, "public.a"), "the first table")
+    database.execute("create table b (id int primary key)")
+    pipeline = tables_alone(pipeline.settings, pipeline.store, MemoryDestination(), ProcessTasks())
+    with psycopg.connect(database.dsn) as locking:
+        locking.execute("lock table b in access exclusive mode")
+        starting = threading.Thread(target=pipeline.start, daemon=True)
+        starting.start()
+        starting.join(30)
+        is_started = not starting.is_alive()
+        unpublished = set(pipeline.coordinator.unpublished)
+    starting.join()
+    try:
+        assert is_started
+        assert unpublished == {"public.b"}
+        wait_for(lambda: ready(pipeline, "public.b"), "the new table")
+    finally:
+        pipeline.shutdown()
