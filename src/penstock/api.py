@@ -339,7 +339,7 @@ def check(config: Source = DEFAULT_PATH) -> CheckReport:
 
 def verify(
     config: Source = DEFAULT_PATH,
-    tables: Sequence[str] = (),
+    tables: str | Sequence[str] = (),
     *,
     output: str | None = None,
     sample: float = 1.0,
@@ -352,7 +352,7 @@ def verify(
 
     Arguments:
         config: path of a config file, or a pipeline.
-        tables: names or patterns; all tables by default.
+        tables: a name or pattern, or several; all tables by default.
         output: name of one output; all by default.
         sample: fraction of the rows to compare.
         show_values: put differing values into the report, not only the names of their columns.
@@ -374,7 +374,7 @@ def verify(
     """
     found, running = _resolve(config)
     options = VerifySettings(CompareSettings(sample=sample, show_values=show_values), wait)
-    request = VerifyRequest(found, tables, output, options)
+    request = VerifyRequest(found, [tables] if isinstance(tables, str) else tables, output, options)
     with found.discreet():
         return verify_pipeline(request) if running is None else verify_running(request, running)
 

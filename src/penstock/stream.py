@@ -36,7 +36,7 @@ from penstock.source.publications import (
     without_identity,
 )
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
-from penstock.spool import Holds, Readers, SpoolSettings
+from penstock.spool import Holds, Readers, SpoolReader, SpoolSettings
 from penstock.spool.folder import SpoolFolder
 from penstock.state import Errored, IndexStatus, Ready, Store, SyncDone
 from penstock.state.positions import start_position
@@ -263,9 +263,12 @@ class _Opening:
                 # After the slot is created: from here on every DDL change of a table is in the stream.
                 settings.trigger.announce(connection)
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
-            for name, store in outputs.items():
-                self._refuse_gap(name, store, confirmed)
+            was_reset = [self._refuse_gap(name, store, confirmed) for name, store in outputs.items()]
         folder = SpoolFolder(settings.spool.path)
+        captured = SpoolReader(settings.spool.path).captured if any(was_reset) else None
+        if captured is not None and not reaches(captured, confirmed):
+            # The slot has moved past the spool as well, so capture could not continue there.
+            folder.discard()
         Holds(folder).release_all()
         positions = self._register(Readers(folder), outputs, confirmed)
         return {name: Start(position, *lineages[name]) for name, position in positions.items()}
@@ -324,19 +327,23 @@ class _Opening:
         failpoints.reach("after_slot")
         return slot
 
-    def _refuse_gap(self, name: str, store: Store, confirmed: Lsn) -> None:
-        """Refuse an output that is behind the slot: the stream ran without it, or the slot was moved by hand."""
+    def _refuse_gap(self, name: str, store: Store, confirmed: Lsn) -> bool:
+        """Refuse an output that is behind the slot: the stream ran without it, or the slot was moved by hand.
+
+        With `on_lost_slot = "recreate"` reset it instead and return True.
+        """
         stored = store.get_replication_progress()
         if stored is None or reaches(stored, confirmed) or not _has_tables(store):
-            return
+            return False
         if self._settings.on_lost_slot is OnLostSlot.ERROR:
             raise SlotLost(
                 f"slot {self._settings.slot!r} is at {confirmed}, but {name!r} has changes only up to {stored}: "
                 "those in between are gone",
                 slot=self._settings.slot,
             )
-        logger.error("changes are lost, every table is copied again output=%s slot=%s", name, self._settings.slot)
+        logger.error("changes were lost; copying every table again output=%s slot=%s", name, self._settings.slot)
         store.reset_replication()
+        return True
 
     def _register(self, readers: Readers, outputs: Mapping[str, Store], confirmed: Lsn) -> dict[str, Lsn]:
         """Register all outputs in the spool; return where each of them starts to read."""

@@ -178,6 +178,22 @@ def test_an_output_that_the_slot_did_not_wait_for_is_not_continued(site: Site) -
     site.check_equal("tables", "second")
 
 
+@pytest.mark.trap(18, 30)
+def test_a_slot_that_was_moved_past_the_spool_is_continued_by_a_new_copy(site: Site) -> None:
+    with site.outputs("tables") as outputs:
+        site.wait_reached(outputs)
+    site.database.execute("select pg_logical_emit_message(true, 'test', 'a transaction that the pipeline misses')")
+    slot = pipeline_settings(site.database, site.folder).slot
+    site.database.execute("select pg_replication_slot_advance(%s, pg_current_wal_lsn())", [slot])
+    with pytest.raises(SlotLost, match="'tables' has changes only up to"):
+        site.outputs("tables").start()
+    with site.outputs("tables", on_lost_slot=OnLostSlot.RECREATE) as outputs, writers(site.database, 2, FEW):
+        wait_for(all_ready(outputs, FEW), "new copies")
+    with site.outputs("tables") as outputs:
+        site.wait_reached(outputs)
+    site.check_equal("tables")
+
+
 def test_outputs_of_a_stream_have_different_names(site: Site) -> None:
     with pytest.raises(ValueError, match="different names"):
         site.outputs("tables", "tables")

@@ -209,7 +209,7 @@ class Assembler:
             number = np.searchsorted(begins, commits)
             announced = np.concatenate(([opened.commit_lsn if opened else 0], begun[0]))[number]
             if (scan.positions(commits, 2) != announced).any():
-                raise DecodeError("a commit at another position than its begin announced", offset=2)
+                raise DecodeError("the commit LSN differs from the one that BEGIN announced", offset=2)
             rows_after = int(rows_before[-1] - rows_before[commits[-1] - first])
             extent = Extent(self._block.rows - rows_after, len(self._block.marks), before + int(number[-1]) + 1)
             self._note_commits(extent, Lsn(int(scan.positions(commits[-1:], 10)[0])), scan.commit_times(commits, 18))

@@ -122,7 +122,7 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
         return "exists, and is left as it is" if publication else "is MISSING, and manage_publication is false"
     wanted = {str(table) for table in find_tables(connection, settings.tables, settings.exclude)}
     if publication is None:
-        return f"would be created, for {len(wanted)} tables"
+        return f"would be created, for {len(wanted)} table{'s' * (len(wanted) != 1)}"
     if publication.all_tables:
         return "is FOR ALL TABLES, so its tables cannot be chosen; set manage_publication = false"
     members = {str(table) for table in published_tables(connection, settings.publication)}

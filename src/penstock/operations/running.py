@@ -10,6 +10,7 @@ Everything that knows how a config becomes a `Coordinator` is in this module.
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -192,6 +193,7 @@ def started_tasks(config: Config, ending: Ending, say: Say = say_nothing) -> Ite
         return
     # Imported here: commands without Spark start without it.
     with requires_extra("spark", f'spark.master = "{choice.master}"'):
+        importlib.import_module("pyspark")  # first, so that an error names this package and not one of its own
         from penstock.spark.session import SparkSettings, build_session, stop_session
         from penstock.spark.tasks import SparkTasks
 

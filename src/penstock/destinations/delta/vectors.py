@@ -160,7 +160,7 @@ def vector_file(descriptor: VectorDescriptor) -> str | None:
         case _:
             raise TableRejected(
                 f"a deletion vector of storage type {descriptor.storage_type!r} lies outside of the table",
-                hint="Shallow clones cannot be written to: use a table of its own.",
+                hint="Penstock cannot write to a shallow clone; use a separate table.",
             )
 
 

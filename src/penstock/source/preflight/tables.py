@@ -68,7 +68,9 @@ def check_publication(context: Context) -> Iterator[Check]:
             "publication",
             Severity.CRITICAL,
             f"publication {name!r} has no tables",
-            f"Add some: alter publication {_identifier(name)} add table …;",
+            "Set source.tables to patterns that match tables; Penstock then adds them."
+            if context.request.manage_publication
+            else f"Add some: alter publication {_identifier(name)} add table …;",
         )
     else:
         names = [str(subject) for subject in context.subjects]
@@ -108,7 +110,9 @@ def check_patterns(context: Context) -> Iterator[Check]:
             "table_patterns",
             Severity.CRITICAL,
             f"no table that {where} matches {listed(lost)}",
-            "Check the schema, name and case, then add the tables to the publication.",
+            "Check the schema, name and case of the pattern."
+            if request.manage_publication
+            else "Check the schema, name and case, then add the tables to the publication.",
             lost,
         )
     else:
