@@ -687,3 +687,15 @@ def test_an_observer_hears_what_happens(site: Site, monkeypatch: pytest.MonkeyPa
         "seeded people",
     ]
     assert (heard.changes, heard.documents["people"]) == (2, 2)
+
+
+def test_a_lock_on_a_table_that_no_index_uses_does_not_keep_documents_from_starting(site: Site) -> None:
+    site.database.execute("create table w.other (id int primary key)")
+    with run(site.output()) as output:
+        site.wait_settled(output)
+    with site.database.connect() as locking, locking.transaction():
+        locking.execute("lock table w.other in access exclusive mode")
+        with run(site.output()) as output:
+            site.database.execute("update w.people set name = name || '!'")
+            site.wait_settled(output)
+    site.check()

@@ -27,25 +27,6 @@ _SCHEMAS_SINCE = 150000
 _ALTER_SECONDS = 10.0
 """How long tables are tried one by one, at most, each time that a publication is brought up to date."""
 
-# The row filter and the column list are those of the table's own entry; they do not count when the whole schema
-# or the whole database is published.
-_TABLES_15 = """
-    select c.oid::int8, n.nspname, c.relname, c.relkind::text,
-           case when own.oid is not null then own.prattrs::int2[] end,
-           case when own.oid is not null then pg_catalog.pg_get_expr(own.prqual, own.prrelid) end
-    from pg_catalog.pg_publication p
-    join pg_catalog.pg_publication_tables t on t.pubname = p.pubname
-    join pg_catalog.pg_namespace n on n.nspname = t.schemaname
-    join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
-    left join pg_catalog.pg_publication_rel own
-           on own.prpubid = p.oid and own.prrelid = c.oid and not p.puballtables
-          and not exists (
-              select from pg_catalog.pg_publication_namespace s where s.pnpubid = p.oid and s.pnnspid = c.relnamespace
-          )
-    where p.pubname = %s
-    order by n.nspname, c.relname
-"""
-
 _TABLES_13 = """
     select c.oid::int8, n.nspname, c.relname, c.relkind::text, null::int2[], null::text
     from pg_catalog.pg_publication_tables t
@@ -110,6 +91,24 @@ _PUBLISHED_15 = """
             else c.relkind = 'r'
         end
     )
+"""
+
+# The row filter and the column list are those of the table's own entry; they do not count when the whole schema
+# or the whole database is published.
+_TABLES_15 = f"""
+    with recursive {_PUBLISHED_15}
+    select c.oid::int8, d.nspname, d.relname, c.relkind::text,
+           case when own.oid is not null then own.prattrs::int2[] end,
+           case when own.oid is not null then pg_catalog.pg_get_expr(own.prqual, own.prrelid) end
+    from published d
+    join publication p on p.oid = d.publication
+    join pg_catalog.pg_class c on c.oid = d.relation
+    left join pg_catalog.pg_publication_rel own
+           on own.prpubid = p.oid and own.prrelid = c.oid and not p.puballtables
+          and not exists (
+              select from pg_catalog.pg_publication_namespace s where s.pnpubid = p.oid and s.pnnspid = c.relnamespace
+          )
+    order by d.nspname, d.relname
 """
 
 _MEMBERSHIP = """
