@@ -206,12 +206,13 @@ class Board:
         with self._changed:
             if self._attempts.get(table_id) != attempt:
                 return
-            del self._attempts[table_id]
             phase = self._phases[table_id]
             if not is_persisted(phase):
-                # The store may be ahead of the worker: its answer may have been lost.
+                # The store may be ahead of the worker: its answer may have been lost. If it cannot be asked, the claim
+                # stays, and the call can be repeated.
                 stored = self._store.get_table_replication_state(table_id) or stored_form(phase)
                 self._show(table_id, stored, stored.lsn if isinstance(stored, SyncDone) else None)
+            del self._attempts[table_id]
 
     # For the apply worker
 

@@ -31,6 +31,7 @@ from penstock.errors import (
     PenstockError,
     PublicationChanged,
     QueryFailed,
+    Retry,
     TableRewritten,
     ValuesNotSent,
 )
@@ -142,8 +143,18 @@ class TableSync:
                 self._holds.release(self._reader, self._table_id)
 
     def leave(self) -> None:
-        """End the claim; called after `run`, and after its error was handled."""
-        self._board.leave(self._table_id, self.attempt)
+        """End the claim; called after `run`, and after its error was handled. Waits for a store that is away."""
+        while True:
+            try:
+                self._board.leave(self._table_id, self.attempt)
+                return
+            except PenstockError as error:
+                # Without this the table would stay in Catchup, hold back progress, and never be copied again.
+                if self._stop.is_set() or error.retry is not Retry.TIMED:
+                    raise
+                delay = self._backoff.next_delay()
+                logger.warning("the claim of a copy cannot be ended, trying again in=%.1fs error=%s", delay, error)
+                self._stop.wait(delay)
 
     def _copy_table(self, schema: TableSchema, snapshots: SharedSnapshots) -> Lsn:
         """Fence off earlier attempts, copy, and return the position of the snapshot."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.errors import IllegalTransition, LeaseLost, StateUnusable
+from penstock.errors import IllegalTransition, LeaseLost, ServerUnavailable, StateUnusable
 from penstock.lsn import Lsn
 from penstock.source.lineage import Lineage
 from penstock.state import (
@@ -198,3 +198,19 @@ def test_apply_does_not_finish_its_work_when_the_lease_is_lost(board, store, tmp
     )
     worker.run()
     assert len(rounds) == 1
+
+
+def test_a_worker_that_ends_while_the_store_is_away_leaves_a_table_that_is_copied_again(board, store, monkeypatch):
+    copy(board)
+    hand_over(board)
+
+    def refuse(table_id):
+        raise ServerUnavailable("no answer")
+
+    with monkeypatch.context() as away, pytest.raises(ServerUnavailable):
+        away.setattr(store, "get_table_replication_state", refuse)
+        board.leave(TABLE, "one")
+    # Its thread tries again.
+    board.leave(TABLE, "one")
+    assert board.phase(TABLE) == FinishedCopy()
+    assert TABLE in board.to_copy()
