@@ -81,7 +81,7 @@ class Cuts:
             )
         if step is not CutStep.HOLD and not self.active:
             raise PenstockError("apply is no longer held", hint="Start the comparison again.")
-        if self._lifecycle.paused:
+        if self._lifecycle.paused and step is not CutStep.RELEASE:
             raise PenstockError("the pipeline is paused", hint="`penstock resume` resumes it.")
         self._deadline = self._clock() + PATIENCE_SECONDS
         match step:

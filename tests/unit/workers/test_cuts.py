@@ -25,8 +25,9 @@ class Site:
         self.now = 0.0
         apply: Any = self.apply
         board: Any = self.board
+        self.lifecycle = Lifecycle("cuts")
         self.cuts = Cuts(
-            *(apply, board, self.store, Lifecycle("cuts")),
+            *(apply, board, self.store, self.lifecycle),
             server_position=lambda: Lsn(self.board.applied + 10),
             name_of=str,
             clock=lambda: self.now,
@@ -64,3 +65,10 @@ def test_one_that_has_died_is_forgotten(site: Site) -> None:
     site.now += PATIENCE_SECONDS + 1
     site.cuts.settle()
     assert site.ask("two", "hold") is CommandStatus.DONE
+
+
+def test_a_hold_ends_when_it_is_released_although_the_pipeline_is_paused(site: Site) -> None:
+    site.ask("one", "hold")
+    site.lifecycle.pause()
+    assert site.ask("one", "release") is CommandStatus.DONE
+    assert site.apply.limit is None
