@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 from penstock.errors import LeaseLost, PenstockError
@@ -119,6 +119,11 @@ class RunningOutput(ABC):
         self.lifecycle.stop.set()
         while not self.join(REMINDER_SECONDS):
             logger.warning("output still finishes its current batch output=%s", self.output)
+        # Without an answer, the next process would carry a pause out, and begin paused.
+        with suppress(PenstockError):
+            while self._pauses:
+                self.store.answer_command(self._pauses[0].number, CommandStatus.DONE)
+                del self._pauses[0]
 
     def start_thread(self, name: str, work: Callable[[], None]) -> None:
         """Run `work` in a thread; what it raises stops the output."""

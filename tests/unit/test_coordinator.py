@@ -288,3 +288,16 @@ def test_a_pause_is_answered_when_the_batch_is_finished(outputs: list[Fake]) -> 
         wait_for(lambda: store.get_command(asked.number).answered, "the answer")
         with first.lifecycle.working() as may_work:
             assert not may_work
+
+
+@pytest.mark.usefixtures("stream")
+def test_a_pause_ends_with_its_process_also_if_that_ends_before_the_batch(outputs: list[Fake]) -> None:
+    store = outputs[0].store
+    with Coordinator(outputs) as coordinator:
+        first, _ = coordinator
+        with first.lifecycle.working():
+            asked = store.add_command(CommandKind.PAUSE)
+            wait_for(lambda: first.lifecycle.paused, "the pause")
+            coordinator.shutdown()
+    # Otherwise the next process would take it over, and begin paused.
+    assert store.get_command(asked.number).status is CommandStatus.DONE
