@@ -159,7 +159,7 @@ def test_a_rewrite_begins_the_copy_anew_and_it_ends_equal(site: Site, what: str,
     assert [phase.name for phase in history] == ANEW
     (failed,) = [phase for phase in history if isinstance(phase, Errored)]
     assert "public.busy" in failed.reason
-    assert "since the snapshot that it is copied from" in failed.reason
+    assert "after the snapshot of its copy was taken" in failed.reason
     assert failed.retry_policy.retry is Retry.TIMED
     assert failed.solution is not None
     assert "restarts automatically" in failed.solution

@@ -30,7 +30,7 @@ def test_the_trigger_is_shown_made_and_removed(site: Site):
     assert left(site) == ([], [(0,)])
     assert site.run("run", "--once", "-q").returncode == 0
     assert left(site) == ([(name,)], [(1,)])
-    assert f"ddl trigger  {name}: is there" in site.run("run", "--plan").stdout
+    assert f"ddl trigger  {name}: exists" in site.run("run", "--plan").stdout
     # Nothing runs while the table is altered; the rows around it are followed all the same.
     site.database.execute("insert into orders values (9001, 'before')")
     site.database.execute("alter table orders add column extra int")
@@ -48,7 +48,7 @@ def test_a_trigger_that_is_not_wanted_any_more_goes_at_the_next_start(site: Site
     configure(site, wanted=True)
     assert site.run("run", "--once", "-q").returncode == 0
     configure(site, wanted=False)
-    assert "is there, and would be removed" in site.run("run", "--plan").stdout
+    assert "exists, and would be removed" in site.run("run", "--plan").stdout
     assert site.run("run", "--once", "-q").returncode == 0
     assert left(site) == ([], [(0,)])
     assert "ddl trigger" not in site.run("run", "--plan").stdout
@@ -65,7 +65,7 @@ def test_a_role_without_the_privilege_is_told_what_to_do(site: Site):
         url = make_conninfo(site.database.dsn, user=role, password="reader")
         result = site.run("run", "--once", environment={"SOURCE_URL": url})
         assert result.returncode == 1
-        assert "Event triggers are for superusers" in result.stderr
+        assert "Creating event triggers needs a superuser" in result.stderr
         assert left(site) == ([], [(0,)])
     finally:
         site.database.execute(f"drop owned by {role}; drop role {role}")

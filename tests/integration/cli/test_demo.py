@@ -86,8 +86,8 @@ def test_the_search_demo_ends_with_equal_documents(tmp_path, start):
     assert "Traceback" not in errors
     assert output == ""
     assert re.search(r"gold customers have bought a lamp", errors)
-    assert re.search(r"a search for it finds, .* later: .*Featherstonehaugh", errors)
-    assert re.search(r"searches see the new one; of [\d,]+ meanwhile 0 found nothing", errors)
+    assert re.search(r"a search finds the new name .* later: .*Featherstonehaugh", errors)
+    assert re.search(r"searches use the new index after .*; of [\d,]+ meanwhile, 0 found nothing", errors)
     for index in ("customers", "products"):
         assert re.search(rf"^  {index} +[\d,]+ documents, equal$", errors, re.MULTILINE), errors
     assert load_config(folder / "penstock.toml").indexes.sink_type == "opensearch"
@@ -99,7 +99,7 @@ def test_a_signal_ends_the_demo_well(tmp_path, start, number):
     process = start("--orders", "100", "--seconds", "600", "--folder", str(tmp_path / "demo"), "--master", "none")
     assert process.stderr is not None
     seen = ""
-    while "following their changes" not in seen:
+    while "applying changes" not in seen:
         seen += (line := process.stderr.readline())
         assert line, seen
     process.send_signal(number)
@@ -116,7 +116,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, monkeypatch,
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert "is not empty, and no older demo" in capsys.readouterr().err
+    assert "is not empty, and not an older demo" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 

@@ -140,9 +140,9 @@ def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
     [
         (("preview", "customers", "999999"), "index 'customers' has no document '999999' now"),
         (("preview", "customers", "abc"), "a value does not fit its type"),
-        (("preview", "nothing", "1"), "no index called 'nothing'"),
+        (("preview", "nothing", "1"), "the config has no index 'nothing'"),
         (("mapping", "nothing"), "hint: It has: customers, products."),
-        (("check", "nothing"), "no index called 'nothing'"),
+        (("check", "nothing"), "the config has no index 'nothing'"),
         (("rebuild", "customers"), "pipeline shop has not run yet"),
         (("diff",), "sink 'counting' cannot be read"),
         (("check", "-c", "missing.toml"), "there is no config file 'missing.toml'"),

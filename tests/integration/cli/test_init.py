@@ -107,7 +107,7 @@ def test_a_person_is_asked(source: Any, tmp_path: Path):
         # The last space of a question comes when the terminal is ready for the answer.
         terminal.wait_for("source URL, like postgresql://user@host:5432/database: ")
         terminal.type(f"postgresql://{role}@{where}")
-        terminal.wait_for(f"password of {role}: ")
+        terminal.wait_for(f"password for {role}: ")
         terminal.type(SECRET)
         terminal.wait_for("3 tables")
         terminal.wait_for("tables (names or patterns) [*.*]: ")
@@ -117,7 +117,7 @@ def test_a_person_is_asked(source: Any, tmp_path: Path):
         terminal.type("orders, public.w*")
         terminal.wait_for(f"name of the pipeline [{source.name}]: ")
         terminal.type("shop")
-        terminal.wait_for("what should the tables become? (delta, parquet, stdout) [delta]: ")
+        terminal.wait_for("type of the destination (delta, parquet, stdout) [delta]: ")
         terminal.type("parquet")
         terminal.wait_for("where (a folder or s3://…) [lake]: ")
         terminal.type("")

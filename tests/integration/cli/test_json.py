@@ -40,4 +40,4 @@ def test_commands(site: Site):
     assert (done["pipeline"], done["output"], done["reason"]) == ("shop", "tables", None)
     refused = ask(site, "rollback", "items", "--wait", "60", status=1)
     assert refused["status"] == "refused"
-    assert "only an errored table is rolled back" in refused["reason"]
+    assert "only an errored table can be rolled back" in refused["reason"]

@@ -68,7 +68,7 @@ def test_documents_follow_without_logical_decoding(make_server: Callable[..., Po
     assert "public.items is polled by xmin: each poll reads the whole table" in said
     assert "public.orders has no index on (updated_at)" in said
 
-    assert "not needed, changes are polled" in site.run("run", "--plan").stdout
+    assert "not needed: changes are polled" in site.run("run", "--plan").stdout
     filled = site.run("run", "--once", "-q", environment={})
     assert filled.returncode == 0, filled.stderr
     process = site.start("run")

@@ -134,7 +134,7 @@ def test_commands_reach_a_pipeline_that_runs(site: Site):
     refused = site.run("rollback", "orders")
     assert refused.returncode == 1
     assert "rollback was refused: " in refused.stderr
-    assert "only an errored table is rolled back" in refused.stderr
+    assert "only an errored table can be rolled back" in refused.stderr
     unknown = site.run("resync", "public.order")
     assert unknown.returncode == 1
     assert "did you mean 'public.orders'?" in unknown.stderr
@@ -209,7 +209,7 @@ def test_a_table_whose_updates_the_server_will_refuse_is_named(site: Site):
 
 def test_patterns_that_match_no_table_are_told(site: Site):
     site.configure(tables="shp.*")
-    assert "tables       none: no table of the database matches" in site.run("run", "--plan").stdout
+    assert "tables       none: no table in the database matches" in site.run("run", "--plan").stdout
     result = site.run("run", "--once")
     assert result.returncode == 1
     assert "no table matches shp.*, so none was copied" in result.stderr

@@ -48,6 +48,6 @@ def test_whom_a_copy_waits_for_is_said_while_it_waits(site: Site):
         assert f"pid {blocker.info.backend_pid} (" in site.output(process)
         blocker.commit()
     assert process.wait(120) == 0, site.output(process)
-    assert site.output(process).count("open transactions have ended") == 1
+    assert site.output(process).count("until these transactions end") == 1
     assert "waits for open transactions" not in site.output(process)
     assert site.rows("items") == site.source_rows("items")

@@ -74,7 +74,7 @@ def test_lag_is_known_whether_it_runs_or_not(site: Site):
     text = site.run("status").stdout
     assert f"run by process {process.pid}" in text
     assert "; streaming; " in text
-    assert "read by pid" in text
+    assert "read by server process" in text
 
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0

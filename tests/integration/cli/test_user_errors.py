@@ -78,7 +78,7 @@ def test_a_config_that_is_not_there_or_cannot_be_read(site: Site):
     (site.folder / "penstock.toml").chmod(0)
     said = run(site, *penstock("status"))
     assert "Permission denied" in said
-    assert "this user may read it" in said
+    assert "that this user may read" in said
 
 
 def test_a_variable_that_is_not_set(site: Site):
@@ -115,7 +115,7 @@ def test_no_java(site: Site, tmp_path: Path):
     site.configure(master="local[1]")
     command = [sys.executable, "-c", WITHOUT_JAVA, "run", "--once"]
     said = run(site, *command, PATH=str(tmp_path / "empty"), JAVA_HOME="")
-    assert "Spark needs Java, and there is none on this machine" in said
+    assert "Spark needs Java, and this machine has none" in said
     assert "apt-get install default-jre-headless" in said
 
 

@@ -288,7 +288,7 @@ def test_doc_id_names_documents_by_other_columns(library: psycopg.Connection[Any
 
 def test_a_key_that_is_not_unique_is_told(library: psycopg.Connection[Any], build: Build) -> None:
     library.execute("insert into lib.books (id, title) values (1, 'same'), (2, 'same')")
-    with pytest.raises(QueryFailed, match="its key is not unique"):
+    with pytest.raises(QueryFailed, match="the key is not unique"):
         build(HEAD + "doc_id: title\nfields: [long: id]", ["same"])
 
 

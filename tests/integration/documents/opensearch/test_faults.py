@@ -100,7 +100,7 @@ def test_a_server_killed_in_the_middle_of_bulks_comes_back_with_what_was_flushed
     assert not sender.is_alive()
     assert refused == []
     assert sink.count("killed") == 10_000
-    assert any("busy or away" in record.getMessage() for record in caplog.records), "it was away meanwhile"
+    assert any("busy or unavailable" in record.getMessage() for record in caplog.records), "it was away meanwhile"
     assert Looker(server, "durable").stored() == {"a": {"n": 1}}
     again = OpenSearchSink(server.url, replicas=0)
     again.ensure_index(mapping_of("durable"))
