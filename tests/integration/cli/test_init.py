@@ -67,7 +67,7 @@ def test_what_is_told_becomes_a_config_that_runs(source: Any, tmp_path: Path):
     assert rows["public.orders"][-3:] == ["~1,000", "primary", "key"]
     assert rows["public.visits"][-1] == "none"
     assert rows["public.wide"][-1] == "full"
-    assert "export MY_SHOP_PASSWORD=…   # with special characters percent-encoded" in result.stdout
+    assert "export MY_SHOP_PASSWORD=…   # percent-encode special characters" in result.stdout
     written = (tmp_path / "penstock.toml").read_text()
     assert SECRET not in written
     assert quote(SECRET, safe="") not in written
@@ -119,7 +119,7 @@ def test_a_person_is_asked(source: Any, tmp_path: Path):
         terminal.type("shop")
         terminal.wait_for("type of the destination (delta, parquet, stdout) [delta]: ")
         terminal.type("parquet")
-        terminal.wait_for("where (a folder or s3://…) [lake]: ")
+        terminal.wait_for("path (a folder or s3://…) [lake]: ")
         terminal.type("")
         assert terminal.wait() == 0, terminal.text
     assert SECRET not in terminal.text
