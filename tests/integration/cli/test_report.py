@@ -38,7 +38,7 @@ def test_a_bundle_has_all_parts_and_no_secrets(site: Site):
     }  # fmt: skip
     assert json.loads(files["config.json"])["source"]["url"] == "${SOURCE_URL}"
     assert "last line" in files["log.txt"]
-    assert "none.log <==\ncannot be read: No such file" in files["log.txt"]
+    assert "none.log <==\ncannot read: No such file" in files["log.txt"]
     history = json.loads(files["state.json"])["tables"]["history"]["public.strange"]
     assert [each["phase"] for each in history][-1] == "errored"
     assert "public.strange" in history[-1]["reason"]
