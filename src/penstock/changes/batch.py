@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.changes.frames import frame_of_files, spark_columns
-from penstock.changes.segment import UNREPRESENTABLE
+from penstock.changes.frames import can_read_files, frame_of, frame_of_files, spark_columns
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE
 from penstock.changes.steps import Entry, Message, Segment, Truncation
 from penstock.lsn import Lsn, furthest, is_in, reaches
 from penstock.schema import TableSchema
@@ -43,7 +43,8 @@ class Rows:
             yield segment.read()
 
     def frame(self, session: Any) -> Any:
-        """All rows as a data frame of the given Spark session, read by its JVM when the frame is computed.
+        """All rows as a data frame of the given Spark session, read when the frame is computed: by Spark's JVM, or by
+        Python for a table with times of day on Spark 4.0, which has no type for them; they are text there.
 
         Columns as in `arrow`, with `_unrepresentable` if some segment has it. The order of a frame means nothing: sort
         by `_commit_lsn` and `_ordinal`. It can be computed until the result of the batch is known; executors elsewhere
@@ -53,11 +54,14 @@ class Rows:
             if segment.refuses and segment.unrepresentable:
                 # Rare, and one narrow column: here, because Spark would say it as an error of its own.
                 segment.read([])
+        schema = self._arrow_schema()
+        if not can_read_files(session, schema):
+            return frame_of(session, schema, self.segments, partial(_read_columns, schema))
         # Segments with the same boundaries are one scan: in most batches there is one, or two.
         parts: dict[tuple[Lsn | None, Lsn | None], list[str]] = {}
         for segment in self.segments:
             parts.setdefault((segment.after, segment.until), []).append(Path(segment.path).absolute().as_uri())
-        columns = spark_columns(self._arrow_schema())
+        columns = spark_columns(schema)
         frames = [frame_of_files(session, columns, paths, *boundaries) for boundaries, paths in parts.items()]
         return reduce(lambda one, other: one.unionAll(other), frames)
 
@@ -66,6 +70,13 @@ class Rows:
         schemas = [pq.read_schema(segment.path) for segment in self.segments]
         with_texts = [schema for schema in schemas if UNREPRESENTABLE in schema.names]
         return (with_texts or schemas)[0]
+
+
+def _read_columns(schema: pa.Schema, segment: Segment) -> Iterator[pa.RecordBatch]:
+    rows = segment.read()
+    if UNREPRESENTABLE in schema.names and UNREPRESENTABLE not in rows.column_names:
+        rows = rows.append_column(UNREPRESENTABLE, pa.nulls(rows.num_rows, UNREPRESENTABLE_TYPE))
+    yield from rows.select(schema.names).to_batches()
 
 
 @dataclass(frozen=True, slots=True)

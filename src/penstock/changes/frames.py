@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from penstock.changes.segment import COMMIT_LSN
 from penstock.lsn import Lsn, are_in
+from penstock.values.datetimes import holds_times, print_times, times_as_text
 
 _NAMES: dict[pa.DataType, str] = {
     pa.bool_(): "boolean",
@@ -51,6 +52,17 @@ def spark_type_name(arrow_type: pa.DataType) -> str:
 def spark_columns(schema: pa.Schema) -> str:
     """A schema in Spark SQL's notation: columns with their types."""
     return ", ".join(_field(field, " ") for field in schema)
+
+
+def has_time_type(session: Any) -> bool:
+    """True if this Spark has a type for times of day: from 4.1 on. On 4.0 they are text in data frames."""
+    major, minor = session.version.split(".")[:2]
+    return (int(major), int(minor)) >= (4, 1)
+
+
+def can_read_files(session: Any, schema: pa.Schema) -> bool:
+    """True if Spark's JVM reads segments with these columns; 4.0 rejects a Parquet column of times."""
+    return has_time_type(session) or not any(map(holds_times, schema.types))
 
 
 def frame_of_files(session: Any, columns: str, paths: Sequence[str], after: Lsn | None, until: Lsn | None) -> Any:
@@ -100,9 +112,14 @@ def frame_of(
 ) -> Any:
     """A data frame with the rows that `read` returns for all items, read where and when the frame is computed.
 
-    `read` and the items pickle. By default one core is left to others, whatever the number of items: the items are
-    dealt out to that many partitions.
+    Times of day are text if this Spark has no type for them. `read` and the items pickle. By default one core is left
+    to others, whatever the number of items: the items are dealt out to that many partitions.
     """
+    if has_time_type(session):
+        columns, exchange = spark_columns(schema), exchange_batch
+    else:
+        texts = pa.schema([field.with_type(times_as_text(field.type)) for field in schema])
+        columns, exchange = spark_columns(texts), _print_times
     count = partitions or max(1, session.sparkContext.defaultParallelism - 1)
     shares = [list(items[number::count]) for number in range(min(count, len(items)))] or [[]]
 
@@ -110,6 +127,10 @@ def frame_of(
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 for item in shares[number]:
-                    yield from map(exchange_batch, read(item))
+                    yield from map(exchange, read(item))
 
-    return session.range(0, len(shares), 1, len(shares)).mapInArrow(read_shares, spark_columns(schema))
+    return session.range(0, len(shares), 1, len(shares)).mapInArrow(read_shares, columns)
+
+
+def _print_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([print_times(column) for column in batch.columns], names=batch.schema.names)

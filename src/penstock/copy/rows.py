@@ -194,6 +194,9 @@ class CopyRows:
             yield from self.reader.read(part)
 
     def frame(self, session: Any, *, partitions: int | None = None) -> Any:
-        """All rows as a data frame of the given Spark session, read each time that the frame is computed. Columns as in
-        `arrow_schema`. One core is left free unless `partitions` says otherwise."""
+        """All rows as a data frame of the given Spark session, read each time that the frame is computed.
+
+        Columns as in `arrow_schema`; on Spark 4.0, which has no type for times of day, they are text. One core is left
+        free unless `partitions` says otherwise.
+        """
         return frame_of(session, self.arrow_schema, self.ranges, self.reader.read, partitions=partitions)

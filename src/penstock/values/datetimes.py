@@ -117,6 +117,39 @@ class TimeCodec:
         return Decoded(pc.cast(moments, self.arrow_type), None)
 
 
+def holds_times(arrow_type: pa.DataType) -> bool:
+    """True if values of this type are or contain times of day, for which Delta and Spark 4.0 have no type."""
+    return times_as_text(arrow_type) != arrow_type
+
+
+def times_as_text(arrow_type: pa.DataType) -> pa.DataType:
+    """The type of what `print_times` returns: text for times, also in lists and structs; other types unchanged."""
+    if pa.types.is_time(arrow_type):
+        return pa.string()
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        return pa.list_(times_as_text(arrow_type.value_type)) if holds_times(arrow_type.value_type) else arrow_type
+    if pa.types.is_struct(arrow_type):
+        return pa.struct([field.with_type(times_as_text(field.type)) for field in arrow_type])
+    return arrow_type
+
+
+def print_times(column: pa.Array) -> pa.Array:
+    """Print times as Postgres does, without zeros at the end of a fraction; values without times are unchanged."""
+    if not holds_times(column.type):
+        return column
+    if pa.types.is_time(column.type):
+        return pc.utf8_rtrim(pc.utf8_rtrim(column.cast(pa.string()), "0"), ".")
+    if pa.types.is_struct(column.type):
+        printed = [print_times(child) for child in column.flatten()]
+        fields = list(times_as_text(column.type))
+        return pa.StructArray.from_arrays(printed, fields=fields, mask=column.is_null())
+    printed = print_times(column.flatten())
+    counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    is_null = np.append(column.is_null().to_numpy(zero_copy_only=False), False)
+    borders = pa.array(np.append(0, np.cumsum(counts)).astype(np.int32), mask=is_null)
+    return pa.ListArray.from_arrays(borders, printed)
+
+
 def _reject_outside(decoded: Decoded, kind: type[np.int32 | np.int64], low: int, high: int) -> Decoded:
     values = fixed_values(decoded.array, kind)
     if not len(values) or (values.min() >= low and values.max() <= high):

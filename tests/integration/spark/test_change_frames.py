@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.capture import CaptureSettings
+from penstock.changes import frames
 from penstock.changes.batch import EventBatch, Rows, build_batch
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.lsn import Lsn
@@ -62,6 +63,8 @@ def batch(database: Any, tmp_path: Path) -> EventBatch:
 
 
 def test_a_frame_has_the_changes_between_the_boundaries_with_their_types(spark: Any, batch: EventBatch) -> None:
+    if not frames.has_time_type(spark):
+        pytest.skip("this Spark has no type for times")
     (rows,) = [step for step in batch.tables[0].steps if isinstance(step, Rows)]
     assert len(rows.segments) >= 3
     assert {(segment.after is None, segment.until is None) for segment in rows.segments} >= {
@@ -91,6 +94,34 @@ def test_a_frame_has_the_changes_between_the_boundaries_with_their_types(spark: 
     plan = frame.select("id")._jdf.queryExecution().executedPlan().toString()
     assert "FileScan parquet" in plan
     assert "Python" not in plan
+
+
+def test_a_frame_of_a_spark_without_times_has_the_same_changes(
+    spark: Any, batch: EventBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "has_time_type", lambda session: False)
+    (rows,) = [step for step in batch.tables[0].steps if isinstance(step, Rows)]
+    frame = rows.frame(spark)
+    types = dict(frame.dtypes)
+    assert (types["clock"], types["clocks"], types["local"], types["_old"]) == (
+        "string",
+        "array<string>",
+        "timestamp_ntz",
+        "struct<id:int>",
+    )
+    ordered = frame.orderBy("_commit_lsn", "_ordinal").toArrow()
+    expected = pa.concat_tables(rows.arrow(), promote_options="permissive").select(ordered.column_names)
+    expected = expected.sort_by([("_commit_lsn", "ascending"), ("_ordinal", "ascending")])
+    assert UNREPRESENTABLE in ordered.column_names
+    for name in expected.column_names:
+        if name not in ("clock", "clocks"):
+            assert ordered[name].to_pylist() == expected[name].to_pylist(), name
+    assert set(ordered["clock"].to_pylist()) == {"23:59:59.999999", None}
+    assert next(each for each in ordered["clocks"].to_pylist() if each is not None) == ["12:00:00.5"]
+    assert (ordered["clock"].null_count, ordered["clocks"].null_count) == (
+        expected["clock"].null_count,
+        expected["clocks"].null_count,
+    )
 
 
 def test_only_the_columns_that_are_asked_for_are_read(spark: Any, batch: EventBatch) -> None:

@@ -39,7 +39,6 @@ from penstock.destinations.delta.schema import (
     column_names,
     delta_type,
     fit,
-    holds_times,
     schema_string,
 )
 from penstock.destinations.refusals import rejected
@@ -47,6 +46,7 @@ from penstock.errors import RESYNC
 from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.schema.table import schema_from_json, schema_to_json
 from penstock.schema.types import keeps_values
+from penstock.values.datetimes import holds_times
 
 DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"

@@ -21,12 +21,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.destinations.delta.actions import Metadata, Protocol, compact_json
 from penstock.destinations.refusals import rejected
+from penstock.values.datetimes import holds_times, print_times
 
 OWNER = "penstock.owner"
 """The table property that says which pipeline writes it."""
@@ -94,30 +93,12 @@ def fit(data: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def holds_times(arrow_type: pa.DataType) -> bool:
-    """Whether a column of this type has times of day, which a Delta table has as texts."""
-    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
-        return holds_times(arrow_type.value_type)
-    return pa.types.is_time(arrow_type)
-
-
 def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     if column.type == wanted:
         return column
     if not holds_times(column.type):
         return column.cast(wanted)
-    return pa.chunked_array([_print_times(chunk) for chunk in column.chunks], wanted)
-
-
-def _print_times(times: pa.Array) -> pa.Array:
-    """Times as Postgres prints them: without zeros at the end of a fraction."""
-    if pa.types.is_time(times.type):
-        return pc.utf8_rtrim(pc.utf8_rtrim(times.cast(pa.string()), "0"), ".")
-    printed = _print_times(times.flatten())
-    counts = pc.fill_null(pc.list_value_length(times), 0).to_numpy(zero_copy_only=False)
-    is_null = np.append(times.is_null().to_numpy(zero_copy_only=False), False)
-    borders = pa.array(np.append(0, np.cumsum(counts)).astype(np.int32), mask=is_null)
-    return pa.ListArray.from_arrays(borders, printed)
+    return pa.chunked_array([print_times(chunk) for chunk in column.chunks], wanted)
 
 
 def schema_string(schema: pa.Schema) -> str:
