@@ -79,6 +79,12 @@ def test_rows_are_fitted_and_missing_columns_are_null() -> None:
     assert fitted.to_pylist() == [{"new": None, "t": "01:02:03.000004"}, {"new": None, "t": None}]
 
 
+def test_times_of_an_old_key_are_printed_like_those_of_columns() -> None:
+    old = pa.array([{"at": datetime.time(12, 0, 0, 500_000)}, None], pa.struct([("at", pa.time64("us"))]))
+    rows = pa.table({"_old": old})
+    assert fit(rows, delta_schema(rows.schema)).to_pylist() == [{"_old": {"at": "12:00:00.5"}}, {"_old": None}]
+
+
 @pytest.mark.trap(39)
 def test_a_table_gets_only_the_features_that_it_needs() -> None:
     plain = pa.schema([pa.field("id", pa.int64()), pa.field("at", pa.timestamp("us", "UTC"))])
