@@ -1,4 +1,4 @@
-"""Install a wheel into empty environments, with no extra and with each one, and run pipelines there.
+"""Install a wheel into empty environments, with no extra and with each one, run pipelines there, and follow the guide.
 
 Every command runs as on a new machine: an empty home, no pip cache, no environment variables but PATH, and no
 constraints, so that pip chooses the versions that it would choose for a user. The Python that runs this script is the
@@ -10,6 +10,8 @@ Usage: try-wheel.py <wheel>
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,10 @@ from penstock.testing.postgres import PostgresServer
 with PostgresServer() as server:
     server.execute("create table orders (id int primary key, note text)")
     server.execute("insert into orders select i, 'order ' || i from generate_series(1, 1000) i")
+    server.execute("create schema sales")
+    for table in ("sales.orders", "sales.items"):
+        server.execute(f"create table {table} (id int primary key, total numeric(10, 2))")
+        server.execute(f"insert into {table} select i, i / 4.0 from generate_series(1, 1000) i")
     print(server.dsn(), flush=True)
     sys.stdin.read()
 """
@@ -59,6 +65,9 @@ fields:
   - long: id
   - text: note
 """
+SECONDS = 300.0
+"""Until the pipeline of the guide must have copied its tables."""
+GUIDE = Path(__file__).resolve().parents[1] / "docs/guides/first-pipeline.md"
 
 
 class Environment:
@@ -115,6 +124,58 @@ class Environment:
             raise SystemExit(f"{self.name}: the pipeline has written nothing to {type_}")
         print(f"  {type_} with spark.master = {master!r}: replicated", flush=True)
 
+    def follow_guide(self) -> None:
+        """Type what the guide to the first pipeline shows: its config, its commands and the program that reads."""
+        began = time.monotonic()
+        guide = GUIDE.read_text()
+        self.variables["PATH"] = f"{self.bin}:{self.variables['PATH']}"
+        (config,) = samples(guide, "toml")
+        (self.folder / "penstock.toml").write_text(config)
+        typed = [line[2:] for sample in samples(guide, "console") for line in sample.splitlines() if line[:2] == "$ "]
+        commands = [line for line in typed if line.startswith("penstock ")]
+        start = commands.index("penstock run")
+        for command in commands[:start]:
+            self._run("sh", "-c", command)
+        with self._running(commands[start], until="2 of 2 tables ready"):
+            for command in commands[start + 1 :]:
+                self._run("sh", "-c", command)
+        self.penstock("run", "--once")
+        for command in typed:
+            if command.startswith("pip install polars"):
+                self._run("sh", "-c", command)
+        read = self.python("-c", f"{samples(guide, 'python')[0]}\nprint(len(orders), len(frame))")
+        if read.split() != ["1000", "1000"]:
+            raise SystemExit(f"{self.name}: the guide's program read {read}")
+        print(f"  the guide's first pipeline: {time.monotonic() - began:.0f} s", flush=True)
+
+    @contextmanager
+    def _running(self, command: str, until: str) -> Iterator[None]:
+        """Run a command in the background from the moment it prints `until`; Ctrl-C stops it, with status 0."""
+        printed = self.folder / "printed"
+        with (
+            printed.open("w") as output,
+            subprocess.Popen(
+                command.split(),
+                executable=self.bin / command.split()[0],
+                cwd=self.folder,
+                env=self.variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ) as process,
+        ):
+            try:
+                deadline = time.monotonic() + SECONDS
+                while until not in printed.read_text() and process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                ready = until in printed.read_text()
+                if ready:
+                    yield
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.wait()
+        if not ready or process.returncode:
+            raise SystemExit(f"{self.name}: {command} ended with {process.returncode}:\n{printed.read_text()}")
+
     def _run(self, *command: str | Path, status: int = 0) -> str:
         done = subprocess.run(
             command, cwd=self.folder, env=self.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -137,6 +198,11 @@ def server(environment: Environment) -> Iterator[str]:
             yield process.stdout.readline().strip()
         finally:
             process.stdin.close()
+
+
+def samples(page: str, language: str) -> list[str]:
+    """The code blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
 def main() -> None:
@@ -182,6 +248,7 @@ def main() -> None:
             spark.install("delta")
             spark.replicate("delta", "local[*]")
             spark.penstock("verify")
+            spark.follow_guide()
         spark.install("all")
         print(spark.penstock("demo", "--seconds", "3", "--orders", "1000"))
 
