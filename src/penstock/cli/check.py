@@ -12,6 +12,7 @@ from rich.text import Text
 
 from penstock.cli.display import make_table, wide_console
 from penstock.cli.options import AsJson, OptionalConfigPath, Publication, Slot, Tables, Url, chosen_source
+from penstock.config.units import count_of
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 
 _STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
@@ -80,11 +81,15 @@ def _label(finding: Check) -> Text:
     return Text(finding.severity.value, style=_STYLES[finding.severity])
 
 
+def _count(number: int, severity: Severity) -> str:
+    return count_of(number, "warning") if severity is Severity.WARNING else f"{number} {severity.value}"
+
+
 def _summary(report: Report) -> Text:
     count = dict.fromkeys(Severity, 0)
     for finding in report.failed:
         count[finding.severity] += 1
-    found = ", ".join(f"{number} {severity.value}" for severity, number in count.items() if number) or "no findings"
+    found = ", ".join(_count(number, severity) for severity, number in count.items() if number) or "no findings"
     if report.ready:
         return Text(f"{report.location} is ready ({found})", style="green")
     return Text(f"{report.location} is not ready ({found})", style="bold red")

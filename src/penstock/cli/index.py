@@ -246,8 +246,8 @@ def diff(
             for report in reports:
                 _print_diff(report)
         raise typer.Exit(_exit_status(reports))
-    # A signal ended it: nothing is known.
-    raise typer.Exit(NOT_COMPARED)
+    # `Ending` suppressed what a signal or a closed pipe raised.
+    raise typer.Exit(ending.exit_status or NOT_COMPARED)
 
 
 def _print_checks(reports: dict[str, Report]) -> None:

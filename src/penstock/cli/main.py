@@ -1,13 +1,14 @@
 """The program `penstock`: its commands, and how it ends.
 
 Exit status: 0 success, 1 failure (with a message and a hint on stderr, and no traceback for known errors), 2 wrong
-usage. To add a command, write a function and register it below.
+usage, 130 interrupted by Ctrl-C. To add a command, write a function and register it below.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -31,13 +32,14 @@ from penstock.cli.teardown import teardown
 from penstock.cli.verify import verify
 from penstock.errors import PenstockError
 from penstock.observe import LogFormat, configure_logging, redact
+from penstock.operations.signals import EXIT_STATUSES
 
 app = typer.Typer(
     name="penstock",
     help="""Replicate Postgres into lakehouse tables, databases and search documents.
 
-Exit status: 0 success, 1 failure (with a message and a hint on stderr), 2 wrong usage. Commands with --json print
-machine-readable results to stdout.
+Exit status: 0 success, 1 failure (with a message and a hint on stderr), 2 wrong usage, 130 interrupted by Ctrl-C.
+Commands with --json print machine-readable results to stdout.
 
 Examples:
 
@@ -80,6 +82,15 @@ def main() -> None:
     gc.freeze()
     try:
         app(prog_name="penstock")
+    except SystemExit as ended:
+        if ended.code in EXIT_STATUSES:
+            sys.exit(_interrupted(ended.code))
+        if _is_cancelled_prompt(ended):
+            # "Aborted." has been printed.
+            sys.exit(_interrupted(128 + signal.SIGINT, said=True))
+        raise
+    except KeyboardInterrupt:
+        sys.exit(_interrupted(128 + signal.SIGINT))
     except PenstockError as error:
         report_error(error)
         sys.exit(error.facts.get("exit_status", 1))
@@ -87,6 +98,21 @@ def main() -> None:
         logger.debug("system call failed", exc_info=True)
         report_error(_from_system(error))
         sys.exit(1)
+
+
+def _interrupted(status: int, *, said: bool = False) -> int:
+    """Report an interruption and return the exit status; another Ctrl-C ends the process at once."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not said:
+        Console(stderr=True, highlight=False).print("interrupted")
+    return status
+
+
+def _is_cancelled_prompt(ended: SystemExit) -> bool:
+    """True for Ctrl-C at a prompt, which typer turns into `Abort` and status 1."""
+    abort = ended.__context__
+    return abort is not None and isinstance(abort.__context__, KeyboardInterrupt)
 
 
 def _from_system(error: OSError) -> PenstockError:

@@ -69,14 +69,16 @@ def verify(
         request = VerifyRequest(config, tables or (), output, options)
         say = say_nothing if quiet else write_line
         report = verify_pipeline(request, ending, say, partial(opened_observer, quiet=quiet))
+        if not report.outputs and ending.exit_status is not None:
+            raise typer.Exit(ending.exit_status)
         if as_json:
             typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
         else:
             for name, each in report.outputs.items():
                 print_report(each, name if len(report.outputs) > 1 else None)
         raise typer.Exit(report.exit_code)
-    # A signal ended it: nothing is known.
-    raise typer.Exit(NOT_COMPARED)
+    # `Ending` suppressed what a signal or a closed pipe raised.
+    raise typer.Exit(ending.exit_status or NOT_COMPARED)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Ending in good order when a signal comes."""
+"""Stopping cleanly when a signal arrives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from types import FrameType
 from typing import Any
 
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+EXIT_STATUSES = frozenset(128 + number for number in _ENDINGS)
+"""Exit statuses of a command that a signal has interrupted: 130 for Ctrl-C."""
 
 
 class Ended(BaseException):
@@ -24,6 +27,8 @@ class Ending:
 
     def __init__(self) -> None:
         self.stop = threading.Event()
+        self.exit_status: int | None = None
+        """For a command that cannot finish because of a signal; None if none has arrived."""
         self._interruptible = False
         self._before: dict[int, Any] = {}
 
@@ -49,6 +54,7 @@ class Ending:
             self._interruptible = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.exit_status = 128 + number
         self.stop.set()
         if self._interruptible:
             raise Ended

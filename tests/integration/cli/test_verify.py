@@ -152,7 +152,8 @@ def test_an_open_transaction_is_waited_for_and_named(site: Site) -> None:
         ended = site.start("verify")
         site.wait_output(ended, "changes flow meanwhile")
         ended.send_signal(signal.SIGINT)
-        assert ended.wait(PATIENCE) == 2, site.output(ended)
+        assert ended.wait(PATIENCE) == 130, site.output(ended)
+        assert site.output(ended).splitlines()[-1] == "interrupted"
         check_discreet(site, site.output(ended))
         waiting = site.start("verify")
         site.wait_output(waiting, "changes flow meanwhile")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from tests.program import penstock
+from tests.program import Command, penstock
 
 SECRET = "s3cret-pa55"
 
@@ -89,3 +92,46 @@ def test_what_is_typed_comes_before_the_environment_and_that_before_the_file_at_
         )
     found = json.loads(run("check", "--json", *arguments, cwd=tmp_path, **environment).stdout)
     assert found["source"] == f"127.0.0.1:{port}/d"
+
+
+@pytest.mark.parametrize("module", ["penstock.cli.main", "psycopg", "penstock.operations.status"])
+def test_ctrl_c_during_the_imports_is_one_line(module: str) -> None:
+    code = f"""
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["penstock", "status"]
+from penstock.__main__ import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("init", "--yes"), ("run", "--plan")])
+def test_ctrl_c_is_one_line_and_status_130(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        url = f"postgresql://me:{SECRET}@127.0.0.1:{silent.getsockname()[1]}/d"
+        if arguments[0] != "init":
+            (tmp_path / "penstock.toml").write_text(
+                'pipeline.id = "p"\nsource.url = "${PENSTOCK_URL}"\ndestination.type = "memory"\n'
+            )
+        with (tmp_path / "out").open("w+b") as output, (tmp_path / "err").open("w+b") as errors:
+            environment = {**os.environ, "PENSTOCK_URL": url}
+            command = Command(*arguments, environment=environment, folder=tmp_path, output=output, errors=errors)
+            try:
+                # The command has connected, and waits for an answer.
+                connection, _ = silent.accept()
+                with connection:
+                    assert connection.recv(1)
+                    command.send_signal(signal.SIGINT)
+                    assert command.wait(60) == 130
+            finally:
+                command.kill()
+    assert (tmp_path / "err").read_text() == "interrupted\n"
