@@ -292,7 +292,7 @@ class RunningTables(RunningOutput):
         def fail(phase: TableReplicationPhase) -> Errored:
             failed = errored(phase, error, position=None, after=after)
             text = "copy stopped table=%s reason=%s"
-            logger.error(text, self._name_of(table_id), failed.reason, extra={"told_as": "stopped"})
+            logger.error(text, self._name_of(table_id), failed.reason, extra={"reported_as": "stopped"})
             return failed
 
         self._board.advance(table_id, self._workers[table_id].attempt, fail)

@@ -120,8 +120,8 @@ def demo(
     """Replicate a small Postgres database into Delta tables, and compare the two.
 
     Starts a server on a free port of 127.0.0.1 with a shop and constant writes, copies the tables, applies changes for
-    a while, queries the lake, and compares every row of source and destination. Exits with 0 only if all rows are
-    equal. Needs the server's programs: pip install 'penstock\\[all]'.
+    a while, queries the lake, and compares every row of source and destination. Exits with 1 if rows differ. Needs the
+    server's programs: pip install 'penstock\\[all]'.
 
     With --search it builds search documents instead: it searches, changes a row and finds its new document, rebuilds
     an index under load, and compares every document. Needs OpenSearch: make opensearch.

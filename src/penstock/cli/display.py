@@ -35,7 +35,7 @@ _NAME_WIDTH = 40
 _BAR_WIDTH = 24
 _PIPE_WIDTH = 160
 
-_TOLD = frozenset({"stopped", "waiting"})
+_REPORTED = frozenset({"stopped", "waiting"})
 """Events that both log lines and notices report."""
 
 logger = logging.getLogger("penstock.run")
@@ -87,7 +87,7 @@ def _without_repeats() -> Iterator[None]:
     """Suppress log lines of workers about events that the display reports."""
 
     def is_new(record: logging.LogRecord) -> bool:
-        return getattr(record, "told_as", None) not in _TOLD
+        return getattr(record, "reported_as", None) not in _REPORTED
 
     handlers = list(logging.getLogger(ROOT_LOGGER).handlers)
     for handler in handlers:
@@ -100,7 +100,7 @@ def _without_repeats() -> Iterator[None]:
 
 
 def show_running(running: Running, display: Display) -> None:
-    """Look at a running pipeline, and show what is new and how it is."""
+    """Show new events and the status of a running pipeline."""
     notices, looks = running.look()
     for notice in notices:
         display.tell(notice)

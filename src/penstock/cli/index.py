@@ -344,11 +344,11 @@ class _Lines(DiffObserver):
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def on_rechecking(self, index: str, suspects: int) -> None:
-        if index not in self._told:
-            self._told.add(index)
+        if index not in self._reported:
+            self._reported.add(index)
             self._write(f"{index}: {count_of(suspects, 'document')} not equal yet, checking again")
 
 

@@ -1,4 +1,4 @@
-"""`penstock report`: one file for whoever helps with an incident, without secrets."""
+"""`penstock report`: one file for support with an incident, without secrets."""
 
 from __future__ import annotations
 

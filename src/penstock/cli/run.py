@@ -102,7 +102,7 @@ def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> Non
 def _watch(running: Running, ending: Ending, display: Display, *, once: bool) -> bool:
     """Show progress until all outputs have ended or a signal arrives; with `once`, True when they have caught up.
 
-    An output that has failed is not waited for: the others go on, and its error ends the command.
+    It does not wait for an output that has failed: the others continue, and that error is raised at the end.
     """
     target: Lsn | None = None
     while not ending.stop.is_set():

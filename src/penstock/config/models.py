@@ -125,7 +125,7 @@ def _check_names(destinations: list[DestinationSection]) -> list[DestinationSect
     if not destinations:
         raise ValueError("should have at least one")
     if len({each.name for each in destinations}) < len(destinations):
-        raise ValueError("each of several needs a name of its own")
+        raise ValueError("each of several destinations needs its own name")
     return destinations
 
 

@@ -68,7 +68,7 @@ def make_plan(config: Config) -> Plan:
         driver = None if first is None else running(first)
         known = [phase for each in phases.values() for phase in each.values()]
         polled = config.documents is not None and config.documents.polling is not None
-        slot, anew = (POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
+        slot, from_start = (POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
         tables = {} if polled else _tables(connection, config)
         refused = set(without_identity(connection, tables))
         indexes = config.documents.indexes if config.documents is not None else ()
@@ -90,7 +90,7 @@ def make_plan(config: Config) -> Plan:
             destinations={output.name: output.destination_type for output in config.outputs},
             tables={
                 name: {
-                    output: _fate(None if table_id is None else known.get(table_id), anew)
+                    output: _fate(None if table_id is None else known.get(table_id), from_start)
                     + (f"; {_REFUSED}" if name in refused else "")
                     for output, known in phases.items()
                     if config.documents is None or output != config.documents.name
@@ -98,7 +98,7 @@ def make_plan(config: Config) -> Plan:
                 for name, table_id in tables.items()
             },
             sink=None if config.documents is None else config.documents.sink_type,
-            indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, anew) for each in indexes},
+            indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, from_start) for each in indexes},
         )
 
 
@@ -119,7 +119,7 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
     settings = config.pipeline
     publication = inspect_publication(connection, settings.publication)
     if not settings.manage_publication:
-        return "exists, and is left as it is" if publication else "is MISSING, and manage_publication is false"
+        return "exists, and would not be changed" if publication else "is MISSING, and manage_publication is false"
     wanted = {str(table) for table in find_tables(connection, settings.tables, settings.exclude)}
     if publication is None:
         return f"would be created, for {len(wanted)} table{'s' * (len(wanted) != 1)}"
@@ -175,19 +175,19 @@ def _builds(store: Store | None) -> Mapping[str, IndexBuild]:
     return {} if store is None else store.get_index_builds()
 
 
-def _fate_of_index(index: IndexChoice, build: IndexBuild | None, catalog: SourceCatalog, anew: bool) -> str:
+def _fate_of_index(index: IndexChoice, build: IndexBuild | None, catalog: SourceCatalog, from_start: bool) -> str:
     table = index.specification.table
     if build is None:
         return f"would be built from {table}"
-    if anew or build.fingerprint != build_fingerprint(index.specification, catalog):
+    if from_start or build.fingerprint != build_fingerprint(index.specification, catalog):
         return f"would be rebuilt from {table}, next to the one that serves"
     if build.status is IndexStatus.SEEDED:
         return "is complete, and would be kept up to date"
     return f"is being built from {table}; that would resume"
 
 
-def _fate(phase: StoredPhase | None, anew: bool) -> str:
-    if anew:
+def _fate(phase: StoredPhase | None, from_start: bool) -> str:
+    if from_start:
         return "would be copied again"
     match phase:
         case SyncDone() | Ready():

@@ -113,7 +113,7 @@ def _seed_relations(
 
 def _obey(command: Command, choice: DocumentsChoice, catalog: SourceCatalog, sink: Sink, store: Store) -> None:
     if command.kind is not CommandKind.REBUILD_INDEX:
-        reason = "a polling pipeline accepts no command but index rebuild"
+        reason = "a polling pipeline accepts only the command `penstock index rebuild`"
         store.answer_command(command.number, CommandStatus.REFUSED, reason)
         return
     for name in command.options.get("indexes", ()):

@@ -136,7 +136,7 @@ class Progress:
         self._prefix = prefix
         self._clock = clock
         self._phases: dict[str, TableReplicationPhase] = {}
-        self._told: dict[str, CopyStatus] = {}
+        self._reported: dict[str, CopyStatus] = {}
         self._waiting: dict[str, frozenset[str]] = {}
         self._builds: dict[str, IndexBuild] = {}
         self._samples: deque[tuple[float, int]] = deque()
@@ -203,16 +203,16 @@ class Progress:
     def _new_copies(self, copies: Mapping[str, CopyStatus]) -> list[Notice]:
         notices: list[Notice] = []
         for table, copy in copies.items():
-            told = self._told.get(table)
-            is_new = told is None or told.attempt != copy.attempt
-            if copy.seconds is not None and (is_new or told is None or told.seconds is None):
+            reported = self._reported.get(table)
+            is_new = reported is None or reported.attempt != copy.attempt
+            if copy.seconds is not None and (is_new or reported is None or reported.seconds is None):
                 text = f"copied {table}: {describe_whole(copy.progress)}, in {format_seconds(copy.seconds)}"
                 facts = {**copy_facts(copy.progress), "seconds": round(copy.seconds, 3)}
                 notices.append(self._notice("copied", text, table, facts))
             elif copy.seconds is None and is_new:
                 text = f"copying {table}: {describe_plan(copy.progress)}"
                 notices.append(self._notice("copying", text, table, copy_facts(copy.progress)))
-        self._told = dict(copies)
+        self._reported = dict(copies)
         return notices
 
     def _new_phases(self, phases: Mapping[str, TableReplicationPhase]) -> list[Notice]:

@@ -1,6 +1,6 @@
-"""A report about a pipeline: one archive for whoever helps with an incident, without secrets.
+"""A report about a pipeline: one archive for support with an incident, without secrets.
 
-Each part is collected on its own: one that fails leaves an `*.error.txt` and does not keep the others away. Of the
+Each part is collected on its own: one that fails leaves an `*.error.txt` and does not affect the others. Of the
 config file, only values that are known to be harmless are included; a reference to the environment is not resolved.
 """
 
@@ -159,7 +159,7 @@ def _collect(parts: Mapping[str, Part]) -> Iterable[tuple[str, str]]:
         except PenstockError as error:
             yield f"{Path(name).stem}.error.txt", f"{type(error).__name__}: {error.message}\n{error.hint}\n"
         except Exception:
-            # The report is for whatever is broken.
+            # A part may fail for any reason: the report is made when something is broken.
             yield f"{Path(name).stem}.error.txt", traceback.format_exc()
 
 

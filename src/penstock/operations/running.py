@@ -1,4 +1,4 @@
-"""Running a pipeline in this process, from its config: start it, watch it, and stop it in good order.
+"""Running a pipeline in this process, from its config: start it, watch it, and stop it cleanly.
 
     with started(config) as running:
         while not running.is_ready():
@@ -38,7 +38,7 @@ from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 
 POLL_SECONDS = 0.5
-"""How often a running pipeline is looked at."""
+"""How often the state of a running pipeline is checked."""
 
 Say = Callable[[str], None]
 
@@ -85,7 +85,7 @@ class Running:
         self._coordinator.check()
 
     def look(self) -> tuple[list[Notice], list[OutputLook]]:
-        """What is new, and how each output is; also writes the status file. Called about twice a second."""
+        """Return new events and the status of each output, and write the status file. Called about twice a second."""
         notices: list[Notice] = []
         looks: list[OutputLook] = []
         for watch in self._watches:
@@ -154,7 +154,7 @@ def started(config: Config, ending: Ending | None = None, say: Say = say_nothing
     sink = None if config.documents is None else config.documents.create_sink()
     with ExitStack() as stack:
         stores = {output.name: stack.enter_context(config.open_store(output)) for output in config.every_output}
-        # Before Spark starts: nobody should wait that long for a refusal.
+        # Before Spark starts, so that a refusal is immediate.
         for store in stores.values():
             require_stopped(config, store)
         with ending.interruptible():

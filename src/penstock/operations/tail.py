@@ -315,14 +315,14 @@ class _Follower:
 
     def _watch(self, status: CaptureStatus) -> None:
         """Report when capture is interrupted, and when it resumes."""
-        # A full spool means that the reader of our output is slow, which is no news to them.
+        # A full spool means that the reader of our output is slow; they know that.
         reading = Reading.STREAMING if status.reading is Reading.SPOOL_FULL else status.reading
         if reading is self._reading or reading is Reading.CONNECTING:
             return
         if reading is Reading.RETRYING:
             self.notice(f"capture was interrupted and is retrying: {status.error}")
         elif reading is Reading.DISK_FULL:
-            self.notice(f"no space left in {tempfile.gettempdir()}: waiting for some")
+            self.notice(f"no space left in {tempfile.gettempdir()}: waiting until there is some")
         elif reading is Reading.STREAMING:
             self.notice("capture has resumed")
         self._reading = reading

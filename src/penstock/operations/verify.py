@@ -1,4 +1,4 @@
-"""Comparing the tables of a pipeline with their source, whether the pipeline runs or not."""
+"""Compare the tables of a pipeline with their source, whether the pipeline runs or not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def verify_pipeline(
     say: Say = say_nothing,
     observing: Callable[[], AbstractContextManager[Observer]] = lambda: nullcontext(Observer()),
 ) -> VerifyReport:
-    """Compare; a pipeline that does not run is started until everything is compared.
+    """Compare source and destination; a pipeline that does not run is started for the comparison.
 
     `say` receives sentences for people; `observing` opens what watches the comparison of one output.
     """
@@ -78,7 +78,7 @@ def verify_pipeline(
     require_shared_state(config)
     for each in request.outputs:
         require_readable(config.create_destination(each))
-    # All are asked, so that each one that cannot be compared is refused before anything starts.
+    # Check all outputs first, so that one that cannot be compared is refused before anything starts.
     are_running = [_is_running(request, each) for each in request.outputs]
     if all(are_running):
         found: dict[str, Report] = {}
@@ -87,7 +87,7 @@ def verify_pipeline(
                 with config.open_store(each) as store, observing() as observer:
                     found[each.name] = _compare(request, each, store, _all_cores(tasks, session), ending, observer)
         return VerifyReport(found)
-    say(f"pipeline {config.pipeline.id} is not running: it is started, and stopped again after the comparison")
+    say(f"pipeline {config.pipeline.id} is not running: starting it for the comparison")
     with started(config, ending, say) as pipeline:
         return verify_running(request, pipeline, ending, observing)
 
@@ -109,7 +109,7 @@ def verify_running(
 
 
 def _is_running(request: VerifyRequest, output: OutputChoice) -> bool:
-    """Whether the pipeline of an output runs; refuses what cannot be compared before anything is started."""
+    """True if the pipeline of an output runs. Raises if the output cannot be compared."""
     with existing_store(request.config, output) as store:
         if store is None:
             raise PenstockError(
@@ -149,7 +149,7 @@ def _all_cores(tasks: Any, session: Any) -> Any:
 
 @contextmanager
 def _closed_on_signal(ending: Ending, tasks: Any) -> Iterator[None]:
-    """End the tasks that run when a signal arrives."""
+    """Stop running tasks when a signal arrives."""
     done = threading.Event()
 
     def watch() -> None:
@@ -168,7 +168,7 @@ def _closed_on_signal(ending: Ending, tasks: Any) -> Iterator[None]:
 
 
 def _wait_ready(pipeline: Running, ending: Ending) -> bool:
-    """Wait until all tables are copied; False if the pipeline ends before."""
+    """Wait until all tables are copied; False if the pipeline ends first."""
     while not ending.stop.is_set() and not pipeline.wait(0):
         pipeline.check()
         if pipeline.is_ready():

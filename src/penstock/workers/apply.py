@@ -257,7 +257,7 @@ class ApplyWorker:
             failed = errored(phase, error, position=position, after=self._failed.get(table_id))
             text = "table stopped table=%s position=%s reason=%s"
             name = self._board.name_of(table_id)
-            logger.error(text, name, position, failed.reason, extra={"told_as": "stopped"})
+            logger.error(text, name, position, failed.reason, extra={"reported_as": "stopped"})
             self._failed[table_id] = failed
             failpoints.reach("before_errored")
             return failed

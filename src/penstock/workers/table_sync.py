@@ -203,7 +203,7 @@ class TableSync:
 
         def take(on_wait: OnWait) -> Snapshot:
             def warn(blockers: Sequence[Blocker]) -> None:
-                warn_of_blockers(blockers, what=f"the snapshot of {schema}", extra={"told_as": "waiting"})
+                warn_of_blockers(blockers, what=f"the snapshot of {schema}", extra={"reported_as": "waiting"})
                 on_wait(blockers)
 
             return take_snapshot(self._source, on_wait=warn, check=self._check_stop)

@@ -114,7 +114,7 @@ def test_a_pipeline_that_does_not_run_is_started_and_ended(site: Site) -> None:
     site.database.execute("insert into orders values (1000, 'since then')")
     result = site.run("verify")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "is not running: it is started" in result.stderr
+    assert "is not running: starting it" in result.stderr
     assert "public.orders   501 rows, equal" in result.stdout
     assert "3 equal, at " in result.stdout
     assert site.rows("orders") == site.source_rows("orders")

@@ -266,7 +266,9 @@ def test_several_destinations_share_all_but_their_state(load, tmp_path):
 
 
 def test_several_destinations_need_different_names(load):
-    assert "destination: each of several needs a name of its own" in refusal(load, TWO.replace('"copy"', '"tables"'))
+    assert "destination: each of several destinations needs its own name" in refusal(
+        load, TWO.replace('"copy"', '"tables"')
+    )
     assert "destination: should have at least one" in refusal(
         load, TWO[: TWO.index("[[")].replace("[pipeline]", "destination = []\n[pipeline]")
     )
