@@ -139,7 +139,7 @@ def test_a_table_that_is_emptied_while_it_is_compared_is_not_compared(database: 
 def test_a_table_that_is_not_at_the_destination_is_said(started: Started) -> None:
     pipeline = started(MemoryDestination())
     report = compare(pipeline, MemoryDestination(), tables=["public.a"])
-    assert report.tables[0].reason == "public.a is not there at the destination"
+    assert report.tables[0].reason == "public.a does not exist at the destination"
     with pytest.raises(NotComparable):
         compare(pipeline, StdoutDestination())
 

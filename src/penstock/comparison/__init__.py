@@ -1,1 +1,1 @@
-"""Source against destination: equal at one position, while both live."""
+"""Compares source and destination at one position while both are in use."""

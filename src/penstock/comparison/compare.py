@@ -1,8 +1,8 @@
-"""Compares a table of the source, in a snapshot, with what a destination has pinned of it.
+"""Compares a table of the source, in a snapshot, with the version that a destination has pinned.
 
-First both sides are read, in tasks, to sums of digests by bucket (`scan`). Where they are equal, that was all. Buckets
-that differ are read again, and their rows compared one by one (`differences`). What goes through the driver is bounded
-by the number of pieces and buckets, never by rows.
+First, tasks read both sides and return sums of digests by bucket (`scan`). If they are equal, the comparison is done.
+Otherwise tasks read the buckets that differ again and compare their rows one by one (`differences`). The amount of data
+that passes through the driver depends on the number of pieces and buckets, never on the number of rows.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from penstock.destinations.base import PinnedTable, Tasks
 from penstock.schema import TableSchema
 
 MAX_PIECES = 256
-"""Of each side: every piece sends its sums back."""
+"""For each side: every piece returns its sums."""
 _BUCKET_ROWS = 1024
 _ROW_BYTES = 200
 _BUCKETS = (16, 8192)
 _DETAILED_ROWS = 200_000
-"""About how many rows are written with all their cells, so that some can be shown."""
+"""Approximate number of rows that are written with all their cells, so that some can be shown."""
 _COMPARED_ROWS = 1_000_000
-"""About how many rows one task compares at a time."""
+"""Approximate number of rows that one task compares at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """How to compare with a destination that was pinned before the snapshot: it was pinned once more, after it."""
+    """How to compare with a destination that was pinned before the snapshot, and again after it."""
 
     later: PinnedTable
     recent: tuple[int, int]
-    """Transactions before the first had ended when the destination was first pinned; the snapshot shows none from the
-    second on."""
+    """Transactions before the first number had ended when the destination was first pinned; the snapshot shows no
+    transaction from the second number on."""
 
 
 OnProgress = Callable[[float], None]
-"""Told the fraction that is done."""
+"""Receives the fraction that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class CompareSettings:
     sample: float = 1.0
     show_values: bool = False
     shown: int = 20
-    """Differing rows that are described, of each table."""
+    """How many differing rows of each table are described."""
     work_folder: Path | None = None
-    """For what differs: a folder that all tasks see. None: the system's folder for temporary files."""
+    """Folder for the rows that differ; all tasks must see it. None means the system's folder for temporary files."""
 
 
 def compare_table(
@@ -88,7 +88,7 @@ def compare_table(
     on_progress: OnProgress | None = None,
     around: Around | None = None,
 ) -> TableReport:
-    """Compare a table; `rows` says how its source is cut into ranges, at the position of `pinned`, or `around` it."""
+    """Compare a table at the position of `pinned`, or `around` it; `rows` says how its source is split into ranges."""
     settings = settings or CompareSettings()
     began = time.monotonic()
     scan = plan_scan(rows, pinned, settings, around)
@@ -112,7 +112,7 @@ def compare_table(
 
 
 def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings, around: Around | None = None) -> Scan:
-    """How both sides of a table are read. Columns are followed by number: their names may have changed since."""
+    """Return how both sides of a table are read. Columns are matched by number, since their names may have changed."""
     schema = rows.schema
     layout = segment_layout(schema, rows.reader.types)
     key = {column.attnum for column in schema.key}
@@ -144,27 +144,27 @@ def _look_closer(
     sizes: NDArray[np.int64],
     settings: CompareSettings,
 ) -> tuple[Counts, Sequence[Difference]]:
-    """Read the buckets that differ again, and compare their rows one by one."""
+    """Read the buckets that differ again and compare their rows one by one."""
     with _work_folder(settings.work_folder) as folder:
         collection = Collection(folder, suspicious, _detailed(suspicious, sizes))
         tasks.begin(len(pieces))
-        collected = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"look at {scan.table}")
+        collected = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"compare {scan.table}")
         files = _join(folder, collected, list(scan.sides))
         groups = _group_buckets(suspicious, sizes)
         compared: list[Compared] = tasks.run(
-            groups, partial(compare_buckets, files, settings.shown), description=f"look at {scan.table}"
+            groups, partial(compare_buckets, files, settings.shown), description=f"compare {scan.table}"
         )
         counts = sum((each.counts for each in compared), Counts())
         keys = list(itertools.islice((key for each in compared for key in each.keys), settings.shown))
         unseen = _buckets_of(keys, scan.buckets) & ~collection.detailed
         if unseen.any():
             collection = Collection(folder, unseen, unseen)
-            again = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"look at {scan.table}")
+            again = tasks.run(pieces, partial(collect_piece, scan, collection), description=f"compare {scan.table}")
             files = _join(folder, [*collected, *again], list(scan.sides))
         [differences] = tasks.run(
             [keys],
             partial(_describe, scan, files, settings.show_values),
-            description=f"describe what differs in {scan.table}",
+            description=f"describe differences in {scan.table}",
         )
         return counts, differences[: settings.shown]
 
@@ -174,7 +174,7 @@ def _describe(scan: Scan, files: Files, show_values: bool, keys: list[Key]) -> l
 
 
 class _Watched:
-    """Runs pieces in tasks that leave room for others, and tells how far it is."""
+    """Runs pieces in tasks that leave room for others, and reports progress."""
 
     def __init__(self, tasks: Tasks, pieces: int, on_progress: OnProgress) -> None:
         self._tasks = tasks
@@ -183,7 +183,7 @@ class _Watched:
         self._done: set[int] = set()
 
     def begin(self, pieces: int) -> None:
-        """Another reading of all pieces."""
+        """Start another pass over all pieces."""
         self._pieces, self._done = pieces, set()
 
     def run(self, items: Sequence[Any], function: Callable[[Any], Any], *, description: str) -> list[Any]:
@@ -196,7 +196,7 @@ class _Watched:
 
 
 def _plan_pieces(ranges: Sequence[Any], parts: Sequence[Any]) -> list[Piece]:
-    """Both sides in turn, since one of them waits for the server and the other for nobody."""
+    """Alternate between the sides, because only the source's pieces wait for the server."""
     sides = [
         [(Side.SOURCE, group) for group in _grouped(ranges)],
         [(Side.DESTINATION, group) for group in _grouped(parts)],
@@ -212,14 +212,14 @@ def _grouped(items: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _count_buckets(rows: CopyRows) -> int:
-    """By the server's statistics, or by the size of the table where they have not heard of its rows."""
+    """Estimate from the server's statistics, or from the table's size if it has no statistics."""
     low, high = _BUCKETS
     estimated = max(rows.estimated_rows or 0, rows.estimated_bytes // _ROW_BYTES)
     return min(high, max(low, estimated // _BUCKET_ROWS))
 
 
 def _detailed(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Some of the buckets that differ, at least one, with not too many rows altogether."""
+    """Choose some of the buckets that differ, at least one, with a limited number of rows in total."""
     at = np.flatnonzero(suspicious)
     few = at[: max(1, int(np.searchsorted(np.cumsum(sizes[at]), _DETAILED_ROWS, side="right")))]
     chosen = np.zeros(len(suspicious), np.bool_)
@@ -235,7 +235,7 @@ def _buckets_of(keys: Sequence[Key], buckets: int) -> NDArray[np.bool_]:
 
 
 def _group_buckets(suspicious: NDArray[np.bool_], sizes: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Ranges of buckets, each with about as many rows as one task should compare."""
+    """Return ranges of buckets, each with about as many rows as one task should compare."""
     at = np.flatnonzero(suspicious)
     numbers = np.cumsum(sizes[at]) // _COMPARED_ROWS
     starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))

@@ -1,12 +1,12 @@
-"""One position at which source and destination can be compared, while both live.
+"""Brings source and destination to one position, so that they can be compared while both are in use.
 
-The pipeline is asked to go on up to where the server is now and no further; a snapshot is taken, whose position S is at
-or behind that; the pipeline goes on up to exactly S, and stays until it is released. So the tables at the destination
-have exactly the transactions that the snapshot shows. Apply is held for a few seconds, or for as long as it takes where
-a destination keeps no versions.
+The pipeline applies changes up to the server's current position and no further. Then `verify` takes a snapshot, whose
+position S is at or after that one. The pipeline continues up to exactly S and stays there until it is released, so the
+destination has exactly the transactions that the snapshot shows. Apply is held for a few seconds; if the destination
+keeps no versions, it is held until the comparison ends.
 
-A snapshot has to wait for transactions that are open, and apply must not wait with it: after a moment apply is
-released, whoever blocks is named, and all of it begins anew.
+A snapshot waits for open transactions, and apply must not wait with it. After a moment `verify` releases apply, names
+the sessions that block the snapshot, and starts again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from penstock.state import Command, CommandKind, CommandStatus, Ready, Store, Sy
 from penstock.workers.cuts import PATIENCE_SECONDS, CutStep
 
 SNAPSHOT_SECONDS = 2.0
-"""How long apply waits for a snapshot at most."""
+"""Longest time that apply waits for a snapshot."""
 RETRY_SECONDS = 5.0
 ANSWER_SECONDS = 600.0
-"""A pipeline that is behind has to come to where the server was when it was asked."""
+"""How long a pipeline that lags may take to reach the position that the server had when `verify` asked."""
 _POLL_SECONDS = 0.1
 _NEWEST = Lsn(2**63 - 1)
-"""Behind every version of a schema."""
+"""After every version of a schema."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class Cut:
 
     snapshot: Snapshot
     tables: Mapping[int, TableSchema]
-    """Those that are at the snapshot's position, with the schemas that they have there."""
+    """The tables that are at the snapshot's position, with the schemas that they have there."""
     left_out: Mapping[str, str]
-    """The others by name, and why: being copied, errored."""
+    """The other tables by name, with the reason: being copied, errored."""
     _release: Callable[[], None] = field(repr=False)
     _released: bool = False
 
@@ -60,7 +60,7 @@ class Cut:
         return self.snapshot.position
 
     def release(self) -> None:
-        """Let apply go on; what was pinned at the destination stays, and so does the snapshot."""
+        """Let apply continue; the snapshot and the tables pinned at the destination stay."""
         if not self._released:
             self._released = True
             self._release()
@@ -75,10 +75,10 @@ def hold_at_snapshot(
     on_blocked: OnBlocked | None = None,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> Iterator[Cut]:
-    """Bring the tables of a running output to the position of a snapshot, and hold them until `release`, or the end.
+    """Bring the tables of a running output to the position of a snapshot, and hold them until `release` or the end.
 
-    `store` is the output's, opened by anybody. Transactions that block the snapshot are waited for during `wait`
-    seconds, in turns with apply; `on_blocked` is told who they are, and `SnapshotBlocked` is raised in the end.
+    `store` is the output's state store. `hold_at_snapshot` waits up to `wait` seconds for transactions that block the
+    snapshot, in turns with apply, and passes them to `on_blocked`; then it raises `SnapshotBlocked`.
     """
     asking = _Asking(store, answer_seconds)
     with _snapshot_ahead(source, asking, wait, on_blocked or _warn) as snapshot:
@@ -107,7 +107,7 @@ class Moment:
 
 @contextmanager
 def hold_now(store: Store, *, answer_seconds: float = ANSWER_SECONDS) -> Iterator[Moment]:
-    """Bring the tables of a running output to where the server is now, and hold them there inside the block."""
+    """Bring the tables of a running output to the server's current position, and hold them there inside the block."""
     asking = _Asking(store, answer_seconds)
     left_out = asking.ask(CutStep.HOLD)
     try:
@@ -119,7 +119,7 @@ def hold_now(store: Store, *, answer_seconds: float = ANSWER_SECONDS) -> Iterato
 
 @contextmanager
 def _snapshot_ahead(source: SourceSettings, asking: _Asking, wait: float, on_blocked: OnBlocked) -> Iterator[Snapshot]:
-    """A snapshot that was taken while apply is held before it; held still."""
+    """Yield a snapshot that was taken while apply was held before it; apply stays held."""
     deadline = time.monotonic() + wait
     while True:
         asking.ask(CutStep.HOLD)
@@ -142,7 +142,7 @@ def _snapshot_ahead(source: SourceSettings, asking: _Asking, wait: float, on_blo
 
 @contextmanager
 def _renewing(asking: _Asking) -> Iterator[threading.Event]:
-    """Say that somebody still looks, now and then, until the event is set."""
+    """Renew the hold from time to time until the event is set."""
     stop = threading.Event()
 
     def renew() -> None:
@@ -150,7 +150,7 @@ def _renewing(asking: _Asking) -> Iterator[threading.Event]:
             try:
                 asking.ask(CutStep.RENEW)
             except PenstockError as error:
-                logger.warning("apply could not be held any longer error=%s", error)
+                logger.warning("apply is no longer held error=%s", error)
                 return
 
     thread = threading.Thread(target=renew, name="renew-cut", daemon=True)
@@ -163,7 +163,7 @@ def _renewing(asking: _Asking) -> Iterator[threading.Event]:
 
 
 class _Asking:
-    """Commands to whoever drives the pipeline, and their answers."""
+    """Sends commands to the running pipeline and waits for the answers."""
 
     def __init__(self, store: Store, patience: float) -> None:
         self._store = store
@@ -171,10 +171,10 @@ class _Asking:
         self._name = uuid.uuid4().hex
 
     def ask(self, step: CutStep, **options: str) -> dict[str, str]:
-        """Wait for a step to be done; the tables that it leaves out."""
+        """Wait until a step is done; return the tables that it leaves out."""
         answer = self._await(self._send(step, **options))
         if answer.status is CommandStatus.REFUSED:
-            raise PenstockError(f"the pipeline refuses to be held for a comparison: {answer.reason}")
+            raise PenstockError(f"the pipeline rejected the comparison: {answer.reason}")
         return dict(json.loads(answer.reason)["left_out"]) if answer.reason else {}
 
     def _send(self, step: CutStep, **options: str) -> Command:
@@ -185,9 +185,9 @@ class _Asking:
         while not command.answered:
             lease = self._store.get_lease()
             if lease is None or lease.gone:
-                raise PenstockError("the pipeline does not run", hint="Start it with `penstock run`.")
+                raise PenstockError("the pipeline is not running", hint="Start it with `penstock run`.")
             if time.monotonic() > deadline:
-                # It would hold when it gets there, and nobody would be left to look.
+                # Otherwise the pipeline would hold apply later, for a comparison that has ended.
                 self._send(CutStep.RELEASE)
                 raise PenstockError(
                     f"the pipeline did not answer within {self._patience:g} s",
@@ -199,7 +199,7 @@ class _Asking:
 
 
 def _schemas_at(store: Store, position: Lsn, left_out: Mapping[str, str]) -> dict[int, TableSchema]:
-    """The tables that are followed, but for those left out, with their schemas at a position."""
+    """Return the followed tables, except those left out, with their schemas at a position."""
     store.load_table_replication_states()
     store.load_table_schemas()
     found: dict[int, TableSchema] = {}
@@ -215,4 +215,4 @@ def _warn(blocked: SnapshotBlocked) -> None:
 
 
 def _say_nothing(_: list[Blocker]) -> None:
-    """The attempt is short, and tells at its end."""
+    """Do nothing: the attempt is short, and the error at its end names the blockers."""

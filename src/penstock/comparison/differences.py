@@ -1,7 +1,8 @@
-"""Which rows differ, from what both sides wrote down of the buckets that do: counts, keys and columns.
+"""Finds the rows that differ, from the digests and rows that tasks wrote for differing buckets: counts, keys and
+columns.
 
-Rows are compared as multisets. What has the same digest on both sides is set aside, each row against one other; of what
-is left, rows with the same key are changed ones, and the others are missing or extra.
+Rows are compared as multisets. Each row is paired with one row of the other side that has the same digest. Of the
+unpaired rows, those whose key both sides have are changed; the others are missing or extra.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What was written down, by side."""
+    """The files that tasks wrote, by side."""
 
     folder: str
     digests: Mapping[Side, tuple[str, ...]]
@@ -36,15 +37,15 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How two sets of rows compare."""
+    """The result of comparing two sets of rows."""
 
     counts: Counts
     keys: tuple[Key, ...]
-    """Some of those whose rows differ."""
+    """Some of the keys whose rows differ."""
 
 
 def compare_buckets(files: Files, limit: int, buckets: tuple[int, int]) -> Compared:
-    """In a task: compare the rows of some buckets, from the first number to before the second."""
+    """Compare the rows of some buckets, from the first number to before the second. Runs in a task."""
     rows = {side: _read_digests(files, side, buckets) for side in files.digests}
     (source, recent), (destination, _) = rows[Side.SOURCE], rows[Side.DESTINATION]
     if Side.LATER not in rows:
@@ -53,7 +54,7 @@ def compare_buckets(files: Files, limit: int, buckets: tuple[int, int]) -> Compa
 
 
 def compare_digests(source: DigestedRows, destination: DigestedRows, *, limit: int) -> Compared:
-    """Compare rows by their digests; at most `limit` keys are named."""
+    """Compare rows by their digests; return at most `limit` keys."""
     counts, keys = _compare(source, destination)
     return Compared(counts, tuple((int(one), int(other)) for one, other in keys[:, :limit].T))
 
@@ -61,14 +62,14 @@ def compare_digests(source: DigestedRows, destination: DigestedRows, *, limit: i
 def compare_around(
     source: DigestedRows, recent: NDArray[np.bool_], before: DigestedRows, later: DigestedRows, *, limit: int
 ) -> Compared:
-    """Compare a source with a destination that was looked at before it and after it.
+    """Compare the source with a destination that was read before it and after it.
 
-    Keys have moved if the source's row is recent, or if the destination changed between the two looks. All others were
-    the same all the time, and must be equal. Those that moved are compared with what the destination has later; what
-    differs there may have changed again, and stays unsettled.
+    A key has moved if the source's row is recent, or if the destination's row changed between the two reads. All other
+    rows stayed the same throughout and must be equal. Keys that moved are compared with the later read; a row that
+    differs there may have changed again and counts as unsettled.
     """
     _, changed = _compare(before, later)
-    # Of two keys with the same first lane, which nearly never are, both count as moved.
+    # If two keys share the first lane, which is extremely rare, both count as moved.
     moved = np.concatenate([source.keys[0][recent], changed[0]])
     here, there = np.isin(source.keys[0], moved), np.isin(before.keys[0], moved)
     still = compare_digests(source.take(~here), before.take(~there), limit=limit)
@@ -77,7 +78,7 @@ def compare_around(
 
 
 def _compare(source: DigestedRows, destination: DigestedRows) -> tuple[Counts, NDArray[np.uint64]]:
-    """How many rows are equal and not, and the keys of those that are not."""
+    """Return how many rows are equal and how many differ, and the keys of those that differ."""
     keys = np.concatenate([source.keys, destination.keys], axis=1)
     words = np.concatenate([keys, np.concatenate([source.rows, destination.rows], axis=1)])
     if not words.shape[1]:
@@ -101,10 +102,10 @@ def _compare(source: DigestedRows, destination: DigestedRows) -> tuple[Counts, N
 
 
 def describe(scan: Scan, files: Files, keys: Sequence[Key], show_values: bool) -> list[Difference]:
-    """In a task: the rows behind keys that differ, as far as they were written down."""
+    """Return the rows that have these keys, as far as tasks wrote them. Runs in a task."""
     tables = {side: _read_rows(files, side, keys) for side in (Side.SOURCE, Side.DESTINATION)}
     found: list[Difference] = []
-    # Cold: some ten keys, for a person to read.
+    # Cold: about ten keys, for a person to read.
     for key in keys:
         rows = {side: _Row.list_of(table, key, scan) for side, table in tables.items()}
         found += _pair(scan, rows[Side.SOURCE], rows[Side.DESTINATION], show_values)
@@ -113,11 +114,11 @@ def describe(scan: Scan, files: Files, keys: Sequence[Key], show_values: bool) -
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row, for people."""
+    """One row, for display."""
 
     digest: tuple[int, int]
     cells: Mapping[str, Any]
-    """As they are shown, by column name."""
+    """By column name, as they are shown."""
     digests: Mapping[str, tuple[int, int]]
 
     @classmethod
@@ -153,7 +154,7 @@ class _Row:
 
 
 def _pair(scan: Scan, source: list[_Row], destination: list[_Row], show_values: bool) -> list[Difference]:
-    """Rows with one key: what is the same on both sides is set aside, the rest are differences."""
+    """Compare rows that share a key: equal rows are paired, the others are differences."""
     for row in list(source):
         twin = next((other for other in destination if other.digest == row.digest), None)
         if twin is not None:
@@ -180,7 +181,7 @@ def _pair(scan: Scan, source: list[_Row], destination: list[_Row], show_values: 
 
 
 def _read_digests(files: Files, side: Side, buckets: tuple[int, int]) -> tuple[DigestedRows, NDArray[np.bool_]]:
-    """Digests, and which rows are recent."""
+    """Return the digests, and which rows are recent."""
     recent: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
     parts: list[NDArray[np.uint64]] = [np.zeros((4, 0), np.uint64)]
     for table in read_files(files.folder, files.digests[side]):
@@ -199,7 +200,7 @@ def _read_rows(files: Files, side: Side, keys: Sequence[Key]) -> pa.Table:
 
 
 def _matching(table: pa.Table, keys: set[Key]) -> NDArray[np.bool_]:
-    """The rows that have one of these keys: few, so one after the other."""
+    """Return which rows have one of these keys. There are few keys, so each is compared separately."""
     found = np.zeros(table.num_rows, np.bool_)
     if table.num_rows:
         first, second = (table.column(name).to_numpy() for name in DIGESTS[:2])
@@ -209,7 +210,7 @@ def _matching(table: pa.Table, keys: set[Key]) -> NDArray[np.bool_]:
 
 
 def _starts(words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Where columns of ordered words begin to be others than before."""
+    """Return where the value changes in columns of sorted words."""
     changes = (words[:, 1:] != words[:, :-1]).any(axis=0)
     return np.flatnonzero(np.append(True, changes))
 
@@ -220,7 +221,7 @@ def _array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _shown(value: Any) -> Any:
-    """A value as people and JSON can take it."""
+    """Return a value that people can read and JSON can hold."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -1,13 +1,13 @@
-"""128-bit digests of rows, a column at a time: the same for the same values, from wherever they were read.
+"""128-bit digests of rows, computed column by column: equal values have equal digests, wherever they were read.
 
-Every cell is mixed with the number of its column, and a row's digest is made of the sum of its cells', so cells that
-changed places show. The sum is scrambled once more: digests of rows are added up too (`scan.BucketSums`), and a value
-that changed places with that of another row must not vanish there. Two *lanes* of 64 bits with seeds of their own make
-up a digest. A lane is no secret and nobody's defence against forgery; it is there so that two rows that differ by
-accident have the same digest once in 2¹²⁸.
+Each cell is mixed with the number of its column, and a row's digest is made from the sum of its cells' digests, so that
+swapped cells are noticed. The sum is scrambled once more, because digests of rows are added up too (`scan.BucketSums`)
+and a value swapped between two rows must not cancel out. A digest consists of two *lanes* of 64 bits with separate
+seeds. Digests do not protect against forgery; they ensure that two different rows have the same digest by accident only
+once in 2¹²⁸.
 
-What counts as the same: NULL equals NULL and nothing else; a cell that its type cannot hold is its text; NaN equals
-itself, whatever its bits; 0 differs from −0; whole numbers of different widths are the same number.
+Equality: NULL equals only NULL; a cell that its type cannot hold is compared as text; NaN equals itself, whatever its
+bits; 0 differs from −0; integers of different widths are equal if their values are.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ LANES = 2
 _WORD = 8
 _MOST_WORDS = 128
 _LONG_BYTES = _MOST_WORDS * _WORD
-"""Longer values are hashed one by one, rather than word by word together."""
+"""Longer values are hashed one by one instead of word by word together."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SEEDS = np.array([0x243F6A8885A308D3, 0x13198A2E03707344], np.uint64)
 _COLUMN_STEP = np.array([0xA4093822299F31D1, 0x082EFA98EC4E6C8B], np.uint64)
 _LENGTH_STEP = np.uint64(0xD1B54A32D192ED03)
 _NULL = np.array([0x452821E638D01377, 0xC0AC29B7C97C50DD], np.uint64)
 _TEXT = np.array([0xBE5466CF34E90C6D, 0x3F84D5B5B5470917], np.uint64)
-"""Added to seeds for what is not a plain value. The number that looks like NULL in one lane does not in the other."""
+"""Added to the seeds of values that are not plain. The number that looks like NULL in one lane does not in the other.
+"""
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -60,9 +61,9 @@ class DigestedRows:
 
 
 def digest_rows(columns: Sequence[pa.Array], texts: Mapping[int, pa.Array], key: Sequence[int]) -> DigestedRows:
-    """The digests of rows, and of their keys: the cells of the columns `key`, or all of them where there is no key.
+    """Return the digests of rows and of their keys: the cells of the columns `key`, or all cells if there is no key.
 
-    `texts` has the texts of cells that their type cannot hold, by the number of the column; NULL elsewhere.
+    `texts` has the texts of cells that their type cannot hold, by column number; NULL elsewhere.
     """
     count = len(columns[0]) if columns else 0
     rows, keys = np.zeros((LANES, count), np.uint64), np.zeros((LANES, count), np.uint64)
@@ -77,7 +78,7 @@ def digest_rows(columns: Sequence[pa.Array], texts: Mapping[int, pa.Array], key:
 
 
 def digest_cells(column: pa.Array, number: int, texts: pa.Array | None = None) -> Digests:
-    """The digests of one column's cells."""
+    """Return the digests of one column's cells."""
     seeds = _SEEDS + np.uint64(number + 1) * _COLUMN_STEP
     cells = _digest(column, seeds)
     if texts is not None and texts.null_count < len(texts):
@@ -87,7 +88,7 @@ def digest_cells(column: pa.Array, number: int, texts: pa.Array | None = None) -
 
 
 def _digest(array: pa.Array, seeds: Words) -> Digests:
-    """Of any array; the null marks of nested ones count too."""
+    """Return the digests of any array; the null marks of nested arrays count too."""
     kind = array.type
     if pa.types.is_null(kind):
         digests = np.empty((LANES, len(array)), np.uint64)
@@ -118,7 +119,7 @@ def _scrambled(words: Words, seeds: Words) -> Digests:
 
 
 def _scramble(words: Words) -> None:
-    """Let every bit depend on every other, in place; different words stay different."""
+    """Make every bit depend on every other, in place; different words stay different."""
     words ^= words >> _SHIFTS[0]
     words *= _MULTIPLIERS[0]
     words ^= words >> _SHIFTS[1]
@@ -127,7 +128,7 @@ def _scramble(words: Words) -> None:
 
 
 def _as_words(array: pa.Array) -> Words:
-    """Numbers, times and flags as 64 bits each; what is under NULL means nothing."""
+    """Return numbers, times and flags as 64 bits each; the bits under NULL are arbitrary."""
     kind = array.type
     if pa.types.is_floating(kind):
         # Exact: every narrower number is a double.
@@ -147,7 +148,7 @@ def _as_words(array: pa.Array) -> Words:
 
 
 def _digest_wide(array: pa.Array, seeds: Words) -> Digests:
-    """Decimals: some words each."""
+    """Digest decimals, which have several words each."""
     count = array.type.byte_width // _WORD
     if not count:
         array = pc.cast(array, pa.decimal128(array.type.precision, array.type.scale))
@@ -162,9 +163,10 @@ def _digest_wide(array: pa.Array, seeds: Words) -> Digests:
 
 
 def _digest_bytes(array: pa.Array, seeds: Words) -> Digests:
-    """Texts and binaries, by their words of eight bytes, the last one filled up with zeros.
+    """Digest texts and binaries by words of eight bytes, the last one padded with zeros.
 
-    Longest first, so that the values that have an n-th word are the first ones: each wave takes a word of all of them.
+    The longest values come first, so that the values with an n-th word form a prefix: each pass takes one word of all
+    of them.
     """
     starts, lengths, data = _spans(array)
     if array.null_count:
@@ -175,7 +177,7 @@ def _digest_bytes(array: pa.Array, seeds: Words) -> Digests:
     order = np.argsort(_MOST_WORDS - counts.astype(np.int16), kind="stable")
     left, at = lengths[order], starts[order]
     reached = np.cumsum(np.bincount(counts, minlength=1)[::-1])[::-1]
-    # One byte apart, so that indexing reads anywhere.
+    # One byte apart, so that a word can be read at any offset.
     words = np.ndarray((len(data) - _WORD + 1,), np.dtype("<u8"), data, 0, (1,))
     state = np.repeat(_SEEDS[:, None], len(array), axis=1)
     for wave in range(1, len(reached)):
@@ -188,14 +190,15 @@ def _digest_bytes(array: pa.Array, seeds: Words) -> Digests:
             mixed ^= taken
             mixed *= _MULTIPLIERS[lane]
             mixed ^= mixed >> _HALF
-            # A difference in the highest bits alone would pass all of this unmixed, and meet its like in the next word.
+            # A difference in only the highest bits would pass through all of this unmixed, and could cancel out with
+            # the same difference in the next word.
             mixed *= _MULTIPLIERS[1 - lane]
         at[:ending] += _WORD
         left[:ending] -= _WORD
     digests = np.empty_like(state)
     digests[:, order] = state
     for row in long:
-        # Cold: few values are so long, and each is work enough for a call.
+        # Cold: few values are this long, and each is enough work for a call.
         value = data[starts[row] : starts[row] + lengths[row]].data
         content = hashlib.blake2b(value, digest_size=LANES * _WORD).digest()
         digests[:, row] = np.frombuffer(content, np.uint64)
@@ -203,7 +206,7 @@ def _digest_bytes(array: pa.Array, seeds: Words) -> Digests:
 
 
 def _digest_lists(array: pa.Array, seeds: Words) -> Digests:
-    """Lists, by the digests of their elements in order."""
+    """Digest lists by the digests of their elements, in order."""
     wide = pa.types.is_large_list(array.type)
     ends = _offsets(array, np.int64 if wide else np.int32)
     lengths = np.diff(ends)
@@ -225,7 +228,7 @@ def _digest_struct(array: pa.StructArray, seeds: Words) -> Digests:
 
 
 def _sums(elements: Digests, places: NDArray[np.int64], counts: NDArray[np.int64]) -> Digests:
-    """For each owner, what its elements come to, each by its place."""
+    """Combine the digests of each owner's elements, weighted by their places."""
     sums = np.zeros((LANES, len(counts)), np.uint64)
     filled = np.flatnonzero(counts)
     if not len(filled):
@@ -249,7 +252,7 @@ def _finished(sums: Digests, lengths: NDArray[np.int64], seeds: Words) -> Digest
 
 
 def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each element, whose it is and which one of those."""
+    """Return, for each element, its owner and its place among the owner's elements."""
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
     return owners, np.arange(len(owners)) - firsts[owners]
@@ -266,7 +269,7 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _spans(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-    """Where values begin, how long they are, and their bytes, with a word of zeros behind them."""
+    """Return where values begin, how long they are, and their bytes, padded with a word of zeros."""
     if pa.types.is_fixed_size_binary(array.type):
         array = pc.cast(array, pa.binary())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -288,7 +291,7 @@ def _offsets(array: pa.Array, kind: type[np.int32 | np.int64]) -> NDArray[np.int
 
 
 def _children(array: pa.Array) -> pa.Array:
-    """The elements of all lists, of which the offsets say whose they are."""
+    """Return the elements of all lists; the offsets say which list each belongs to."""
     if pa.types.is_map(array.type):
         keys, items = array.keys, array.items
         return pa.StructArray.from_arrays([keys, items], ["key", "value"])
@@ -296,7 +299,7 @@ def _children(array: pa.Array) -> pa.Array:
 
 
 def _plain(array: pa.Array, kind: type[np.generic], per_value: int = 1) -> NDArray[Any]:
-    """The numbers in a buffer, without copying."""
+    """Return the numbers in a buffer, without copying."""
     buffer = array.buffers()[1]
     if buffer is None or not len(array):
         return np.zeros(len(array) * per_value, kind)

@@ -1,4 +1,4 @@
-"""What a comparison found, as values, and as JSON."""
+"""The result of a comparison, as values and as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Kind(StrEnum):
     """How a row differs."""
 
     MISSING = "missing"
-    """The source has it, the destination has not."""
+    """Only the source has it."""
     EXTRA = "extra"
-    """The destination has it, the source has not; or has it more often."""
+    """Only the destination has it, or has it more often."""
     CHANGED = "changed"
-    """Both have the key, with other cells."""
+    """Both have the key, with different cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Difference:
 
     kind: Kind
     key: Mapping[str, Any]
-    """The columns that tell rows apart, by their names; empty in a table without a key."""
+    """The key columns by name; empty for a table without a key."""
     columns: tuple[str, ...] = ()
-    """Of a changed row: what differs."""
+    """The columns that differ, for a changed row."""
     source: Mapping[str, Any] | None = None
-    """Values of these columns; of all where a whole row is missing or extra. None unless they were asked for."""
+    """Values of these columns, or of all columns if the row is missing or extra. None unless values were requested."""
     destination: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Counts:
     extra: int = 0
     changed: int = 0
     unsettled: int = 0
-    """Keys of which nothing can be said, because their rows changed while source and destination were looked at."""
+    """Keys that could not be judged, because their rows changed while source and destination were being read."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -80,7 +80,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class TableReport:
-    """What became of one table."""
+    """The result for one table."""
 
     table: str
     counts: Counts = field(default_factory=Counts)
@@ -88,11 +88,11 @@ class TableReport:
     """Some of them."""
     seconds: float = 0.0
     reason: str | None = None
-    """Why it was not compared; None if it was."""
+    """Why the table was not compared; None if it was."""
 
     @property
     def result(self) -> str:
-        """`equal`, `different`, `unsettled` (equal, but for rows that could not be judged) or `not compared`."""
+        """Return `equal`, `different`, `unsettled` (equal except for rows that cannot be judged) or `not compared`."""
         if self.reason is not None:
             return "not compared"
         if self.counts.different:
@@ -119,21 +119,21 @@ class TableReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of all of them."""
+    """The result for all tables."""
 
     position: Lsn
-    """Where both sides were."""
+    """The position of both sides."""
     tables: tuple[TableReport, ...]
     sample: float = 1.0
-    """The fraction of the rows that was looked at."""
+    """The fraction of the rows that was compared."""
     held_seconds: float = 0.0
-    """For how long changes were not written, so that both sides could be compared."""
+    """How long changes were held back, so that both sides could be compared."""
     exact: bool = True
-    """Both sides were at one position. Otherwise rows that changed between two looks may be unsettled."""
+    """True if both sides were at one position. Otherwise rows that changed between two reads may be unsettled."""
 
     @property
     def exit_code(self) -> int:
-        """0: all equal; 1: some rows differ; 2: something could not be compared, and nothing differs elsewhere."""
+        """0: all equal; 1: some rows differ; 2: no row differs, but something could not be compared."""
         results = {table.result for table in self.tables}
         return 1 if "different" in results else 0 if results == {"equal"} else 2
 

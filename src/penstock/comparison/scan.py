@@ -1,9 +1,9 @@
-"""Reading both sides of a table in tasks: rows with their digests, by buckets of their keys.
+"""Reads both sides of a table in tasks: rows with their digests, by buckets of their keys.
 
-Rows with the same key fall into the same bucket on both sides. Of each bucket a task gives back how many rows it saw
-and the sum of their digests: sums are equal exactly if the same rows were seen, in whatever order, however often each
-(but for an accident of 128 bits). So where source and destination are equal, nothing is written, sorted or sent.
-Rows of buckets that differ are read once more and written to a folder, where they are compared one by one.
+Rows with the same key fall into the same bucket on both sides. For each bucket, a task returns the number of rows and
+the sum of their digests. Two sums are equal exactly if both tasks saw the same rows, each equally often, in any order
+(except for a collision of 128 bits). So while source and destination are equal, nothing is written, sorted or sent.
+Tasks read the rows of differing buckets once more and write them to a folder, where they are compared one by one.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from penstock.values.datetimes import TimeCodec
 BUCKET, TEXTS, RECENT = "bucket", "texts", "recent"
 DIGESTS = ("key_0", "key_1", "row_0", "row_1")
 _SLICE_ROWS = 1 << 15
-"""Digested at a time: what fits the processor's cache."""
+"""Rows digested at a time: as many as fit into the processor's cache."""
 _FILE_ROWS = 1 << 20
 _HALF = np.uint64(32)
 _TRANSACTIONS = 1 << 32
 _FIRST_TRANSACTION = 3
-"""Lower numbers mean that a row is older than all others."""
+"""Lower numbers mark rows that are older than all others."""
 
 
 class Side(StrEnum):
-    """Which of the two."""
+    """One of the two sides."""
 
     SOURCE = "source"
     DESTINATION = "destination"
     LATER = "later"
-    """The destination once more, at a position behind that of the source."""
+    """The destination again, at a position after the source's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,13 @@ class SideRows:
 
     reader: RangeReader
     names: tuple[str | None, ...]
-    """What the table's columns are called there, in order; None for one that is not there, and NULL in every row."""
+    """The names of the table's columns on this side, in order; None for a column that it lacks, which is NULL in every
+    row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some parts of one side: the work of one task, or a share of it."""
+    """Some parts of one side, for one task."""
 
     index: int
     side: Side
@@ -70,18 +71,18 @@ class ReadRows:
     """Some rows, with digests."""
 
     columns: list[pa.Array]
-    """In the order and the types of the table."""
+    """In the order and with the types of the table."""
     texts: dict[int, pa.Array]
-    """Of cells that their type cannot hold, by the number of the column."""
+    """Texts of cells that their type cannot hold, by column number."""
     digests: DigestedRows
     buckets: NDArray[np.int64]
     recent: NDArray[np.bool_] | None = None
-    """Which rows were written by `Scan.recent` transactions; None where nobody asks."""
+    """Which rows were written by `Scan.recent` transactions; None if that does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSums:
-    """What was seen of each bucket."""
+    """Counts and sums of each bucket."""
 
     counts: NDArray[np.int64]
     sums: Digests
@@ -91,18 +92,18 @@ class BucketSums:
         return cls(np.zeros(buckets, np.int64), np.zeros((LANES, buckets), np.uint64))
 
     def add(self, buckets: NDArray[np.int64], rows: Digests) -> None:
-        """More rows, in place."""
+        """Add rows, in place."""
         np.add.at(self.counts, buckets, 1)
         for lane in range(LANES):
             np.add.at(self.sums[lane], buckets, rows[lane])
 
     def merge(self, other: BucketSums) -> None:
-        """What somebody else saw, in place."""
+        """Add the sums of another piece, in place."""
         np.add(self.counts, other.counts, out=self.counts)
         np.add(self.sums, other.sums, out=self.sums)
 
     def differing(self, other: BucketSums) -> NDArray[np.bool_]:
-        """The buckets in which the two saw something else."""
+        """Return the buckets whose counts or sums differ."""
         return (self.counts != other.counts) | (self.sums != other.sums).any(axis=0)
 
 
@@ -114,17 +115,17 @@ class Scan:
     columns: pa.Schema
     """Names and types, as in segments."""
     key: tuple[int, ...]
-    """The columns that tell rows apart, by number; empty: rows are a multiset."""
+    """The key columns by number; empty if rows are a multiset."""
     sides: Mapping[Side, SideRows]
     buckets: int
     sample: float = 1.0
-    """Which fraction of the rows is looked at: the same ones on both sides."""
+    """The fraction of the rows that is compared: the same rows on both sides."""
     recent: tuple[int, int] | None = None
-    """Where sides are not at one position: the transactions that may have written since the first was looked at, from
-    the first of these numbers up to the second."""
+    """If the sides are not at one position: the transactions that may have written since the first read, from the first
+    number to before the second."""
 
     def read(self, piece: Piece) -> Iterator[ReadRows]:
-        """The rows of a piece, some at a time."""
+        """Yield the rows of a piece, some at a time."""
         side = self.sides[piece.side]
         for part in piece.parts:
             for batch in side.reader.read(part):
@@ -153,7 +154,7 @@ class Scan:
         return ReadRows(columns, texts, digests, find_buckets(digests.keys, self.buckets), recent)
 
     def _recent(self, batch: pa.RecordBatch) -> NDArray[np.bool_] | None:
-        """Which rows were written by recent transactions; numbers go round after 32 bits."""
+        """Return which rows were written by recent transactions; numbers wrap around after 32 bits."""
         if self.recent is None or XID not in batch.schema.names:
             return None
         return are_recent(batch.column(XID).to_numpy(), *self.recent)
@@ -162,15 +163,15 @@ class Scan:
         try:
             return fit_type(column, wanted.type)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            # What it says may hold a cell.
+            # Arrow's message may contain a cell.
             raise NotComparable(
-                f"{self.table}: column {wanted.name!r} is {wanted.type}, and at the destination {column.type}",
-                hint="Run `penstock resync` for this table, or look who changed it.",
+                f"{self.table}: column {wanted.name!r} is {wanted.type}, but {column.type} at the destination",
+                hint="Run `penstock resync` for this table, or find out who changed it.",
                 table=self.table,
             ) from None
 
     def _sampled(self, columns: list[pa.Array], texts: dict[int, pa.Array]) -> NDArray[np.bool_]:
-        """The rows whose keys are chosen, by their digests: the other lane than the one that buckets go by."""
+        """Return which rows are in the sample. Keys are chosen by the lane that buckets do not use."""
         keys = np.zeros(len(columns[0]) if columns else 0, np.uint64)
         for number in self.key or range(len(columns)):
             keys += digest_cells(columns[number], number, texts.get(number))[1]
@@ -178,19 +179,19 @@ class Scan:
 
 
 def are_recent(transactions: NDArray[np.int64], first: int, end: int) -> NDArray[np.bool_]:
-    """Which of these are from the first up to the end. A row keeps its number, also when it is frozen and older than
-    half of all numbers: so what is behind the first is not all that seems so."""
+    """Return which transactions lie between the first number and the end. A frozen row keeps its number, even if it is
+    older than half of all numbers, so a number that seems to come after the first may in fact be older."""
     within = (transactions - first) % _TRANSACTIONS < (end - first) % _TRANSACTIONS
     return within & (transactions >= _FIRST_TRANSACTION)
 
 
 def find_buckets(keys: Digests, count: int) -> NDArray[np.int64]:
-    """The bucket of each key."""
+    """Return the bucket of each key."""
     return (((keys[0] >> _HALF) * np.uint64(count)) >> _HALF).astype(np.int64)
 
 
 def fit_type(column: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """A column of a destination in the type that the source's has; values stay what they are."""
+    """Return a destination's column in the source's type, with the same values."""
     if column.type == wanted:
         return column
     if pa.types.is_time(wanted) and _is_text(column.type):
@@ -205,7 +206,7 @@ def fit_type(column: pa.Array, wanted: pa.DataType) -> pa.Array:
 
 
 def sum_piece(scan: Scan, piece: Piece) -> BucketSums:
-    """In a task: the sums of a piece."""
+    """Return the sums of a piece. Runs in a task."""
     sums = BucketSums.nothing(scan.buckets)
     for rows in scan.read(piece):
         sums.add(rows.buckets, rows.digests.rows)
@@ -215,13 +216,13 @@ def sum_piece(scan: Scan, piece: Piece) -> BucketSums:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What of both sides is written down, and where."""
+    """Which rows of both sides are written, and where."""
 
     folder: str
     wanted: NDArray[np.bool_]
-    """By bucket: write the digests of its rows."""
+    """By bucket: True to write the digests of its rows."""
     detailed: NDArray[np.bool_]
-    """By bucket: write the rows too."""
+    """By bucket: True to write the rows, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ class Collected:
 
 
 def collect_piece(scan: Scan, collection: Collection, piece: Piece) -> Collected:
-    """In a task: write the digests of rows in buckets that differ, and some of the rows. New files, each time."""
+    """Write the digests of rows in differing buckets, and some of the rows, to new files. Runs in a task."""
     digests: list[pa.Table] = []
     rows: list[pa.Table] = []
     files: tuple[list[str], list[str]] = ([], [])
@@ -258,7 +259,7 @@ def collect_piece(scan: Scan, collection: Collection, piece: Piece) -> Collected
 
 
 def digest_table(rows: ReadRows) -> pa.Table:
-    """Buckets and digests as columns."""
+    """Return buckets and digests as columns."""
     lanes = [*rows.digests.keys, *rows.digests.rows]
     arrays = [pa.array(rows.buckets), *(pa.array(np.ascontiguousarray(lane)) for lane in lanes)]
     recent = np.zeros(len(rows.buckets), np.bool_) if rows.recent is None else rows.recent
@@ -266,7 +267,7 @@ def digest_table(rows: ReadRows) -> pa.Table:
 
 
 def read_files(folder: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """What was written down, a file at a time, by ascending bucket, mapped into memory rather than read."""
+    """Yield the files that tasks wrote, each sorted by bucket, mapped into memory instead of read."""
     for name in names:
         with pa.memory_map(str(Path(folder) / name)) as source:
             yield pa.ipc.open_file(source).read_all()

@@ -1,8 +1,8 @@
-"""Reads the source on a path of its own: what a copy got wrong must not be read wrong again in the same way.
+"""Reads the source on a separate path, so that `verify` does not repeat a mistake that a copy made.
 
-A copy asks for binary values and takes them apart with NumPy. Here the server writes CSV; Arrow's own reader takes
-rows and cells apart and reads numbers, flags and texts; what is left goes through the codecs of `penstock.values`.
-Shared with copies is how a heap is cut into ranges and held still while it is read (`penstock.copy`).
+A copy asks for binary values and decodes them with NumPy. Here the server writes CSV. Arrow's reader splits it into
+rows and cells and parses numbers, flags and texts; the codecs of `penstock.values` decode the rest. Both paths share
+the code that splits a heap into ranges and locks it while it is read (`penstock.copy`).
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ class SourceReader:
     """Reads ranges of a table; pickles."""
 
     heap: RangeReader
-    """Of the same table and snapshot; it knows how to hold a heap still, and is not read."""
+    """The reader of the same table and snapshot, used only to lock the heap."""
     with_transactions: bool = False
-    """Give `_xid`, too: the transaction that wrote a row, by the 32 bits that rows have of it."""
+    """Also return `_xid`: the low 32 bits of the transaction that wrote a row."""
 
     @property
     def arrow_schema(self) -> pa.Schema:
-        """Of every batch: the columns as in segments, then `_unrepresentable`."""
+        """The schema of every batch: the columns as in segments, then `_unrepresentable`."""
         return self.heap.arrow_schema
 
     def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
-        """The rows of a range, as `penstock.copy.RangeReader.read` gives them."""
+        """Yield the rows of a range, as `penstock.copy.RangeReader.read` does."""
         columns = segment_layout(self.heap.schema, self.heap.types).columns
         parameters = self.heap.settings.session_parameters
         with closing(connect(self.heap.source, Role.VERIFY, parameters=parameters)) as connection:
             name = self.heap.lock(connection, part)
             query = self._query(columns, part, name)
             doing = f"read {self.heap.schema}"
-            # Whole rows, since every message is one.
+            # These are whole rows, because every message is one row.
             for text, _ in copy_out(connection, query, self.heap.settings.chunk_bytes, doing):
                 yield self._decode(text, columns)
 
     def _query(self, columns: tuple[SegmentColumn, ...], part: CopyRange, name: str) -> str:
         names = [quote_identifier(column.column.name) for column in columns]
-        # A line needs something on it, also that of a row without columns.
+        # A line must not be empty, even for a row without columns.
         selected = ", ".join([*names, "xmin"] if self.with_transactions else names) or "1"
         conditions = [part.condition, f"({self.heap.row_filter})" if self.heap.row_filter else ""]
         where = " and ".join(filter(None, conditions))
@@ -87,10 +87,10 @@ class SourceReader:
 
 
 def parse_csv(text: bytes | bytearray, types: list[pa.DataType], table: str) -> pa.Table:
-    """Lines of CSV, as Postgres writes them, as columns of these types."""
+    """Parse CSV as Postgres writes it into columns of these types."""
     names = [str(number) for number in range(max(1, len(types)))]
     if text.startswith(codecs.BOM_UTF8):
-        # Part of the first value; Arrow takes one away.
+        # The byte order mark belongs to the first value; Arrow strips one.
         text = codecs.BOM_UTF8 + text
     try:
         return csv.read_csv(
@@ -101,14 +101,14 @@ def parse_csv(text: bytes | bytearray, types: list[pa.DataType], table: str) -> 
                 column_types=dict(zip(names, types, strict=False)),
                 null_values=[""],
                 strings_can_be_null=True,
-                # Nothing at all is NULL, and nothing between quotes is the empty text.
+                # An unquoted empty field is NULL; a quoted one is the empty string.
                 quoted_strings_can_be_null=False,
                 true_values=["t"],
                 false_values=["f"],
             ),
         )
     except pa.ArrowInvalid:
-        # What it says holds the cell.
+        # Arrow's message contains the cell.
         raise DecodeError(f"cannot read the CSV that the server wrote for {table}", offset=0) from None
 
 
@@ -117,11 +117,11 @@ def _read_as(column: SegmentColumn) -> pa.DataType:
 
 
 def _is_final(column: SegmentColumn) -> bool:
-    """Whether what Arrow reads is the value."""
+    """Return True if Arrow's result needs no further decoding."""
     type_, _ = resolve_domain(column.column.type, -1)
     codec = column.codec
     if isinstance(codec, TextCodec):
         return codec.arrow_type == pa.string()
-    # Policies can make something else of a number.
+    # A policy may turn a number into something else.
     is_known = type_.kind is TypeKind.BASE and type_.is_builtin
     return is_known and _READ_BY_ARROW.get(type_.name) == codec.arrow_type

@@ -1,8 +1,8 @@
-"""Compares the tables of an output with their source, while both live: hold, pin, release, compare.
+"""Compares the tables of an output with their source while both are in use: hold, pin, release, compare.
 
-The pipeline that writes the output runs, here or elsewhere: it is asked through the state store. Changes wait for the
-seconds in which a snapshot is taken and the destination's tables are pinned; where a destination keeps no versions,
-until all is compared.
+The output's pipeline keeps running, here or elsewhere, and receives commands through the state store. Changes wait for
+the few seconds in which `verify` takes a snapshot and pins the destination's tables. If a destination keeps no
+versions, they wait until the comparison ends.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ _REASONS = {
     "finished_copy": "it is being copied",
     "sync_wait": "it is catching up after its copy",
     "catchup": "it is catching up after its copy",
-    "just copied": "it was copied just now, and is further than the others",
-    "errored": "it has stopped with an error: `penstock tables` says which",
+    "just copied": "it was just copied and is ahead of the others",
+    "errored": "it has stopped with an error: see `penstock tables`",
 }
 
 
 class Observer:
-    """Told how it goes; does nothing unless its methods are overridden."""
+    """Receives the progress of a comparison; does nothing unless its methods are overridden."""
 
     def blocked(self, error: SnapshotBlocked) -> None:
-        """Open transactions keep the snapshot from being taken; it is tried again, and changes flow meanwhile."""
+        """Open transactions block the snapshot. `verify` tries again, and changes flow meanwhile."""
 
     def going_around(self, error: SnapshotBlocked) -> None:
-        """Some transaction was open all the time: the destination is looked at before and after a longer wait."""
+        """Some transaction was always open: `verify` reads the destination before and after a longer wait."""
 
     def waiting(self, blockers: list[Blocker]) -> None:
-        """These transactions are waited for; changes flow meanwhile."""
+        """`verify` waits for these transactions; changes flow meanwhile."""
 
     def held(self, position: Lsn, *, until_the_end: bool) -> None:
-        """Source and destination are at one position; changes wait, until `released` or until all is compared."""
+        """Source and destination are at one position; changes wait until `released` or until the comparison ends."""
 
     def released(self, seconds: float) -> None:
-        """Changes flow again, after waiting for so long."""
+        """Changes flow again, after they waited for this long."""
 
     def comparing(self, table: str, fraction: float) -> None:
         """A table is being compared."""
@@ -73,11 +73,11 @@ class Observer:
 
 @dataclass(frozen=True, slots=True)
 class VerifySettings:
-    """How tables are compared, and what may be waited for."""
+    """How tables are compared, and how long `verify` waits."""
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     wait: float = WAIT_SECONDS
-    """Seconds to wait for transactions that keep a snapshot from being taken; as long again, if they never pause."""
+    """Seconds to wait for transactions that block the snapshot; twice as long if some transaction is always open."""
 
 
 def verify_tables(
@@ -90,13 +90,13 @@ def verify_tables(
     options: VerifySettings | None = None,
     observer: Observer | None = None,
 ) -> Report:
-    """Compare these tables (all if none is named) of an output whose pipeline runs.
+    """Compare these tables of a running output, or all of them if none is named.
 
-    `destination` reads what the pipeline writes; it need not be started. What concerns one table only is in the report;
-    raises `SnapshotBlocked`, `NotComparable` and what else concerns all of them.
+    `destination` reads what the pipeline writes; it need not be started. Errors of single tables are in the report.
+    Raises `SnapshotBlocked`, `NotComparable` and other errors that concern all tables.
 
-    Where some transaction is open all the time, both sides are never at one position: after `options.wait` seconds the
-    destination is looked at before and after a snapshot that may take as long again (`Report.exact` is false).
+    If some transaction is always open, both sides are never at one position. After `options.wait` seconds `verify`
+    reads the destination before and after a snapshot that may take as long again (`Report.exact` is then false).
     """
     options, observer = options or VerifySettings(), observer or Observer()
     asked = _Asked(settings, store, require_readable(destination), tasks, frozenset(tables), options, observer)
@@ -110,18 +110,18 @@ def verify_tables(
 
 
 def require_readable(destination: Destination) -> ReadableDestination:
-    """The destination, if its tables can be read back."""
+    """Return the destination; raise if its tables cannot be read back."""
     if not isinstance(destination, ReadableDestination):
         raise NotComparable(
-            f"what is in {destination.name} cannot be read back, so it cannot be compared with the source",
-            hint="Destinations that can be compared: delta, parquet, and your own with a method `pin`.",
+            f"the tables in {destination.name} cannot be read back, so they cannot be compared with the source",
+            hint="Destinations that can be compared: delta, parquet, and any destination with a `pin` method.",
         )
     return destination
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is to be compared."""
+    """What to compare."""
 
     settings: TablesSettings
     store: Store
@@ -133,12 +133,12 @@ class _Asked:
     observer: Observer
 
     def chosen(self, tables: Mapping[int, TableSchema]) -> dict[int, TableSchema]:
-        """Those of the tables that are meant, in the order of their names."""
+        """Return the requested tables, sorted by name."""
         named = sorted(tables.items(), key=lambda item: str(item[1]))
         return {table_id: schema for table_id, schema in named if not self.tables or str(schema) in self.tables}
 
     def left_out(self, names: Mapping[str, str]) -> list[TableReport]:
-        """Reports of those that cannot be compared now."""
+        """Return the reports of tables that cannot be compared now."""
         reports = [
             TableReport(name, reason=_REASONS.get(why, why))
             for name, why in names.items()
@@ -170,7 +170,7 @@ def _at_one_position(asked: _Asked) -> Report:
 
 
 def _around_a_snapshot(asked: _Asked) -> Report:
-    """Pin what is there before the snapshot, and what is there after it; nobody waits for open transactions but we."""
+    """Pin the destination before the snapshot and again after it, so that only `verify` waits for open transactions."""
     held = _Held(asked.observer)
     with connect(asked.settings.source, Role.VERIFY) as connection:
         oldest, _ = _transactions(connection)
@@ -194,7 +194,7 @@ def _around_a_snapshot(asked: _Asked) -> Report:
 
 
 class _Held:
-    """For how long changes were held back, by the last attempt."""
+    """How long the last attempt held changes back."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -207,7 +207,7 @@ class _Held:
 
     @property
     def seconds(self) -> float:
-        """Until it was first asked for."""
+        """The time until this was first read."""
         if self._released is None:
             self._released = time.monotonic() - self._since
         return self._released
@@ -217,7 +217,7 @@ class _Held:
 def _pinned(
     destination: ReadableDestination, tables: dict[int, TableSchema]
 ) -> Iterator[dict[int, PinnedTable | PenstockError]]:
-    """The tables as they are now; an error where that cannot be."""
+    """Yield the tables as they are now, or the error of a table that cannot be pinned."""
     with ExitStack() as stack:
         pins: dict[int, PinnedTable | PenstockError] = {}
         for table_id, schema in tables.items():
@@ -227,7 +227,7 @@ def _pinned(
                 pins[table_id] = error
                 continue
             if pinned is None:
-                pins[table_id] = NotComparable(f"{schema} is not there at the destination")
+                pins[table_id] = NotComparable(f"{schema} does not exist at the destination")
             else:
                 stack.callback(pinned.close)
                 pins[table_id] = pinned
@@ -282,14 +282,14 @@ def _compared(
         logger.info("table not compared table=%s error=%s", table, error)
         return TableReport(table, reason=error.message)
     except OSError as error:
-        # Of another process's making: files that were removed, a disk that is full.
+        # Caused by another process: files that were removed, a full disk.
         logger.info("table not compared table=%s", table, exc_info=True)
         return TableReport(table, reason=f"{table} cannot be read: {error.strerror or type(error).__name__}")
 
 
 def _transactions(connection: psycopg.Connection[Any]) -> tuple[int, int]:
-    """The oldest transaction that a session's snapshot knows as open, and the first one that it knows nothing of; by
-    the 32 bits that rows have of them."""
+    """Return the oldest transaction that is open in a session's snapshot, and the first one after the snapshot; both as
+    the low 32 bits that rows store."""
     query = """
         select pg_catalog.txid_snapshot_xmin(seen) & 4294967295, pg_catalog.txid_snapshot_xmax(seen) & 4294967295
         from pg_catalog.txid_current_snapshot() seen
