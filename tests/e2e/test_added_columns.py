@@ -89,7 +89,7 @@ def test_a_column_with_a_default_stops_its_table_until_it_is_copied_again(
     failed = wait_for(
         lambda: next((phase for phase in pipeline.phases.values() if isinstance(phase, Errored)), None), "the stop"
     )
-    assert failed.reason.startswith("public.t: rows from before have values that were not sent")
+    assert failed.reason.startswith("public.t: the server did not send the values of existing rows")
     assert failed.reason.endswith(": c")
     assert failed.solution == "Copy the table again: penstock resync <table>."
     assert pipeline.phases["public.other"].name == "ready"

@@ -1,12 +1,12 @@
-"""Binary COPY: in which form each column travels, and how a whole column of it becomes Arrow.
+"""Binary COPY: the form in which each column travels, and how a whole column becomes Arrow.
 
-The result is the same as decoding the server's text with the column's codec, value for value: that is what capture
-does, and a row must not depend on which way it came. Numbers, times and uuids travel in binary, since that saves the
-server from formatting and us from parsing; strings are the same bytes either way; everything else is asked for as
-text. Not by a cast where the type has one of its own: `inet::text` is not what the server writes for an `inet`.
+The result equals decoding the server's text with the column's codec, value for value: capture decodes text, and a row
+must not depend on the way it came. Numbers, times and UUIDs travel in binary, which saves the server from formatting
+and Penstock from parsing. Strings are the same bytes either way. All other types are requested as text, but not by a
+cast if the type has its own cast to text: `inet::text` differs from what the server writes for an `inet`.
 
-A row is a count of fields, then for each field its length (-1 for NULL) and its bytes; `penstock.changes.wire` says how
-whole columns of them are read.
+A row is a count of fields, then for each field its length (-1 for NULL) and its bytes; `penstock.changes.wire` reads
+whole columns of them.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class WireForm(Enum):
     STRING = "s"
     """Types whose binary form is their text."""
     JSONB = "j"
-    """Text behind a version number."""
+    """Text after a version number."""
     CAST = "c"
-    """As text, by the generic cast of types that have no cast of their own."""
+    """Text, by the generic cast of types that have no cast of their own."""
     OUTPUT = "o"
-    """As text, by the type's output function."""
+    """Text, by the type's output function."""
 
     @property
     def width(self) -> int | None:
-        """None where it varies."""
+        """The width in bytes; None if it varies."""
         digits = self.value.rstrip("iufbdtsxjco")
         return int(digits) if digits else None
 
@@ -97,13 +97,13 @@ _OWN_CASTS = frozenset({"bool", "char", "inet", "cidr", "xml", "bpchar", "name"}
 
 
 def wire_form(type_: PostgresType, codec: Codec) -> WireForm:
-    """The form for a column of this type, given its codec."""
+    """Return the form for a column of this type, given its codec."""
     type_, _ = resolve_domain(type_, -1)
     if type_.kind is TypeKind.ENUM:
         return WireForm.STRING
     if type_.kind is TypeKind.BASE and type_.is_builtin:
         form, arrow_type = _NUMBERS.get(type_.name, (None, None))
-        # Policies can make text of what would be a number or a time.
+        # A policy may turn a number or a time into text.
         if form is not None and arrow_type == codec.arrow_type:
             return form
         if type_.name in _STRINGS:
@@ -118,11 +118,12 @@ def wire_form(type_: PostgresType, codec: Codec) -> WireForm:
 
 
 def select_expression(form: WireForm, identifier: str) -> str:
-    """The expression that selects a column in this form; `identifier` is quoted."""
+    """Return the expression that selects a column in this form; `identifier` is quoted."""
     if form is WireForm.CAST:
         return f"{identifier}::pg_catalog.text"
     if form is WireForm.OUTPUT:
-        # format() calls the output function, and takes NULL for an empty text; num_nulls() does not look inside rows.
+        # format() calls the output function, but turns NULL into an empty string; num_nulls() does not look inside
+        # rows.
         return f"case when pg_catalog.num_nulls({identifier}) = 0 then pg_catalog.format('%s', {identifier}) end"
     return identifier
 
@@ -152,7 +153,7 @@ def tuple_layout(schema: TableSchema, settings: TypeSettings) -> TupleLayout:
 
 
 def strip_header(message: memoryview) -> memoryview:
-    """The first message without the header."""
+    """Return the first message without the header."""
     if len(message) < _HEADER_BYTES or message[: len(SIGNATURE)] != SIGNATURE:
         raise DecodeError("the data is not a binary COPY", offset=0)
     extension = int.from_bytes(message[len(SIGNATURE) + 4 : _HEADER_BYTES], "big")
@@ -160,12 +161,12 @@ def strip_header(message: memoryview) -> memoryview:
 
 
 def decode_tuples(raw: bytes | bytearray, lengths: NDArray[np.int64], layout: TupleLayout) -> pa.RecordBatch:
-    """Rows of these lengths, one behind the other in `raw`, which ends in `penstock.changes.wire.PADDING`."""
+    """Decode rows of these lengths, adjacent in `raw`, which ends in `penstock.changes.wire.PADDING`."""
     buffer = Buffer(raw)
     ends = np.cumsum(lengths)
     records = Records(ends - lengths, ends, "row of binary COPY")
     counts = buffer.read(">i2", records.start)
-    records.require(counts == len(layout.columns), records.start, "another number of fields")
+    records.require(counts == len(layout.columns), records.start, "a wrong number of fields")
     cursor = records.start + 2
     decoded = DecodedColumns(layout.table, len(lengths), layout.policy)
     arrays: list[pa.Array] = []
@@ -181,10 +182,10 @@ def decode_tuples(raw: bytes | bytearray, lengths: NDArray[np.int64], layout: Tu
         records.require((end <= records.end) & (length >= 0), cursor, "a value longer than its row")
         if form.width is not None:
             expected = length == form.width
-            records.require(expected if null is None else expected | null, cursor, "a value of another width")
+            records.require(expected if null is None else expected | null, cursor, "a value of the wrong width")
         arrays.append(_decode_column(form, Cells(buffer, start, end, null), column, decoded))
         cursor = end
-    records.require(cursor == records.end, cursor, "bytes behind the last field")
+    records.require(cursor == records.end, cursor, "bytes after the last field")
     texts = decoded.unrepresentable()
     arrays.append(pa.nulls(len(lengths), UNREPRESENTABLE_TYPE) if texts is None else texts)
     return pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
@@ -216,7 +217,7 @@ def _number(form: WireForm, cells: Cells, arrow_type: pa.DataType) -> pa.Array:
     if form is WireForm.OID:
         values = values.astype(np.int64)
     elif kind == "f":
-        # There are many NaNs; text knows one.
+        # Binary has many NaNs; text has one.
         odd = np.isnan(values)
         if odd.any():
             values[odd] = np.nan
@@ -231,7 +232,8 @@ def _from_values(values: NDArray[Any], null: Flags | None, arrow_type: pa.DataTy
 
 
 def _moment(form: WireForm, cells: Cells, arrow_type: pa.DataType) -> tuple[Decoded, Callable[[], pa.LargeStringArray]]:
-    """Days or microseconds since 2000, with the ends of their type as infinities; and the texts of those outside."""
+    """Decode days or microseconds since 2000, with the extremes of the type as infinities; also return the texts of
+    values that are out of range."""
     if form is WireForm.TIME:
         raw, shift, low, high = cells.buffer.read(">i8", cells.start), 0, 0, DAY - 1
     elif form is WireForm.DATE:
@@ -272,7 +274,7 @@ def _moment_texts(form: WireForm, raw: NDArray[Any], wanted: Flags | None, *, zo
 _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint16)
 _UUID_LENGTH = 36
 _UUID_GROUPS = ((0, 4, 0), (4, 6, 9), (6, 8, 14), (8, 10, 19), (10, 16, 24))
-"""First and last byte of each group, and where its text begins."""
+"""First and last byte of each group, and the offset of its text."""
 
 
 def _uuid(cells: Cells) -> pa.Array:

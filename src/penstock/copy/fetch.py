@@ -1,4 +1,4 @@
-"""Fetches single rows by key, as the source has them now, for values that no change contains.
+"""Fetches single rows by key, as they are now in the source, for values that no change contains.
 
 When an update makes a row match a publication's row filter, the server sends an insert without its large values. The
 fetched values are right, or a later change is about to overwrite them. This is rare, so rows pass through Python.
@@ -32,7 +32,7 @@ class SourceFetch:
     types: TypeSettings = field(default_factory=TypeSettings)
 
     def fetch(self, schema: TableSchema, keys: pa.Table) -> pa.Table:
-        """The current rows with these keys; keys without a row are left out."""
+        """Return the current rows with these keys; keys without a row are left out."""
         columns = segment_layout(schema, self.types).columns
         named = [column for column in columns if column.field_name in keys.column_names]
         texts = _as_texts(keys, named)
@@ -48,7 +48,7 @@ class SourceFetch:
                 result = cursor.execute(_query(schema, columns, named), some).pgresult
                 if result is None:
                     raise SourceError(f"cannot {doing}: the server did not answer")
-                # The server's text, not psycopg's Python values.
+                # Take the server's text instead of psycopg's Python values.
                 for row in range(result.ntuples):
                     for number, values in enumerate(cells):
                         value = result.get_value(row, number)
@@ -59,7 +59,7 @@ class SourceFetch:
 
 
 def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[SegmentColumn]) -> sql.Composed:
-    """Keys are passed as text and cast to the types of their columns."""
+    """Build the query. Keys are passed as text and cast to the types of their columns."""
     matched = [
         sql.SQL("t.{} = k.{}::{}").format(
             sql.Identifier(column.column.name),
@@ -78,7 +78,7 @@ def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[
 
 
 def _as_texts(keys: pa.Table, named: list[SegmentColumn]) -> list[list[str]]:
-    """Each key column as text that the server can parse."""
+    """Return each key column as text that the server can parse."""
     exact = split_texts(keys)
     found: list[list[str]] = []
     for column in named:

@@ -45,7 +45,7 @@ class SizedItem(Protocol):
 
 
 def bytes_of(items: Iterable[object]) -> int:
-    """What a copy reads from the source's disk. An item that states no size counts as a whole range: as large."""
+    """Return how many bytes a copy reads from the source's disk. An item without a size counts as a whole range."""
     return sum(item.estimated_bytes if isinstance(item, SizedItem) else RANGE_BYTES for item in items)
 
 
@@ -58,7 +58,7 @@ class Leaf:
     """The file with the snapshot's rows; a different one later means that the table was rewritten."""
     blocks: int
     bytes: int
-    """With TOAST."""
+    """Includes TOAST."""
     attnums: tuple[int, ...]
     """The table's columns here, in the order of the table's schema."""
     rows: float = -1.0
@@ -75,12 +75,12 @@ class CopyRange:
     first_block: int
     """0 means no lower end."""
     end_block: int | None
-    """The first block behind the range; None means no upper end."""
+    """The first block after the range; None means no upper end."""
     estimated_bytes: int = 0
 
     @property
     def condition(self) -> str:
-        """The range as a condition; empty for a whole heap."""
+        """Return the range as a condition; empty for a whole heap."""
         lower = f"ctid >= '({self.first_block},0)'::pg_catalog.tid" if self.first_block else ""
         upper = "" if self.end_block is None else f"ctid < '({self.end_block},0)'::pg_catalog.tid"
         return " and ".join(filter(None, (lower, upper)))

@@ -1,7 +1,7 @@
-"""How far a copy is: ranges, rows and bytes, how long it may take, and who hears of each range.
+"""The progress of a copy: ranges, rows and bytes, the remaining time, and the listeners for each range.
 
-A range may be read in this thread, or in a task on another machine. There the task listens, and sends what it heard
-back with its result. So a task that failed and ran again has reported nothing twice.
+A range is read either in this thread or in a task, perhaps on another machine. A task collects its own reports and
+returns them with its result, so a task that failed and ran again reports nothing twice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CopyProgress:
 
     @classmethod
     def of(cls, rows: CopyRows, clock: Callable[[], float] = time.monotonic) -> CopyProgress:
-        """The state at the beginning."""
+        """Return the state at the start."""
         return cls(
             table=str(rows.schema),
             ranges=len(rows.ranges),
@@ -104,12 +104,13 @@ class CopyProgress:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the start."""
         return self.clock() - self.since
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate at the average rate until the last finished range; None before the first is finished."""
+        """Estimate the remaining time from the average rate until the last finished range; None before the first is
+        finished."""
         done = self.fraction
         if not done:
             return None
@@ -130,7 +131,7 @@ class CopyCounter:
         return self._progress
 
     def take(self, read: RangeRead) -> None:
-        """A range was read."""
+        """Count a range that was read."""
         with self._lock:
             size = self._bytes.pop(read.index, None)
             if size is not None:

@@ -84,11 +84,11 @@ class RangeReader:
 
     @property
     def arrow_schema(self) -> pa.Schema:
-        """Of every batch: the columns as in segments (`penstock.changes.segment`), then `_unrepresentable`."""
+        """Schema of every batch: the columns as in segments (`penstock.changes.segment`), then `_unrepresentable`."""
         return tuple_layout(self.schema, self.types).arrow_schema
 
     def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
-        """The rows of a range, in batches of about `settings.chunk_bytes`; none if it has no rows.
+        """Yield the rows of a range, in batches of about `settings.chunk_bytes`; no batch if it has no rows.
 
         Opens its own connection and closes it at the end, even if the iterator is not exhausted. After `TableRewritten`
         and `SnapshotLost`, all ranges have to be read again, in another snapshot.
@@ -112,7 +112,7 @@ class RangeReader:
         return f"copy (select {columns} from only {name}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
 
     def lock(self, connection: psycopg.Connection[Any], part: CopyRange) -> str:
-        """Enter the snapshot and lock the heap; return its quoted name. It may be renamed until it is locked."""
+        """Enter the snapshot and lock the heap; return its quoted name. The heap may be renamed until it is locked."""
         with connection.cursor(row_factory=tuple_row) as cursor:
             for _ in range(_RENAME_ATTEMPTS):
                 enter_snapshot(connection, self.snapshot)
@@ -130,7 +130,7 @@ class RangeReader:
     def _read_nothing(
         self, connection: psycopg.Connection[Any], cursor: psycopg.Cursor[Any], name: str
     ) -> list[int] | None:
-        """Take the lock that reading takes. Returns the types of the columns; None if the table does not exist."""
+        """Take the lock that reading takes. Return the types of the columns; None if the table does not exist."""
         columns = ", ".join(quote_identifier(column.name) for column in self.schema.columns)
         place = Place.of(connection)
         doing = f"read {self.schema}"
@@ -168,7 +168,7 @@ class RangeReader:
             raise self._changed("was rewritten or truncated")
         if columns != [column.name for column in self.schema.columns]:
             raise self._changed("had columns renamed")
-        # Domains are described as what they consist of.
+        # The server describes a domain as its base type.
         wanted = [resolve_domain(column.type, -1)[0].oid for column in self.schema.columns]
         if types != wanted:
             raise self._changed("had the types of columns changed")
@@ -182,7 +182,7 @@ class RangeReader:
 def _stream(
     connection: psycopg.Connection[Any], query: str, layout: TupleLayout, settings: CopySettings
 ) -> Iterator[pa.RecordBatch]:
-    """Run a binary COPY and decode what it sends, a chunk at a time."""
+    """Run a binary COPY and decode its data, a chunk at a time."""
     pace = _Pace(settings.max_bytes_per_second)
     is_first, ended = True, False
     for raw, lengths in copy_out(connection, query, settings.chunk_bytes, f"copy {layout.table}"):
@@ -202,7 +202,7 @@ def _stream(
 
 
 def _strip_header(raw: bytearray, lengths: array[int]) -> None:
-    """Take the header of the stream away from the first message, which may have a row behind it."""
+    """Remove the stream's header from the first message, which may also contain a row."""
     with memoryview(raw) as whole, whole[: lengths[0]] as message, strip_header(message) as rest:
         header = lengths[0] - len(rest)
     del raw[:header]
@@ -214,7 +214,7 @@ def _strip_header(raw: bytearray, lengths: array[int]) -> None:
 def copy_out(
     connection: psycopg.Connection[Any], query: str, chunk_bytes: int, doing: str
 ) -> Iterator[tuple[bytearray, array[int]]]:
-    """Run a COPY to stdout. Yields its messages, joined to chunks of about `chunk_bytes`, with their lengths."""
+    """Run a COPY to stdout. Yield its messages, joined into chunks of about `chunk_bytes`, with their lengths."""
     place = Place.of(connection)
     try:
         yield from _chunks(connection.pgconn, query, chunk_bytes, place, doing)

@@ -1,4 +1,4 @@
-"""The rows of a table at one position, in ranges that tasks can read: what a destination is given to copy.
+"""The rows of a table at one position, in ranges that tasks can read: the input of a destination's copy.
 
 `prepare_copy` plans them from the catalog as it was in the snapshot.
 """
@@ -29,7 +29,7 @@ from penstock.source.publications import published_attnums, published_tables, re
 from penstock.source.snapshots import Snapshot
 from penstock.values import TypeSettings
 
-# From the catalog's tables, so that partitions and files are those of the snapshot. Only the sizes are current.
+# Read from the catalog's tables, so that partitions and files are those of the snapshot. Only the sizes are current.
 _LEAVES = """
     with recursive tree as (
         select c.oid, c.relkind from pg_catalog.pg_class c where c.oid = %s::oid
@@ -104,7 +104,7 @@ def _locks_named() -> Iterator[None]:
 
 
 def _describe(connection: psycopg.Connection[Any], publication: str, table_id: int) -> tuple[TableSchema, str | None]:
-    """The published table, and the publication's row filter."""
+    """Return the published table, and the publication's row filter."""
     published = {table.oid: table for table in published_tables(connection, publication)}.get(table_id)
     table = load_table(connection, table_id)
     if published is None or table is None:
@@ -118,7 +118,7 @@ def _describe(connection: psycopg.Connection[Any], publication: str, table_id: i
 
 
 def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
-    """The heaps of a table in the connection's snapshot, with the attribute numbers of its columns in each."""
+    """Return the heaps of a table in the connection's snapshot, with the attribute numbers of its columns in each."""
     doing = f"list the heaps of {schema}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_LEAVES, [schema.table_id]).fetchall()
@@ -175,7 +175,7 @@ class CopyRows:
 
     @property
     def estimated_bytes(self) -> int:
-        """On the source's disk."""
+        """Size on the source's disk."""
         return sum(part.estimated_bytes for part in self.ranges)
 
     @property
@@ -185,16 +185,16 @@ class CopyRows:
         return None if any(rows < 0 for rows in heaps.values()) else round(sum(heaps.values()))
 
     def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
-        """The rows of one range. In tasks use `reader`, which is smaller to ship."""
+        """Yield the rows of one range. In tasks use `reader`, which is smaller to send."""
         return self.reader.read(part)
 
     def arrow(self) -> Iterator[pa.RecordBatch]:
-        """All rows, one range after the other: for small tables, and for destinations without tasks."""
+        """Yield all rows, one range after the other: for small tables, and for destinations without tasks."""
         for part in self.ranges:
             yield from self.reader.read(part)
 
     def frame(self, session: Any, *, partitions: int | None = None) -> Any:
-        """All rows as a data frame of the given Spark session, read each time that the frame is computed.
+        """Return all rows as a data frame of the given Spark session, read each time that the frame is computed.
 
         Columns as in `arrow_schema`; on Spark 4.0, which has no type for times of day, they are text. One core is left
         free unless `partitions` says otherwise.

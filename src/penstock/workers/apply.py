@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 JOB_FAILURES = 2
 """After this many failures in a row the tables of a batch are written one by one."""
 PRUNE_SECONDS = 60.0
-"""How often unneeded schema versions are deleted."""
+"""How often schema versions that are no longer needed are deleted."""
 _NEAR, _FAR = "near", "far"
 """The batch of the tables near P, and that of the tables far behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorHold:
-    """How long an errored table may hold back progress, and how much WAL it may hold back."""
+    """For how long an errored table may hold back progress, and how much WAL."""
 
     time: timedelta = timedelta(hours=1)
     bytes: int = 1 << 30
@@ -103,7 +103,7 @@ class ApplyWorker:
         return ApplyStatus(board.applied, board.acknowledged, self._changes, self._batches, self._last_commit_time)
 
     def run(self) -> None:
-        """Apply until the output stops; then one more round, so that the next start does not read it again."""
+        """Apply until the output stops; then run one more round, so that the next start need not repeat it."""
         backoff = Backoff(first=0.5, longest=30.0)
         stop = self._lifecycle.stop
         while not self._lifecycle.lost.is_set():
@@ -116,7 +116,7 @@ class ApplyWorker:
                 if error.retry is not Retry.TIMED:
                     raise
                 delay = backoff.next_delay()
-                logger.warning("apply tries again in=%.1fs error=%s", delay, error)
+                logger.warning("apply failed, retrying in=%.1fs error=%s", delay, error)
                 stop.wait(delay)
                 busy = True
             if stopping:
@@ -133,7 +133,7 @@ class ApplyWorker:
             others = {table: position for table, position in positions.items() if table not in far}
             captured = self._reachable()
             # A table that was just handed over is slightly behind P and joins the batch of the others. With a batch of
-            # its own, up to P, it would stay behind for as long as changes arrive, and cost a second job each time.
+            # its own, up to P, it would stay behind while changes keep arriving, and cost a second job each time.
             begin = earliest(applied, *others.values())
             entries = self._writer.take(begin, captured) if captured is not None else []
             end = earliest(captured, entries[-1].end) if entries and captured is not None else applied
@@ -141,7 +141,7 @@ class ApplyWorker:
             acknowledged = self._record(end, durable)
             more = captured is not None and not reaches(end, captured)
             if far:
-                # Recorded apart: a table far behind that keeps failing does not hold back the others.
+                # Recorded separately, so that a table far behind that keeps failing does not hold back the others.
                 begin = earliest(*far.values())
                 entries = self._writer.take(begin, applied)
                 until = earliest(applied, entries[-1].end) if entries else applied
@@ -162,7 +162,7 @@ class ApplyWorker:
         return self._board.settle(end, durable)
 
     def _reachable(self) -> Lsn | None:
-        """Return how far this round may go: what is captured, and no further than the limit."""
+        """Return how far this round may go: up to the captured position, and not past the limit."""
         captured = self._writer.reader.captured
         limit = self.limit  # read once: the coordinator's thread sets it
         return captured if captured is None or limit is None else earliest(captured, limit)
@@ -279,7 +279,7 @@ class ApplyWorker:
         for table_id, phase in self._board.phases().items():
             if isinstance(phase, Errored) and lose(phase) is not None:
                 name = self._board.name_of(table_id)
-                logger.error("table held back progress for too long and loses its position table=%s", name)
+                logger.error("table held back progress for too long and lost its position table=%s", name)
                 failpoints.reach("before_lose_position")
                 self._board.alter(table_id, lose)
                 failpoints.reach("after_lose_position")

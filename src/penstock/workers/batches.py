@@ -37,7 +37,7 @@ class Written:
 
 
 class BatchWriter:
-    """Writes batches. Used by one thread only: readers of the spool are not shared."""
+    """Writes batches. Used by one thread only, because readers of the spool are not shared."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class BatchWriter:
         try:
             result = self._destination.write_events(batch).result()
         except BaseException:
-            # Accepted changes may be lost too: send all of them again.
+            # Accepted changes may be lost, too: send all of them again.
             self._accepted.clear()
             raise
         outcomes = {changes.table_id: result.of(changes.table_id) for changes in batch.tables}
@@ -144,8 +144,8 @@ class BatchWriter:
 
 
 def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:
-    """Return why a schema change cannot be followed: existing rows would get NULL for a value that the server did not
-    send, unless the destination can fill it in."""
+    """Return why a schema change cannot be followed: existing rows would get NULL for a value that the server omitted,
+    and the destination cannot fill it in. Return None if it can be followed."""
     for step in changes.steps:
         if isinstance(step, SchemaChange) and step.old is not None:
             known = {column.attnum for column in step.old.columns}
@@ -155,7 +155,7 @@ def _values_not_sent(changes: TableChanges, destination: Destination) -> Penstoc
             added = [each.name for each in new]
             if added:
                 return ValuesNotSent(
-                    f"{changes.table}: rows from before have values that were not sent in columns added with a "
+                    f"{changes.table}: the server did not send the values of existing rows for columns added with a "
                     f"default: {', '.join(added)}",
                     table=changes.table,
                 )

@@ -81,7 +81,7 @@ class Board:
         self._acknowledged = start
         for table_id, phase in self._phases.items():
             if isinstance(phase, Ready | SyncDone):
-                # What lies below the hand-over is durable, also where its position was not recorded.
+                # Everything before the hand-over is durable, even if its position was not recorded.
                 self._positions[table_id] = followed_from(phase, table_start(start, recorded(table_id)))
 
     @property
@@ -189,7 +189,7 @@ class Board:
     def wait_to_hand_over(
         self, table_id: int, attempt: str, snapshot: Lsn, position: Lsn, timeout: float
     ) -> Catchup | None:
-        """Show that the worker is close, and wait until apply names the boundary; None on timeout."""
+        """Show that the worker is close, and wait until the apply worker names the boundary; None on timeout."""
         deadline = time.monotonic() + timeout
         with self._changed:
             phase = self._claimed(table_id, attempt)
@@ -202,13 +202,13 @@ class Board:
             return phase if isinstance(phase, Catchup) else None
 
     def leave(self, table_id: int, attempt: str) -> None:
-        """End the claim of a worker that has ended; a phase that lived in memory falls back to the stored one."""
+        """End the claim of a worker that has ended; a phase that existed only in memory reverts to the stored one."""
         with self._changed:
             if self._attempts.get(table_id) != attempt:
                 return
             phase = self._phases[table_id]
             if not is_persisted(phase):
-                # The store may be ahead of the worker: its answer may have been lost. If it cannot be asked, the claim
+                # The store may be ahead of the worker, if its answer was lost. If the store is unreachable, the claim
                 # stays, and the call can be repeated.
                 stored = self._store.get_table_replication_state(table_id) or stored_form(phase)
                 self._show(table_id, stored, stored.lsn if isinstance(stored, SyncDone) else None)
@@ -218,7 +218,7 @@ class Board:
 
     @contextmanager
     def batch(self) -> Iterator[Mapping[int, Lsn]]:
-        """Write a batch inside; yields the followed tables with their positions."""
+        """Write a batch inside the block; yields the followed tables with their positions."""
         with self._changed:
             positions = self.positions()
             self._in_batch = frozenset(positions)
@@ -255,7 +255,8 @@ class Board:
             return due
 
     def settle(self, applied: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
-        """Record that apply is at a boundary: positions, progress, hand-overs. Return what may be acknowledged.
+        """Record that the apply worker is at a boundary: positions, progress, hand-overs. Return the position that may
+        be acknowledged.
 
         This is one critical section: P and A must not change between choosing max(S, P, A) for a table and showing it,
         or neither worker would write the changes in between.
@@ -287,7 +288,7 @@ class Board:
             if isinstance(phase, SyncWait):
                 snapshot = self._snapshots[table_id]
                 target = hand_over(phase, snapshot=snapshot, applied=self._applied, acknowledged=self._acknowledged)
-                logger.info("table is handed over table=%s position=%s", self.name_of(table_id), target.lsn)
+                logger.info("table handed over table=%s position=%s", self.name_of(table_id), target.lsn)
                 self._phases[table_id] = target
                 failpoints.reach("after_hand_over")
         self._changed.notify_all()

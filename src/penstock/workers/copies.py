@@ -1,16 +1,16 @@
-"""How many tables are copied at once, and what they share.
+"""Limits how many tables are copied at once, and shares snapshots between them.
 
 - Large tables: as many at a time as there are table sync workers (`max_table_sync_workers`). Each keeps a snapshot open
   on the source, and holds back the spool.
-- Small tables: eight times as many. A small table costs waiting, not work.
+- Small tables: eight times as many. Copying a small table is mostly waiting.
 - Tables that are about to be copied share a snapshot. Each snapshot costs connections, a slot, and a wait for writers.
 - The coordinator starts the smallest tables first (`penstock.source.sizes.sort_by_size`).
 
-In which order the tasks of these copies run is decided in `penstock.spark.copies`.
+`penstock.spark.copies` decides in which order the tasks of these copies run.
 
-A table takes the next snapshot, never one whose taking has begun: its changes must be held before its snapshot exists.
-While a snapshot is taken, other tables gather for the one after it. So one table alone gets its snapshot at once, and
-hundreds share a few. A snapshot is closed when its last table has left.
+A table uses the next snapshot, never one that is already being taken: its changes must be held before its snapshot
+exists. While a snapshot is taken, other tables gather for the next one. So a single table gets its snapshot at once,
+and hundreds share a few. A snapshot is closed when its last table has left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SMALL_TABLE_BYTES = 8 << 20
-"""On the source's disk: read in less than a second."""
+"""Size on the source's disk that is read in less than a second."""
 SMALL_TABLES_PER_WORKER = 8
 
 OnWait = Callable[[Sequence[Blocker]], None]
@@ -58,7 +58,7 @@ class _Departure:
 
 
 class SharedSnapshots:
-    """Thread-safe."""
+    """Shares snapshots between copies. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -67,10 +67,11 @@ class SharedSnapshots:
 
     @contextmanager
     def enter(self, take: Take, *, on_wait: OnWait, check: Callable[[], None]) -> Iterator[Snapshot]:
-        """Use a snapshot inside that is taken from now on, by this `take` or by that of another waiting copy.
+        """Use a snapshot inside the block that is taken after this call, by this `take` or by that of another waiting
+        copy.
 
-        `on_wait` receives the transactions that it waits for. `check` is called repeatedly, and raises when the copy is
-        no longer wanted.
+        `on_wait` receives the transactions that the snapshot waits for. `check` is called repeatedly, and raises when
+        the copy is no longer wanted.
         """
         departure = self._board(take, on_wait, check)
         assert departure.snapshot is not None
@@ -91,14 +92,14 @@ class SharedSnapshots:
                     return departure
                 if departure.error is not None and not isinstance(departure.error, Stopping):
                     raise departure.error
-                # The copy that was to take it has gone.
+                # The copy that was to take the snapshot has ended.
                 check()
             except BaseException:
                 self._leave(departure, on_wait)
                 raise
 
     def _wait(self, departure: _Departure, check: Callable[[], None]) -> bool:
-        """Wait until it is taken; True if the caller must take it."""
+        """Wait until the snapshot is taken; return True if the caller must take it."""
         with self._changed:
             while departure.snapshot is None and departure.error is None:
                 if not self._taking and self._gathering is departure:
@@ -150,7 +151,7 @@ class SyncPool:
 
     @contextmanager
     def place(self, size: int | None, check: Callable[[], None]) -> Iterator[None]:
-        """Copy a table of this size inside, after waiting if it is large; a table of unknown size counts as large.
+        """Copy a table of this size inside the block, after waiting if it is large; an unknown size counts as large.
 
         `check` is called while it waits, and raises when the copy is no longer wanted.
         """
@@ -196,10 +197,10 @@ class SyncPool:
         try:
             failed(table_id, error)
         except Stopping:
-            logger.info("a copy was no longer wanted table_id=%d", table_id)
+            logger.info("copy stopped: it is no longer wanted table_id=%d", table_id)
         except PenstockError as another:
-            # Probably the store. The table keeps its stored phase, and is retried.
-            logger.error("cannot store the end of a copy table_id=%d error=%s", table_id, another)
+            # Probably the store failed. The table keeps its stored phase and is retried.
+            logger.error("cannot record that a copy ended table_id=%d error=%s", table_id, another)
 
     def join(self, timeout: float) -> bool:
         """Wait for all workers; False if one has not ended in time."""

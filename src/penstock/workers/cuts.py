@@ -1,9 +1,9 @@
-"""Holding the apply worker at a boundary, so that `verify` can compare all tables of an output there.
+"""Holds the apply worker at a boundary, so that `verify` can compare all tables of an output there.
 
-`verify` asks in steps, each a command: `hold` (apply up to the server's current position, and no further), `cut` at the
+`verify` sends one command per step: `hold` (apply up to the server's current position, and no further), `cut` at the
 position of a snapshot taken since, `renew` while the comparison runs, and `release`. Apply is held for seconds. If the
-process that asked dies, the hold ends after a while. The option `asker` names the comparison: only one may hold at a
-time, because a second one would move the boundary under the first.
+process that runs `verify` dies, the hold ends after a while. The option `asker` names the comparison: only one may hold
+at a time, because a second one would move the boundary of the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.workers.lifecycle import Lifecycle
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 60.0
-"""How long apply is held without a word from the comparison that asked for it."""
+"""How long apply is held if the comparison does not renew the hold."""
 
 
 class CutStep(StrEnum):
@@ -68,11 +68,11 @@ class Cuts:
 
     @property
     def active(self) -> bool:
-        """True if apply is held, or will be."""
+        """Return True if apply is held, or will be."""
         return self._apply.limit is not None
 
     def take(self, command: Command) -> None:
-        """Carry out a step, or begin to; `settle` answers it."""
+        """Carry out a step, or start to; `settle` answers it."""
         step, asker = CutStep(str(command.options["step"])), command.options.get("asker")
         if self.active and asker != self._asker:
             raise PenstockError(
@@ -108,14 +108,14 @@ class Cuts:
             # The comparison is waiting for an answer; reaching the boundary may take long.
             self._deadline = self._clock() + PATIENCE_SECONDS
         elif self._clock() > self._deadline:
-            logger.warning("apply was held at %s, and the comparison did not renew it", limit)
+            logger.warning("apply released at %s: the comparison did not renew its hold", limit)
             self._release()
 
     def _hold(self, command: Command, limit: Lsn) -> None:
         if not reaches(limit, self._board.applied):
             raise PenstockError(f"apply is already beyond {limit}")
         if self._waiting is not None:
-            self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "asked again since")
+            self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "replaced by a later request")
         self._apply.limit = limit
         self._waiting = command
         self._asker = command.options.get("asker")

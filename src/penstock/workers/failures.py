@@ -1,4 +1,4 @@
-"""What an error means for a table: reason, solution, and whether and when to retry."""
+"""Turns an error into the state of a table: reason, solution, and whether and when to retry."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.state.transitions import fail
 
 
 def as_error(error: BaseException) -> PenstockError:
-    """Return a named error. Of an unknown one only the class is kept, because libraries quote values in messages."""
+    """Return a named error. For an unknown error only the class is kept, because libraries quote values in messages."""
     if isinstance(error, PenstockError):
         return error
     if isinstance(error, psycopg.OperationalError):
-        # About the connection or the server, not about values.
+        # These concern the connection or the server, not values.
         return from_exception(error, Place("the source"), "go on")
     if is_passing(error):
         return unexpected("the destination", error)

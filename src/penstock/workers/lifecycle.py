@@ -1,6 +1,6 @@
-"""The lifecycle of one output: whether its threads go on, and why they ended.
+"""The lifecycle of one output: whether its threads continue, and why they ended.
 
-The coordinator makes one before it acquires the output's lease, and every thread of the output looks at it. The first
+The coordinator creates one before it acquires the output's lease, and every thread of the output checks it. The first
 error counts; it stops this output and no other.
 """
 
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """Thread-safe."""
+    """The state that an output's threads share. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         """`name` is the output's."""
         self.name = name
         self.stop = threading.Event()
-        """The output finishes its current batch and ends."""
+        """Set when the output must finish its current batch and end."""
         self.lost = threading.Event()
-        """The lease is lost: another process may write already, so this one must not, not even to finish."""
+        """Set when the lease is lost: another process may already write, so this one must not, not even to finish."""
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._paused = False
@@ -33,7 +33,7 @@ class Lifecycle:
 
     @property
     def error(self) -> BaseException | None:
-        """What stopped the output; None if nothing did."""
+        """The error that stopped the output, or None."""
         return self._error
 
     @property
@@ -47,7 +47,7 @@ class Lifecycle:
             return self._paused and not self._working
 
     def pause(self) -> None:
-        """Begin no further batch; the current one is finished."""
+        """Start no further batch; the current one is finished."""
         with self._lock:
             self._paused = True
 
@@ -57,7 +57,7 @@ class Lifecycle:
 
     @contextmanager
     def working(self) -> Iterator[bool]:
-        """Write a batch inside, unless it yields False: the output is paused."""
+        """Write a batch inside the block, unless it yields False because the output is paused."""
         with self._lock:
             may_work = self._working = not self._paused
         try:
@@ -71,7 +71,7 @@ class Lifecycle:
         with self._lock:
             is_first, self._error = self._error is None, self._error or error
         if is_first:
-            # Of an unknown error only the class: libraries quote values in their messages.
+            # For an unknown error only the class: libraries quote values in their messages.
             reason = error if isinstance(error, PenstockError) else type(error).__name__
             logger.error("output stopped output=%s error=%s", self.name, reason)
         self.stop.set()

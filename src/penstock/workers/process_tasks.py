@@ -1,4 +1,4 @@
-"""Tasks without Spark: functions run in this process, in the thread that calls them.
+"""Tasks without Spark: functions run in this process, in the calling thread.
 
 For small databases, where starting Spark would take longer than the work. Several tables are still copied at the same
 time, each in the thread of its table sync worker.
@@ -35,7 +35,7 @@ class ProcessTasks:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Wait for a turn, and copy inside."""
+        """Wait for a turn, and copy inside the block."""
         while self._turns is not None and not self._turns.acquire(timeout=0.2):
             self._check(copying=True)
         self._here.copying = True
@@ -52,4 +52,4 @@ class ProcessTasks:
 
     def _check(self, *, copying: bool = False) -> None:
         if self._closed.is_set() and (copying or getattr(self._here, "copying", False)):
-            raise TasksFailed("a copy was given up: Penstock is stopping")
+            raise TasksFailed("the copy was stopped because Penstock is stopping")

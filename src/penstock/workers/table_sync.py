@@ -127,7 +127,7 @@ class TableSync:
 
     @property
     def copy_status(self) -> CopyStatus | None:
-        """How far the copy is; None until it is planned."""
+        """The progress of the copy; None until it is planned."""
         counter = self._counter
         return None if counter is None else CopyStatus(self.attempt, counter.progress, self._copy_seconds)
 
@@ -143,7 +143,7 @@ class TableSync:
                 self._holds.release(self._reader, self._table_id)
 
     def leave(self) -> None:
-        """End the claim; called after `run`, and after its error was handled. Waits for a store that is away."""
+        """End the claim; called after `run`, and after its error was handled. Waits for a store that is unreachable."""
         while True:
             try:
                 self._board.leave(self._table_id, self.attempt)
@@ -153,7 +153,7 @@ class TableSync:
                 if self._stop.is_set() or error.retry is not Retry.TIMED:
                     raise
                 delay = self._backoff.next_delay()
-                logger.warning("the claim of a copy cannot be ended, trying again in=%.1fs error=%s", delay, error)
+                logger.warning("cannot end the claim of a copy, retrying in=%.1fs error=%s", delay, error)
                 self._stop.wait(delay)
 
     def _copy_table(self, schema: TableSchema, snapshots: SharedSnapshots) -> Lsn:
@@ -257,7 +257,7 @@ class TableSync:
         except DestinationUnavailable as error:
             # The copy is complete: wait for the destination, as the apply worker does, instead of copying again.
             delay = self._backoff.next_delay()
-            logger.warning("table sync tries again in=%.1fs error=%s", delay, error)
+            logger.warning("table sync failed, retrying in=%.1fs error=%s", delay, error)
             self._stop.wait(delay)
             return position
         self._backoff.reset()
@@ -270,9 +270,7 @@ class TableSync:
         with connect(self._source, Role.CATALOG) as connection:
             table = load_table(connection, self._table_id)
             if table is None:
-                raise PublicationChanged(
-                    f"table {self._table_id} does not exist any more", tables=[str(self._table_id)]
-                )
+                raise PublicationChanged(f"table {self._table_id} no longer exists", tables=[str(self._table_id)])
             types = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
             size = self._ask_size(connection)
         return schema_from_catalog(table, types), size
@@ -280,7 +278,7 @@ class TableSync:
     def _ask_size(self, connection: psycopg.Connection[Any]) -> int | None:
         try:
             with (
-                translated(connection, "look at the size of a table"),
+                translated(connection, "read the size of a table"),
                 connection.cursor(row_factory=tuple_row) as cursor,
             ):
                 cursor.execute(f"set lock_timeout = {round(_SIZE_SECONDS * 1000)}".encode())
