@@ -1,4 +1,4 @@
-"""Where changes land: the contract, the destinations that come with Penstock, and what helps to write your own."""
+"""Where changes are written: the contract, the destinations that come with Penstock, and base classes for your own."""
 
 from penstock.destinations.base import (
     Capabilities,

@@ -326,7 +326,7 @@ class ReadableDestination(Protocol):
     def pin(self, schema: TableSchema) -> PinnedTable | None:
         """Return the table as it is now, or None if it does not exist.
 
-        Called in another process than the one that writes, while that does not write this table. Raise `NotComparable`
-        if the destination intentionally holds other rows than the source.
+        Called in a different process than the one that writes, while that one does not write this table. Raise
+        `NotComparable` if the destination intentionally holds other rows than the source.
         """
         ...

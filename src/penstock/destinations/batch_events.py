@@ -1,6 +1,6 @@
 """The events of a batch one by one, in the exact order of their commits: the slow path, for row-by-row destinations.
 
-Here also: the rows of a copy as dictionaries. Both cost some ten microseconds a row.
+Also the rows of a copy as dictionaries. Both take about ten microseconds per row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PositionOf = Callable[[int], Lsn | None]
 
 
 def batch_events(batch: EventBatch, position_of: PositionOf | None = None) -> Iterator[Event]:
-    """The events of a batch, all tables merged; what `position_of` a table covers is left out."""
+    """Yield the events of a batch, all tables merged, without those that a table's recorded position covers."""
     tables = [
         leave_out(table, None if position_of is None else position_of(table.table_id), batch.begin)
         for table in batch.tables
@@ -33,7 +33,7 @@ def batch_events(batch: EventBatch, position_of: PositionOf | None = None) -> It
 
 
 def table_events(batch: EventBatch, table: TableChanges, position: Lsn | None) -> Iterator[Event]:
-    """The events of one table; what its recorded position covers is left out."""
+    """Yield the events of one table, without those that its recorded position covers."""
     return _events(batch, [leave_out(table, position, batch.begin)])
 
 
@@ -64,9 +64,9 @@ class _SegmentReader:
 
 
 def leave_out(table: TableChanges, position: Lsn | None, begin: Lsn) -> TableChanges:
-    """A table's changes without those that a recorded position covers; `begin` is the batch's.
+    """Return a table's changes without those that a recorded position covers; `begin` is the batch's.
 
-    A change of schema goes with the rows that follow it: where they are in, going back to it would undo a later one.
+    A schema change stays with the rows that follow it: if those are covered, applying it again would undo a later one.
     """
     if position is None or reaches(begin, position):
         return table
@@ -87,7 +87,7 @@ def leave_out(table: TableChanges, position: Lsn | None, begin: Lsn) -> TableCha
 
 
 def read_segment(segment: Segment, columns: list[str] | None = None) -> pa.Table:
-    """Read a segment; an error says of which table."""
+    """Read a segment; errors name the table."""
     try:
         return segment.read(columns)
     except ValueOutOfRange:
@@ -97,11 +97,11 @@ def read_segment(segment: Segment, columns: list[str] | None = None) -> pa.Table
 
 
 def copied_rows(batch: pa.RecordBatch | pa.Table, schema: TableSchema) -> Iterator[Row]:
-    """Rows of a copy by the names of the table's columns; a cell that its type cannot hold is `Unrepresentable`."""
+    """Yield the rows of a copy by column name; a cell that its type cannot hold is `Unrepresentable`."""
     fields = field_names(schema)
     renamed = dict(zip(fields, (column.name for column in schema.columns), strict=True))
     names = tuple(renamed.values())
-    # Cold: only destinations that asked for single rows come here.
+    # Cold: only row-by-row destinations call this.
     cells = zip(*(batch.column(name).to_pylist() for name in fields), strict=True) if fields else [()] * batch.num_rows
     texts = [None] * batch.num_rows
     if UNREPRESENTABLE in batch.schema.names:
@@ -114,13 +114,14 @@ def copied_rows(batch: pa.RecordBatch | pa.Table, schema: TableSchema) -> Iterat
 
 
 def _rows_after(rows: Rows, position: Lsn) -> Rows | None:
-    """The part of the rows that a position does not cover; None if there is none."""
+    """Return the part of the rows that a position does not cover; None if there is none."""
     narrowed = (segment.between(position) for segment in rows.segments)
     segments = tuple(segment for segment in narrowed if segment is not None and not _is_empty(segment))
     return replace(rows, segments=segments) if segments else None
 
 
 def _is_empty(segment: Segment) -> bool:
-    """Whether no change lies between the boundaries. Keys tell, unless both boundaries lie inside of the file."""
+    """Return True if no change lies between the boundaries. The keys show that, unless both boundaries lie inside the
+    file."""
     inside = segment.after is not None and segment.until is not None
     return inside and not read_segment(segment, [COMMIT_LSN]).num_rows

@@ -1,8 +1,8 @@
-"""Changes as JSON objects that lose nothing, one per line; the form of `penstock tail --json`.
+"""Changes as lossless JSON objects, one per line; the format of `penstock tail --json`.
 
-Decimals are strings, bytes are `\\x…`, times are ISO, numbers that JSON has none for (NaN, infinities) are strings.
-Cells that were not sent are named in `unchanged` and are absent from the row; cells that their type cannot hold are
-there as the source's text, and named in `unrepresentable`. A row of a copy has the operation `copy`.
+Decimals are strings, bytes are `\\x…`, times are ISO, and numbers that JSON cannot express (NaN, infinities) are
+strings. Omitted values are listed in `unchanged` and absent from the row. Unrepresentable values appear as the source's
+text and are listed in `unrepresentable`. A row of a copy has the operation `copy`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.schema import PostgresType, TableSchema, resolve_domain
 
 
 def event_to_json(event: Event) -> str | None:
-    """The object of an event; None for relations, which say nothing that the rows do not."""
+    """Return the object of an event; None for relations, which add nothing to the rows."""
     match event:
         case Begin() | Commit():
             record: dict[str, Any] = {
@@ -65,12 +65,12 @@ def event_to_json(event: Event) -> str | None:
 
 
 def copied_row_to_json(table: TableSchema, row: Row, position: Lsn) -> str:
-    """The object of a row as it was at a position."""
+    """Return the object of a row as it was at a position."""
     return _line({"op": "copy", "position": str(position)} | _table(table) | _cells("", "row", table, row))
 
 
 def lossless(value: Any) -> Any:
-    """A cell as something that JSON has."""
+    """Return a cell as a value that JSON can express."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -125,7 +125,7 @@ def _cells(prefix: str, name: str, table: TableSchema, row: Row) -> dict[str, An
 
 
 def short_floats(table: TableSchema, row: Row) -> Row:
-    """`real` values as the shortest number that is the same `real`: 0.1, not 0.10000000149011612."""
+    """Return `real` values as the shortest number that is the same `real`: 0.1, not 0.10000000149011612."""
     names = _real_columns(table)
     if not names.intersection(row):
         return row

@@ -1,7 +1,7 @@
 """Tables in memory, equal to the source's: for tests, and the shortest example of a destination that mirrors.
 
-Everything is applied in the driver, row by row. Positions are kept beside the rows, so that replays change nothing, and
-`MemoryTables` can outlive the destination: hand it to the next one, as a disk would be there after a crash.
+Everything is applied in the driver, row by row. Positions are kept with the rows, so that replays change nothing.
+`MemoryTables` can outlive the destination: pass it to the next one to simulate a disk that survives a crash.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock.schema import TableSchema
 
 @dataclass(slots=True)
 class MemoryTable:
-    """One table, with what is recorded about it."""
+    """One table, with its recorded position."""
 
     table: str
     owner: str
     attempt: str
-    """Of the copy that may write."""
+    """The attempt of the copy that may write."""
     lineage: str = ""
     position: Lsn | None = None
     """None while there is no complete copy."""
@@ -39,13 +39,13 @@ class MemoryTable:
 
 @dataclass(slots=True)
 class MemoryTables:
-    """What survives a destination; several may share it, as they would share a folder."""
+    """The tables that survive a destination; several destinations may share them, as they would share a folder."""
 
     tables: dict[int, MemoryTable] = field(default_factory=dict[int, MemoryTable])
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def find(self, table: str) -> MirrorTable:
-        """A table by namespace and name."""
+        """Return a table by namespace and name."""
         with self.lock:
             for each in self.tables.values():
                 if each.mirror is not None and each.table == table:
@@ -55,12 +55,12 @@ class MemoryTables:
 
 @dataclass(frozen=True, slots=True)
 class PinnedRows:
-    """Rows of one moment; the reader of a `PinnedMemory`."""
+    """The rows at one moment; the reader of a `PinnedMemory`."""
 
     rows: pa.Table
 
     def read(self, part: int, /) -> Iterator[pa.RecordBatch]:
-        """All rows: there is one part."""
+        """Yield all rows: there is one part."""
         yield from self.rows.to_batches()
 
 
@@ -73,11 +73,11 @@ class PinnedMemory:
     parts: Sequence[int] = (0,)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class MemoryDestination:
-    """`type = "memory"`: tables in the process, for tests and for looking."""
+    """`type = "memory"`: tables in the process, for tests and experiments."""
 
     name = "memory"
     capabilities = Capabilities(records_position=True, updates_rows=True, keeps_old_rows_while_copying=True)
@@ -87,17 +87,17 @@ class MemoryDestination:
         self._context: DestinationContext | None = None
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        """The rows of a table (`"public.orders"`); KeyError if there is none."""
+        """Return the rows of a table (`"public.orders"`); raise `KeyError` if it does not exist."""
         with self.storage.lock:
             return self.storage.find(table).rows()
 
     def arrow(self, table: str) -> pa.Table:
-        """The same as an Arrow table."""
+        """Return the rows as an Arrow table."""
         with self.storage.lock:
             return self.storage.find(table).arrow()
 
     def tables(self) -> list[str]:
-        """Namespace and name of all tables that have a complete copy."""
+        """Return namespace and name of all tables that have a complete copy."""
         with self.storage.lock:
             return sorted(each.table for each in self.storage.tables.values() if each.mirror is not None)
 
@@ -128,7 +128,7 @@ class MemoryDestination:
             if found.position is None:
                 found.mirror, found.position, found.lineage = mirror, rows.position, self._started.lineage
                 found.table = str(schema)
-                # A table that was dropped and made again has the name, and another number.
+                # A table that was dropped and created again has the same name and another number.
                 for table_id in [each for each, other in self.storage.tables.items() if other is not found]:
                     if self.storage.tables[table_id].table == found.table:
                         del self.storage.tables[table_id]
@@ -164,7 +164,7 @@ class MemoryDestination:
             return None if mirror is None else PinnedMemory(mirror.schema, PinnedRows(mirror.arrow()))
 
     def shutdown(self) -> None:
-        """Nothing to close; the tables stay."""
+        """Do nothing: the tables stay."""
 
     def _apply(self, batch: EventBatch, table: TableChanges) -> None:
         with self.storage.lock:
@@ -172,7 +172,7 @@ class MemoryDestination:
             position = self.position(table.table_id)
             if found is None or found.mirror is None or position is None:
                 raise not_copied(table.table)
-            # Readers see all of a batch or nothing, also when it fails in the middle.
+            # Readers see all of a batch or nothing, even if it fails in the middle.
             mirror = found.mirror.copy()
             for event in table_events(batch, table, position):
                 mirror.apply(event)

@@ -1,9 +1,9 @@
-"""The current rows of a table, kept by applying its changes one by one: the obvious way, without columns.
+"""The current rows of a table, kept by applying its changes one by one: the simple way, without columns.
 
-For tests, for display and for readers of destinations that keep changes; not for speed. It shows all that a mirroring
-destination must do: take omitted values from the replaced row, along any chain of changed keys; remove the old row when
-a key changes; without a key, remove one equal row, not all; and treat a new row with omitted values, or a change of a
-missing row, as an error, never as NULL.
+For tests, for display and for readers of destinations that keep changes; not for speed. It shows everything that a
+mirroring destination must do: take omitted values from the replaced row, along any chain of changed keys; remove the
+old row when a key changes; without a key, remove one equal row, not all; and treat a new row with omitted values, or a
+change of a missing row, as an error, never as NULL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MirrorTable:
     def __init__(self, schema: TableSchema, rows: Iterable[Row] = ()) -> None:
         self._schema = schema
         self._keyed: dict[Hashable, _Cells] = {}
-        # Without a key: equal rows lie on one pile.
+        # Without a key: equal rows share one pile.
         self._piles: dict[Hashable, list[_Cells]] = {}
         for row in rows:
             self.insert(row)
@@ -41,18 +41,18 @@ class MirrorTable:
         return len(self._keyed) + sum(len(pile) for pile in self._piles.values())
 
     def copy(self) -> MirrorTable:
-        """Another one with the same rows, which are shared: no row is ever changed, only replaced."""
+        """Return a mirror with the same rows. They are shared: rows are replaced, never changed."""
         other = MirrorTable(self._schema)
         other._keyed = dict(self._keyed)
         other._piles = {key: list(pile) for key, pile in self._piles.items()}
         return other
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows, by column name."""
+        """Return all rows, by column name."""
         return [dict(row) for row in self._iterate()]
 
     def arrow(self, settings: TypeSettings | None = None) -> pa.Table:
-        """All rows, named and typed as in segments; `_unrepresentable` if some cells are."""
+        """Return all rows, named and typed as in segments; with `_unrepresentable` if some cells are."""
         layout = segment_layout(self._schema, settings)
         rows = list(self._iterate())
         arrays = [
@@ -70,7 +70,7 @@ class MirrorTable:
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
     def apply(self, event: Event) -> None:
-        """Apply an event of this table; what is not about its rows does nothing."""
+        """Apply an event of this table; events that do not concern its rows do nothing."""
         match event:
             case Insert():
                 self.insert(event.row)
@@ -100,9 +100,9 @@ class MirrorTable:
         self._piles.clear()
 
     def change_schema(self, schema: TableSchema) -> None:
-        """Take another schema: columns are followed by number, so a renamed one keeps its values.
+        """Switch to another schema. Columns are matched by number, so a renamed one keeps its values.
 
-        A new column is NULL in the rows that are there, as after `alter table … add column` without a default.
+        A new column is NULL in existing rows, as after `alter table … add column` without a default.
         """
         if schema == self._schema:
             return
@@ -129,7 +129,7 @@ class MirrorTable:
         self.insert({name: before[name] if value is Unchanged else value for name, value in event.row.items()})
 
     def _take(self, identity: Row) -> _Cells:
-        """Remove the row that this identifies."""
+        """Remove and return the row that this identifies."""
         if self._schema.key:
             row = self._keyed.pop(self._key(identity), None)
             if row is None:
@@ -159,7 +159,7 @@ _WIDENED = {
 
 
 def _check_type(schema: TableSchema, before: Column | None, after: Column) -> None:
-    """The values of a column whose type changed were converted by the source, which sends none of them."""
+    """Raise if a column's type changed: the source converted its values, but sends none of them."""
     if before is None or before.type == after.type or (before.type.name, after.type.name) in _WIDENED:
         return
     raise unknown_row(str(schema), f"the type of column {after.name} changed from {before.type} to {after.type}")
@@ -170,7 +170,8 @@ def _frozen_row(row: Row) -> Hashable:
 
 
 def _frozen(value: Any) -> Hashable:
-    """Something that is equal exactly if the values are the same: NaN equals itself, 0 differs from -0, 1 from True."""
+    """Return a value that is equal exactly if the values are the same: NaN equals itself, 0 differs from -0, 1 from
+    True."""
     if isinstance(value, list):
         return tuple(_frozen(each) for each in value)
     if isinstance(value, float):

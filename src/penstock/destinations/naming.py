@@ -1,9 +1,9 @@
-"""How the name of a source table becomes a name at a destination: decided here, for all of them.
+"""Translates the name of a source table into a name at a destination, for all destinations.
 
-Postgres allows nearly anything in a name: spaces, slashes, dots, capitals that differ from small letters, 63 bytes of
-each part. Destinations allow less. A name is translated by itself, never by looking at other names: it does not change
-when a table is added, and needs no memory. Two tables never get the same name: one that is allowed stays as it is, and
-any other one gets a digest of the original behind what is left of it.
+Postgres allows almost anything in a name: spaces, slashes, dots, mixed case, 63 bytes for each part. Destinations allow
+less. Each name is translated on its own, without regard to other names, so it does not change when a table is added,
+and no state is needed. Two tables never get the same name: a name that is allowed stays as it is, and any other name
+gets a digest of the original as its suffix.
 
 | Source | `FOLDERS` | `IDENTIFIERS` |
 |---|---|---|
@@ -27,33 +27,33 @@ _DIGEST_LENGTH = 10
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The rules of a destination."""
+    """The naming rules of a destination."""
 
     allowed: str
-    """A pattern of the parts that stay as they are; must not match the separator, nor the mark of a digest."""
+    """Pattern of parts that stay as they are; must match neither the separator nor the mark of a digest."""
     separator: str
-    """Between namespace and table."""
+    """Stands between namespace and table."""
     mark: str
-    """Before a digest."""
+    """Precedes a digest."""
     max_bytes: int
-    """Of the whole; where the separator is a slash, of each part."""
+    """Maximum length of the name, or of each part if the separator is a slash."""
     case_sensitive: bool = True
-    """False: names that differ only by case are the same name there."""
+    """False if names that differ only by case are the same name there."""
 
     def table(self, schema: TableSchema) -> str:
-        """The table's name at the destination."""
+        """Return the table's name at the destination."""
         return self.name(schema.namespace, schema.name)
 
     def name(self, namespace: str, table: str) -> str:
-        """The same, from the two parts of a name."""
+        """Return the name at the destination for a namespace and a table."""
         if self.separator == "/":
             return "/".join(self._part(part, part, self._is_allowed(part)) for part in (namespace, table))
         joined = self.separator.join(self._clean(part) for part in (namespace, table))
-        # No name in Postgres has a zero byte, so this tells a."b.c" from "a.b".c.
+        # Names in Postgres contain no zero byte, so this distinguishes a."b.c" from "a.b".c.
         return self._part(joined, f"{namespace}\0{table}", self._is_allowed(namespace) and self._is_allowed(table))
 
     def columns(self, schema: TableSchema) -> tuple[str, ...]:
-        """The columns' names: as in segments, where none collides with another one or with ours."""
+        """Return the columns' names: as in segments, unless one collides with another or with one of Penstock's."""
         return field_names(schema)
 
     def _is_allowed(self, part: str) -> bool:
@@ -74,10 +74,11 @@ class Naming:
 
 
 FOLDERS = Naming(allowed=r"[A-Za-z0-9]([A-Za-z0-9_.]|-(?!-))*", separator="/", mark="--", max_bytes=120)
-"""A folder for the namespace and one for the table in it; none that Spark takes for hidden or for a partition, and with
-no letter that an object store's client writes in another way: delta-rs did not find vectors in a folder with a `~`."""
+"""A folder for the namespace, with one for the table in it. Spark takes none of these names for hidden or for a
+partition, and object store clients encode none of their characters: delta-rs did not find vectors in a folder with a
+`~`."""
 
 IDENTIFIERS = Naming(
     allowed=r"[a-z][a-z0-9]*(_[a-z0-9]+)*", separator="__", mark="___", max_bytes=63, case_sensitive=False
 )
-"""One word of small letters, for systems with a single level of names."""
+"""One lowercase word, for systems with a single level of names."""

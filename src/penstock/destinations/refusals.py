@@ -1,7 +1,7 @@
 """The errors of destinations: one function per situation, so that each has one text.
 
-An error names tables, files and types of errors, but never the value of a cell, which the texts of other libraries'
-exceptions may contain.
+An error names tables, files and types of errors, but never the value of a cell, which exceptions of other libraries may
+contain.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def out_of_reach(destination: str, what: str) -> PenstockError:
 
 
 def require_mounted(marker: Path | None) -> None:
-    """Raise if a file that `startup` left in a folder is gone; None, in an object store, is always fine.
+    """Raise if a file that `startup` left in a folder is missing; None, for an object store, is always fine.
 
-    The disk was probably unmounted. What is written to its mount point now would be lost when it comes back.
+    The disk was probably unmounted. Files written to its mount point now would be lost when it is mounted again.
     """
     if marker is not None and not marker.exists():
         raise out_of_reach(str(marker.parent), f"{marker.name} is missing; is the disk mounted?")
 
 
 def busy(table: str) -> PenstockError:
-    """Other writers were faster every time; retried."""
+    """Other writers won every race for the next version; retried."""
     return TableBusy(f"{table}: other writers keep committing to this table", table=table)
 
 
@@ -100,7 +100,7 @@ def not_copied(table: str) -> PenstockError:
     """Changes came for a table that was never completely copied."""
     return IllegalTransition(
         f"{table} has no complete copy at the destination, so changes cannot be applied",
-        hint=f"Copy the table again, also if its files were deleted: {RESYNC}.",
+        hint=f"Copy the table again, even if its files were deleted: {RESYNC}.",
         table=table,
     )
 

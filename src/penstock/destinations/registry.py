@@ -1,4 +1,4 @@
-"""Which destinations there are, by the name that a config gives them; nothing is imported before it is asked for.
+"""Finds a destination by the name in the config; its module is imported only when it is needed.
 
 create_destination("parquet", {"path": "/lake"})
 create_destination("my_package.my_module:MyDestination", {"anything": 1})
@@ -25,12 +25,12 @@ _CONTRACT = "See penstock.destinations.base.Destination, or start from penstock.
 
 
 def create_destination(type_: str, options: Mapping[str, Any] | None = None) -> Destination:
-    """Make a destination from its type and its options; it is not started yet."""
+    """Create a destination from its type and options, without starting it."""
     return _registry().create(type_, options)
 
 
 def load_destination(type_: str) -> type[Any]:
-    """The class behind a name, or behind `module:Class`."""
+    """Return the class for a name or for `module:Class`."""
     return _registry().load(type_)
 
 

@@ -1,4 +1,4 @@
-"""Row groups: how many record batches go together, and which of their columns deserve a dictionary."""
+"""Row groups: how many record batches they contain, and which columns get a dictionary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every event as a line of JSON on standard output: for display, and for programs that read a pipe.
 
-At least once: after a crash some lines come again. `(commit_lsn, ordinal)` identifies a change across all tables.
+At least once: after a crash some lines appear again. `(commit_lsn, ordinal)` identifies a change across all tables.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class StdoutDestination(RowDestination):
         """Do nothing: lines cannot be taken back. Readers start over when a copy starts again."""
 
     def write(self, event: Event) -> None:
-        """Print it."""
+        """Print the event."""
         line = event_to_json(event)
         if line is not None:
             self._print(line)
 
     def write_copied(self, table: TableSchema, row: Row, position: Lsn) -> None:
-        """Print it as a copied row."""
+        """Print the row as a copied row."""
         self._print(copied_row_to_json(table, row, position))
 
     def flush(self, positions: Mapping[int, Lsn]) -> None:
-        """Hand everything to the reader of the pipe."""
+        """Flush the lines to the reader of the pipe."""
         (self._stream or sys.stdout).flush()
 
     def _print(self, line: str) -> None:

@@ -1,5 +1,5 @@
-"""Changes to a system of one's own, by HTTP: the "custom API" destination. `docs/reference/destinations/http.md` is the
-protocol, for people who write the other side."""
+"""Sends changes to your own service by HTTP: the "custom API" destination. `docs/reference/destinations/http.md`
+describes the protocol for authors of a receiver."""
 
 from penstock.destinations.http.bodies import BodyFormat, read_bodies
 from penstock.destinations.http.destination import HttpDestination

@@ -1,7 +1,7 @@
 """The bodies of requests: Arrow IPC streams, or JSON objects on lines.
 
-As Arrow, a body is one stream per step, one behind the other; the metadata of each stream's schema says what it is:
-`penstock.step` is `rows`, `schema` or `truncate`. Most bodies have one stream of rows. As lines, every step is an
+An Arrow body has one stream per step, one after the other. The metadata of a stream's schema names the step:
+`penstock.step` is `rows`, `schema` or `truncate`. Most bodies have one stream of rows. In JSON lines, every step is an
 object with an `op`. Either way a body is a file that can be sent again.
 """
 
@@ -52,21 +52,21 @@ class BodyStep:
     step: str
     """`rows`, `schema` or `truncate`."""
     schema: TableSchema | None
-    """Of the rows, or the new one."""
+    """The schema of the rows, or the new schema."""
     rows: pa.Table | None
     key: OrderKey | None
-    """Of a truncate."""
+    """The order key of a truncate."""
 
 
 def changes_body(format_: BodyFormat, batch: EventBatch, table: TableChanges) -> AbstractContextManager[IO[bytes]]:
-    """A table's part of a batch; nothing is left out here."""
+    """Return the body of a table's part of a batch; it contains every change."""
 
     def write(file: IO[bytes]) -> None:
         if format_ is BodyFormat.ARROW:
             for step in table.steps:
                 _write_step(file, step)
             return
-        # Cold: who asks for lines gets rows.
+        # Cold: a receiver that asks for JSON lines gets single rows.
         for event in table_events(batch, table, None):
             if isinstance(event, Relation):
                 _write_line(file, relation_to_json(event.table))
@@ -79,7 +79,7 @@ def changes_body(format_: BodyFormat, batch: EventBatch, table: TableChanges) ->
 def copy_body(
     format_: BodyFormat, schema: TableSchema, position: Lsn, batches: Iterable[pa.RecordBatch], arrow_schema: pa.Schema
 ) -> AbstractContextManager[IO[bytes]]:
-    """A part of a copy."""
+    """Return the body of a part of a copy."""
 
     def write(file: IO[bytes]) -> None:
         if format_ is BodyFormat.ARROW:
@@ -93,7 +93,7 @@ def copy_body(
 
 
 def read_bodies(file: IO[bytes]) -> Iterator[BodyStep]:
-    """The steps of an Arrow body: what a receiver in Python does with it."""
+    """Yield the steps of an Arrow body, as a receiver in Python would."""
     content = pa.py_buffer(file.read())
     stream = pa.BufferReader(content)
     while stream.tell() < len(content):
@@ -109,7 +109,7 @@ def read_bodies(file: IO[bytes]) -> Iterator[BodyStep]:
 
 
 def relation_to_json(schema: TableSchema) -> str:
-    """The line that says what the rows behind it look like."""
+    """Return the line that describes the rows that follow it."""
     record: dict[str, Any] = {"op": "relation", "schema": schema.namespace, "table": schema.name}
     return json.dumps(record | {"definition": schema_to_json(schema)}, ensure_ascii=False, separators=(",", ":"))
 
@@ -143,7 +143,7 @@ def _write_line(file: IO[bytes], line: str) -> None:
 
 @contextmanager
 def _body(write: Callable[[IO[bytes]], None]) -> Iterator[IO[bytes]]:
-    """In memory as long as it is small."""
+    """Keep the body in memory while it is small."""
     with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
         write(file)
         yield file

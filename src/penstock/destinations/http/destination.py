@@ -200,7 +200,7 @@ class HttpDestination:
         return completed(WriteResult.failures(errors))
 
     def position(self, table_id: int) -> Lsn | None:
-        """See `Destination`: what the receiver answered, and what it has taken since; None if it records none."""
+        """Return the position that the receiver last reported or acknowledged; None if it records none."""
         with self._lock:
             return self._positions.get(table_id) if self.capabilities.records_position else None
 

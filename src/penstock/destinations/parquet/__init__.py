@@ -1,7 +1,7 @@
-"""Every change in Parquet files, exactly once; the reference for people who write destinations.
+"""Every change in Parquet files, exactly once; the reference implementation for authors of destinations.
 
-Read `manifests` (what makes a batch atomic), then `folder` (where things lie, and fences), `tasks` (what runs in
-Spark), `destination` (how these are put together) and `reader`.
+Read `folder` (where files are, manifests and fences), then `tasks` (the work in Spark), `destination` (how these fit
+together) and `reader`.
 """
 
 from penstock.destinations.parquet.destination import ParquetDestination

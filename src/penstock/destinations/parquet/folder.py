@@ -63,7 +63,7 @@ class DataFile:
     """A file that a task wrote."""
 
     name: str
-    """In the generation's `data` folder."""
+    """Name in the generation's `data` folder."""
     rows: int
     bytes: int
 
@@ -74,7 +74,7 @@ class NewSchema:
 
     schema: TableSchema
     version: str
-    """Empty for that of the copy."""
+    """Empty for the schema of the copy."""
 
 
 ManifestStep = DataFile | NewSchema | Truncation
@@ -91,10 +91,10 @@ class Manifest:
     lineage: str
     attempt: str
     epoch: int
-    """Of the writer's lease."""
+    """The epoch of the writer's lease."""
     begin: Lsn
     position: Lsn
-    """What is in when this manifest is; `opened` and `fenced` repeat that of the one before."""
+    """The table's position with this manifest; `opened` and `fenced` repeat the previous one."""
     steps: tuple[ManifestStep, ...] = ()
 
     @property
@@ -104,7 +104,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who writes a table, and which one of the source's it is."""
+    """The pipeline that writes a table, and the table's name in the source."""
 
     pipeline_id: str
     table: str
@@ -112,10 +112,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a generation began with."""
+    """The copy that a generation started with."""
 
     table_id: int
-    """The source's number of the table."""
+    """The table's number in the source."""
     attempt: str
 
 
@@ -138,12 +138,12 @@ class Generation:
         return self.path / "data"
 
     def origin(self) -> Origin:
-        """What it began with."""
+        """The copy that it started with."""
         record: dict[str, Any] = json.loads((self.path / "generation.json").read_text())
         return Origin(**record)
 
     def segment(self, manifest: Manifest, file: DataFile, schema: TableSchema, version: str) -> Segment:
-        """A file of changes as what `penstock.changes` reads; all its changes are between the manifest's boundaries."""
+        """Return a file of changes as a segment; all its changes are between the manifest's boundaries."""
         return Segment(
             schema.table_id,
             str(schema),
@@ -156,33 +156,33 @@ class Generation:
         )
 
     def numbers(self) -> list[int]:
-        """Of the manifests, in order."""
+        """Return the numbers of the manifests, in order."""
         return sorted(int(path.stem) for path in self.log.glob("[0-9]*.json"))
 
     def manifest(self, number: int) -> Manifest:
-        """One manifest."""
+        """Read one manifest."""
         return from_json((self.log / f"{number:012d}.json").read_text())
 
     def manifests(self) -> Iterator[Manifest]:
-        """All of them, in order."""
+        """Yield all manifests, in order."""
         for number in self.numbers():
             yield self.manifest(number)
 
     def last(self) -> tuple[int, Manifest] | None:
-        """The last manifest with its number."""
+        """Return the last manifest with its number."""
         numbers = self.numbers()
         return (numbers[-1], self.manifest(numbers[-1])) if numbers else None
 
     def append(self, number: int, manifest: Manifest) -> bool:
-        """Take a number; False if another writer has it."""
+        """Take a number; return False if another writer has it."""
         return put_if_absent(self.log / f"{number:012d}.json", to_json(manifest))
 
     def is_copied(self) -> bool:
-        """Whether the copy is whole: readers may look."""
+        """Return True if the copy is complete, so that readers may use it."""
         return (self.log / f"{0:012d}.json").exists() and self.manifest(0).kind is ManifestKind.COPY
 
     def fence(self, fence: Manifest) -> None:
-        """Let nothing follow; others may append until it has succeeded."""
+        """Fence off the generation, so that nothing can follow; other writers may append until this has succeeded."""
         while True:
             last = self.last()
             if last is not None and last[1].kind is ManifestKind.FENCED:
@@ -192,9 +192,9 @@ class Generation:
                 return
 
     def sweep(self, opened: int) -> list[Path]:
-        """Remove the files that no manifest names, after our `opened` manifest; gives what was removed.
+        """Delete the files that no manifest names, after this process's `opened` manifest; return them.
 
-        What was meant for numbers before the last time that somebody opened it was swept then.
+        Files meant for numbers before the previous `opened` manifest were deleted at that time.
         """
         numbers = [number for number in self.numbers() if number < opened]
         named: set[str] = set()
@@ -222,7 +222,7 @@ class TableFolder:
     path: Path
 
     def owner(self) -> Owner | None:
-        """None if nobody has claimed it."""
+        """Return the owner, or None if no pipeline has claimed the table."""
         try:
             record: dict[str, Any] = json.loads((self.path / "owner.json").read_text())
         except FileNotFoundError:
@@ -230,7 +230,7 @@ class TableFolder:
         return Owner(record["pipeline"], record["table"])
 
     def claim(self, pipeline_id: str, schema: TableSchema) -> Owner:
-        """Make it ours unless it is somebody's; gives whose it is."""
+        """Claim the table unless it has an owner; return its owner."""
         make_folder(self.path / "generations")
         record = {"pipeline": pipeline_id, "table": str(schema)}
         put_if_absent(self.path / "owner.json", json.dumps(record, ensure_ascii=False))
@@ -239,12 +239,12 @@ class TableFolder:
         return owner
 
     def generations(self) -> list[Generation]:
-        """All of them, oldest first."""
+        """Return all generations, oldest first."""
         found = (self.path / "generations").glob("[0-9]*/generation.json")
         return sorted((Generation(path.parent) for path in found), key=lambda each: each.number)
 
     def begin_generation(self, origin: Origin) -> Generation:
-        """The generation of an attempt, made if it is not the newest one already."""
+        """Return the generation of an attempt, creating it unless it is already the newest."""
         while True:
             existing = self.generations()
             if existing and existing[-1].origin() == origin:
@@ -257,16 +257,16 @@ class TableFolder:
                 return generation
 
     def current(self) -> Generation | None:
-        """What readers see: the newest copy that is whole."""
+        """Return the generation that readers see: the newest complete copy."""
         return next((each for each in reversed(self.generations()) if each.is_copied()), None)
 
     def remove_generations(self, before: Generation) -> None:
-        """Remove what readers have had time to leave: all before the copy that this one replaced."""
+        """Delete generations that readers have had time to leave: all before the copy that this one replaced."""
         older = [each for each in self.generations() if each.number < before.number]
         copied = [each.number for each in older if each.is_copied()]
         for each in older:
             if not copied or each.number < copied[-1]:
-                # It goes at once: whoever is killed in the middle leaves nothing that looks like a generation.
+                # Renamed first, so that a kill in the middle leaves nothing that looks like a generation.
                 each.path.rename(each.path.with_name(f"{_REMOVED}{each.path.name}"))
         for path in (self.path / "generations").glob(f"{_REMOVED}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -280,22 +280,22 @@ class RootFolder:
 
     @property
     def marker(self) -> Path:
-        """The file that says which format the tables have."""
+        """The file that states the format of the tables."""
         return self.path / "_penstock.json"
 
     def table(self, namespace: str, name: str) -> TableFolder:
-        """Where a table is, or would be."""
+        """Return the folder of a table, whether or not it exists."""
         return TableFolder(self.path / FOLDERS.name(namespace, name))
 
     def tables(self) -> list[TableFolder]:
-        """Those that somebody has claimed."""
+        """Return the tables that a pipeline has claimed."""
         return sorted(
             (TableFolder(path.parent) for path in self.path.glob("*/*/owner.json")), key=lambda each: each.path
         )
 
 
 def to_json(manifest: Manifest) -> str:
-    """The content of a manifest's file."""
+    """Return the content of a manifest's file."""
     record = {
         "format": FORMAT,
         "kind": manifest.kind.value,
@@ -312,7 +312,7 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str) -> Manifest:
-    """What `to_json` gave."""
+    """Parse the output of `to_json`."""
     record: dict[str, Any] = json.loads(text)
     return Manifest(
         kind=ManifestKind(record["kind"]),
@@ -328,10 +328,10 @@ def from_json(text: str) -> Manifest:
 
 
 def put_if_absent(path: Path, text: str) -> bool:
-    """Create a file with its whole content, durably, unless it exists; says whether it was created.
+    """Create a file with its whole content, durably, unless it exists; return True if it was created.
 
-    A file is linked to its name when it is complete and on disk, so nobody ever sees a part of it, and of several that
-    try one succeeds.
+    A file is linked to its name when it is complete and on disk, so no reader sees a part of it, and only one of
+    several writers succeeds.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     with open(temporary, "x", encoding="utf-8") as file:
@@ -349,7 +349,7 @@ def put_if_absent(path: Path, text: str) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it, durably."""
+    """Create a folder and its parents, durably."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -377,7 +377,7 @@ def _step_from_json(record: dict[str, Any]) -> ManifestStep:
         return DataFile(record["file"], record["rows"], record["bytes"])
     if "schema" in record:
         return NewSchema(schema_from_json(record["schema"]), record["version"])
-    # Which table it is of is not in the record: a manifest is of one table.
+    # The record does not name the table: a manifest belongs to one table.
     return Truncation(
         table_id=0,
         table="",

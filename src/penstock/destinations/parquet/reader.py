@@ -1,9 +1,9 @@
-"""Reading what the parquet destination wrote: the files that manifests name, of the newest complete copy.
+"""Reads the parquet destination's tables: the files that manifests name, of the newest complete copy.
 
-`ParquetReader` gives changes and rows to users. `PinnedParquet` gives the rows as they were at one moment, by columns;
-files never change, so a list of them is a pin. Copied rows are read file by file, without the rows whose keys were
-changed since. One more part has the net effect of all changes, computed in memory in proportion to their number. A
-table without a key whose rows were changed is a single part.
+`ParquetReader` returns changes and rows to users. `PinnedParquet` returns the rows at one moment, by columns; files
+never change, so a list of them is a pin. Copied rows are read file by file, without the rows whose keys were changed
+since. One more part has the net effect of all changes, computed in memory that grows with their number. A table without
+a key whose rows were changed is a single part.
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ from penstock.schema import TableSchema
 class ParquetReader:
     """The tables under a path; may be used while a pipeline writes.
 
-    Each call sees the state of one moment. Tables are named as in the source: `"public.orders"`.
+    Each call sees the state at one moment. Tables are named as in the source: `"public.orders"`.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._root = RootFolder(Path(path).absolute())
 
     def tables(self) -> list[str]:
-        """Those with a complete copy."""
+        """Return the tables with a complete copy."""
         owned = [(folder, folder.owner()) for folder in self._root.tables()]
         return sorted(owner.table for folder, owner in owned if owner is not None and folder.current() is not None)
 
     def positions(self) -> dict[str, Lsn]:
-        """Up to where each table is."""
+        """Return the position of each table."""
         return {table: self.manifests(table)[-1].position for table in self.tables()}
 
     def schema(self, table: str) -> TableSchema:
-        """As of the last change."""
+        """Return the schema as of the last change."""
         steps = [step for manifest in self.manifests(table) for step in manifest.steps]
         return [step.schema for step in steps if isinstance(step, NewSchema)][-1]
 
     def manifests(self, table: str) -> list[Manifest]:
-        """The records of a table, from its copy on."""
+        """Return the manifests of a table, starting with its copy."""
         return list(self._generation(table).manifests())
 
     def files(self, table: str) -> list[Path]:
-        """The files that count, in order: what Spark or others can read."""
+        """Return the current files, in order, for Spark or other readers."""
         generation = self._generation(table)
         return [generation.data / file.name for manifest in generation.manifests() for file in manifest.files]
 
     def read_changes(self, table: str) -> pa.Table:
-        """The copied rows (`_op` 0) and every change since, in order; columns as in `penstock.changes.segment`.
+        """Return the copied rows (`_op` 0) and every change since, in order; columns as in `penstock.changes.segment`.
 
-        Truncates have no row. Where the schema changed, a column that a row's version does not have is NULL.
+        Truncates have no row. After a schema change, a column that a row's version lacks is NULL.
         """
         tables = [pq.read_table(path) for path in self.files(table)]
         return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
 
     def read_table(self, table: str) -> pa.Table:
-        """The rows as they are now, with the names and types of segments."""
+        """Return the current rows, with the names and types of segments."""
         return self.mirror(table).arrow()
 
     def mirror(self, table: str) -> MirrorTable:
-        """The rows as they are now; row by row, so not for large tables."""
+        """Return the current rows as a mirror; row by row, so not for large tables."""
         generation = self._generation(table)
         copy, *changes = generation.manifests()
         schema = next(step.schema for step in copy.steps if isinstance(step, NewSchema))
@@ -103,7 +103,7 @@ class ParquetReader:
 
 
 def _apply(mirror: MirrorTable, generation: Generation, manifest: Manifest, current: NewSchema) -> NewSchema:
-    """Apply a manifest's steps; gives the schema after it."""
+    """Apply a manifest's steps; return the schema after it."""
     steps: list[TableStep] = []
     for step in manifest.steps:
         match step:
@@ -118,7 +118,7 @@ def _apply(mirror: MirrorTable, generation: Generation, manifest: Manifest, curr
     batch = EventBatch(manifest.begin, manifest.position, 0, 0, 0, (changes,))
     for event in table_events(batch, changes, None):
         mirror.apply(event)
-    # A change of the schema without rows behind it.
+    # A schema change that no rows follow.
     mirror.change_schema(current.schema)
     return current
 
@@ -128,9 +128,9 @@ class CurrentPart:
     """Some of the current rows."""
 
     copied: tuple[str, ...]
-    """Files of the copy: their rows that no change has touched."""
+    """Files of the copy, for their rows that no change has touched."""
     changes: bool
-    """And what changes have left."""
+    """True to include the rows that changes have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class PinnedParquet:
     parts: Sequence[CurrentPart]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +155,11 @@ class CurrentReader:
     """The columns, by their names in segments of that schema."""
     copied: tuple[str, ...]
     copied_names: tuple[str | None, ...]
-    """What the columns are called in the files of the copy; None for one that they do not have."""
+    """The names of the columns in the files of the copy; None for a column that they lack."""
     changes: tuple[Rows, ...]
 
     def read(self, part: CurrentPart, /) -> Iterator[pa.RecordBatch]:
-        """The rows of a part."""
+        """Yield the rows of a part."""
         net = _net_changes(self) if self.changes else None
         left = None if net is None or net.limits is None else net.limits.copy()
         for path in part.copied:
@@ -169,7 +169,7 @@ class CurrentReader:
             yield from self._remaining(net).to_batches()
 
     def fit(self, rows: pa.Table) -> pa.Table:
-        """Some of the columns, in their types of now."""
+        """Return some of the columns with their current types."""
         return rows.cast(pa.schema([self.types.field(name) for name in rows.column_names]))
 
     @property
@@ -183,7 +183,7 @@ class CurrentReader:
         return self.key or list(self.types.names)
 
     def _read_copied(self, path: str) -> Iterator[pa.Table]:
-        """The rows of a file of the copy, with the columns that the table has now."""
+        """Yield the rows of a file of the copy, with the table's current columns."""
         renamed = {name: new for name, new in zip(self.copied_names, self.types.names, strict=True) if name is not None}
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(columns=[*renamed, UNREPRESENTABLE], use_threads=False):
@@ -204,7 +204,7 @@ class CurrentReader:
         return keys_of(rows, split_texts(rows), self._identity)
 
     def _untouched(self, rows: pa.Table, net: NetChanges, left: NDArray[np.int64] | None) -> pa.Table:
-        """Rows of the copy that are still there; `left` counts, without a key, how many of each have to go."""
+        """Return the rows of the copy that still exist; without a key, `left` counts how many of each to remove."""
         at = pc.index_in(self._keys(rows), net.touched)
         if left is None:
             return rows.filter(at.is_null())
@@ -220,14 +220,14 @@ class CurrentReader:
         return rows.filter(pa.array(~gone))
 
     def _remaining(self, net: NetChanges) -> pa.Table:
-        """The rows that changes have left; cells that were not sent are those of the row that was copied."""
+        """Return the rows that changes have left; omitted values come from the copied row."""
         wanted, columns = net.wanted()
         if len(wanted):
             net = net.located(self._find_copied(net, wanted, columns))
         elif net.origins:
             net = net.located(KnownRows(np.zeros(0, np.int64), self.types.empty_table()))
         if len(net.incomplete()[0]):
-            raise unknown_row(str(self.schema), "a change of a row that is not there")
+            raise unknown_row(str(self.schema), "a change of a row that does not exist")
         rows, texts = net.rows()
         return self._whole({name: rows.column(name) for name in rows.column_names}, texts, len(net.images))
 
@@ -248,7 +248,7 @@ class CurrentReader:
 
 
 def pin_generation(generation: Generation) -> PinnedParquet:
-    """The current rows of a copy and the changes since."""
+    """Return the current rows of a copy and the changes since."""
     copy, *later = list(generation.manifests())
     copied_schema = next(step.schema for step in copy.steps if isinstance(step, NewSchema))
     copied = [str(generation.data / file.name) for file in copy.files]
@@ -261,7 +261,7 @@ def pin_generation(generation: Generation) -> PinnedParquet:
                 case NewSchema():
                     current = step.schema
                 case Truncation():
-                    # Nothing from before it counts.
+                    # A truncate: nothing before it counts.
                     copied, steps = [], []
                 case DataFile():
                     steps.append(Rows(current, "", (generation.segment(manifest, step, current, ""),)))
@@ -285,7 +285,7 @@ def _parts(reader: CurrentReader) -> tuple[CurrentPart, ...]:
 
 
 def _types(schema: TableSchema, copied: Sequence[tuple[TableSchema, str]], changes: Sequence[Rows]) -> pa.Schema:
-    """The type of each column, as the newest file that has it says; null where none has."""
+    """Return the type of each column in the newest file that has it; null if no file has it."""
     newest: dict[int, pa.DataType] = {}
     seen: dict[TableSchema, str] = dict(copied)
     seen |= {step.schema: step.segments[-1].path for step in changes}
@@ -299,13 +299,13 @@ def _types(schema: TableSchema, copied: Sequence[tuple[TableSchema, str]], chang
 
 @lru_cache(maxsize=2)
 def _net_changes(reader: CurrentReader) -> NetChanges:
-    """Kept at hand for the next part that a process reads."""
+    """Compute the net changes, cached for the next part that this process reads."""
     changes = read_changes(_joined(reader.changes), reader.schema).fitted({}, reader.fit)
     return compact(changes, reader.key)
 
 
 def _joined(steps: Sequence[Rows]) -> list[Rows]:
-    """Neighbours of one schema in one step."""
+    """Merge adjacent steps with the same schema."""
     joined: list[Rows] = []
     for step in steps:
         if joined and joined[-1].schema == step.schema:

@@ -1,7 +1,7 @@
-"""What runs in tasks: reading segments or ranges, and writing files that nobody sees before a manifest names them.
+"""The work of tasks: reading segments or ranges, and writing files that readers ignore until a manifest names them.
 
-A task may run twice, also at the same time: each writes a file of its own. The errors of changes are values, so that
-one bad table does not fail the job of all; a copy is the job of one table, which its first error ends.
+A task may run twice, even at the same time: each run writes its own file. Errors of changes are values, so that one bad
+table does not fail the job of all tables. A copy is the job of one table; its first error ends it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.errors import PenstockError
 from penstock.lsn import Lsn
 
 COPIED = 0
-"""`_op` of a row that was copied."""
+"""`_op` of a copied row."""
 BEFORE_ALL = -1
-"""`_ordinal` of a row that was copied: it stands before the changes at the copy's position."""
+"""`_ordinal` of a copied row, which precedes the changes at the copy's position."""
 _GROUP_BYTES = 64 << 20
 
 
@@ -40,11 +40,11 @@ class ChangesItem:
 
     table_id: int
     step: int
-    """Its number in the table's part of the batch."""
+    """The step's number in the table's part of the batch."""
     rows: Rows
     folder: str
     number: int
-    """Of the manifest that the file is meant for."""
+    """Number of the manifest that the file is meant for."""
     compression: str
 
 
@@ -62,7 +62,7 @@ class CopyTarget:
 def write_changes(item: ChangesItem) -> DataFile | PenstockError | None:
     """Write the changes of one item; None if there is nothing to write."""
     try:
-        # Together, since a row group of a few rows costs as much as one of thousands, for us and for every reader.
+        # Written together: a row group of a few rows costs as much as one of thousands, to write and to read.
         tables = (pa.concat_tables(group) for group in group_batches(_segments(item.rows), _GROUP_BYTES))
         return _write(item.folder, f"{item.number:012d}-{item.step:03d}", tables, item.compression)
     except Exception as error:
@@ -79,7 +79,7 @@ def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> Dat
 
 
 def _segments(rows: Rows) -> Iterator[pa.Table]:
-    """The segments' rows with the same columns in each: only some have `_unrepresentable`."""
+    """Yield the segments' rows with the same columns in each: only some have `_unrepresentable`."""
     has_texts = any(UNREPRESENTABLE in pq.read_schema(segment.path).names for segment in rows.segments)
     for segment in rows.segments:
         table = read_segment(segment)
@@ -90,7 +90,7 @@ def _segments(rows: Rows) -> Iterator[pa.Table]:
 
 
 def _copied(batches: list[pa.RecordBatch], target: CopyTarget) -> pa.Table:
-    """Rows of a copy in the form of changes: before all others at its position."""
+    """Return the rows of a copy in the form of changes, before all others at its position."""
     table = pa.Table.from_batches(batches, schema=target.arrow_schema)
     count = table.num_rows
     head = {
