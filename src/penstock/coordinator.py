@@ -166,7 +166,7 @@ class Coordinator:
             published = stream.refresh()
         except PenstockError as error:
             delay = backoff.next_delay()
-            logger.warning("cannot look at the publication, trying again in=%.1fs error=%s", delay, error)
+            logger.warning("cannot read the publication, retrying in=%.1fs error=%s", delay, error)
             return delay
         backoff.reset()
         self._unpublished = stream.unpublished
@@ -208,7 +208,7 @@ class _Tended:
             delay = self._backoff.next_delay()
             self._next_at = time.monotonic() + delay
             logger.warning(
-                "output cannot be tended, trying again output=%s in=%.1fs error=%s", self._output.output, delay, error
+                "cannot maintain the output, retrying output=%s in=%.1fs error=%s", self._output.output, delay, error
             )
         except Exception as error:
             self._output.lifecycle.fail(error)

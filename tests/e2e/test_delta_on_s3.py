@@ -143,7 +143,7 @@ def test_a_store_that_is_away_makes_all_tables_wait_and_none_is_lost(s3, databas
                 connection.execute("update two set note = repeat('y', 200)")
                 connection.execute("create table three (id int primary key)")
                 connection.execute("insert into three values (1)")
-            wait_for(lambda: caplog.text.count("apply tries again") > 2, "apply to have waited three times")
+            wait_for(lambda: caplog.text.count("apply failed, retrying") > 2, "apply to have waited three times")
             assert {phase.name for phase in pipeline.phases.values()} <= {"ready", "init", "data_sync", "errored"}
             assert sum(phase.name == "ready" for phase in pipeline.phases.values()) == 2
             proxy.refuse = False

@@ -16,7 +16,7 @@ def test_results_come_in_order():
 
 def test_closing_gives_up_copies_and_no_changes():
     tasks = ProcessTasks()
-    with tasks.copying(), pytest.raises(TasksFailed, match="given up"):
+    with tasks.copying(), pytest.raises(TasksFailed, match="copy was stopped"):
         tasks.run([1, 2], lambda item: tasks.close(), description="copy")
     assert tasks.run([1], str, description="apply") == ["1"]
 

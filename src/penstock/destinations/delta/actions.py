@@ -1,7 +1,7 @@
 """The actions of a Delta log as values, and their JSON.
 
-A commit is a file of such actions, one JSON object per line. Only what we read or write is here; actions that are not
-(`cdc`, `domainMetadata` …) parse to nothing, which is safe because a table whose features ask for more is refused
+A commit is a file of actions, one JSON object per line. This module has only the actions that Penstock reads or writes.
+Others (`cdc`, `domainMetadata` …) are ignored, which is safe because tables whose features need more are rejected
 (`penstock.destinations.delta.schema`).
 """
 
@@ -21,27 +21,27 @@ ENGINE = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class VectorDescriptor:
-    """Where the deleted rows of a file are written down; `penstock.destinations.delta.vectors` reads and writes it."""
+    """Where the deleted rows of a file are stored; `penstock.destinations.delta.vectors` reads and writes them."""
 
     storage_type: str
     """`u`: a file beside the data, named by a UUID; `i`: in the descriptor itself; `p`: a file by its path."""
     path_or_inline: str
     size: int
-    """Of the serialised bitmap, in bytes."""
+    """Size of the serialised bitmap, in bytes."""
     cardinality: int
-    """How many rows are deleted."""
+    """Number of deleted rows."""
     offset: int | None = None
 
     @property
     def unique_id(self) -> str:
-        """What tells two vectors of a file apart."""
+        """Identifies a vector among those of the same file."""
         suffix = "" if self.offset is None else f"@{self.offset}"
         return f"{self.storage_type}{self.path_or_inline}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """What a reader and a writer of the table must understand."""
+    """The features that a reader and a writer of the table must support."""
 
     min_reader_version: int
     min_writer_version: int
@@ -64,17 +64,17 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A file is part of the table, without the rows of its vector."""
+    """Makes a file part of the table, without the rows of its vector."""
 
     path: str
-    """As it stands in the log: relative, URL-encoded."""
+    """As in the log: relative, URL-encoded."""
     size: int
     modification_time: int
     """Milliseconds since the epoch."""
     data_change: bool = True
-    """False: the rows are as before, only stored differently."""
+    """False if the rows are the same, only stored differently."""
     stats: str | None = None
-    """JSON; `penstock.destinations.delta.statistics`."""
+    """JSON; see `penstock.destinations.delta.statistics`."""
     vector: VectorDescriptor | None = None
     partition_values: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -86,24 +86,24 @@ class Add:
 
     @property
     def row_count(self) -> int | None:
-        """Of the file, deleted ones included; None if nobody wrote it down."""
+        """Rows in the file, including deleted ones; None if the writer did not state it."""
         return record_count(self.stats)
 
     def with_vector(self, vector: VectorDescriptor | None, *, data_change: bool = True) -> Add:
-        """The same file with other rows deleted. Its statistics are bounds from now on, no longer exact."""
+        """Return the same file with other rows deleted. Its statistics become bounds and are no longer exact."""
         stats = self.stats
         if stats is not None and vector is not None:
             stats = loosened(stats)
         return replace(self, vector=vector, stats=stats, data_change=data_change)
 
     def removed(self, timestamp: int, *, data_change: bool = True) -> Remove:
-        """The action that takes this file, with this vector, out of the table."""
+        """Return the action that removes this file, with this vector, from the table."""
         return Remove(self.path, timestamp, data_change, self.vector, self.size, self.partition_values)
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A file, as it was with this vector, is no longer part of the table."""
+    """Removes a file with this vector from the table."""
 
     path: str
     deletion_timestamp: int | None
@@ -121,7 +121,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Txn:
-    """How far an application has come: atomically with the rest of its commit."""
+    """The position of an application, recorded atomically with the rest of its commit."""
 
     app_id: str
     version: int
@@ -130,7 +130,7 @@ class Txn:
 
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
-    """Who committed, and what for. `commit_id` is ours: it tells whether a commit that somebody made was our own."""
+    """Who committed, and why. Penstock sets `commit_id` and recognises its own commits by it."""
 
     timestamp: int
     operation: str
@@ -144,7 +144,7 @@ Action = Protocol | Metadata | Add | Remove | Txn | CommitInfo
 
 
 def to_json(action: Action) -> dict[str, Any]:
-    """An action as the log has it."""
+    """Return an action as a record of the log."""
     match action:
         case Add():
             return {"add": _add_to_json(action)}
@@ -183,7 +183,7 @@ def to_json(action: Action) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any]) -> Action | None:
-    """What a line of the log says; None for actions that are not ours to read. Also for rows of a checkpoint."""
+    """Parse a line of the log, or a row of a checkpoint; None for actions that Penstock does not read."""
     for name, parse in _PARSERS.items():
         value = record.get(name)
         if value is not None:
@@ -192,21 +192,22 @@ def from_json(record: Mapping[str, Any]) -> Action | None:
 
 
 def serialize_commit(actions: Iterable[Action]) -> bytes:
-    """The content of a commit's file."""
+    """Return the content of a commit's file."""
     return "".join(f"{compact_json(to_json(action))}\n" for action in actions).encode()
 
 
 def parse_commit(content: bytes) -> list[Action]:
-    """What `serialize_commit` gave, or another writer; `ValueError` if it is not whole."""
+    """Parse a commit's file, of Penstock or of another writer; raise `ValueError` if it is incomplete."""
     if not content.endswith(b"\n"):
-        # A complete object without a line end is what some writers leave; a cut one does not parse below.
+        # Some writers omit the last line end, so a complete object without one is fine; a truncated one does not parse
+        # below.
         content += b"\n"
     found = (from_json(json.loads(line)) for line in content.splitlines() if line.strip())
     return [action for action in found if action is not None]
 
 
 def compact_json(value: Any) -> str:
-    """JSON without blanks, in the letters that were given."""
+    """Return JSON without whitespace and without escaping letters."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -237,7 +238,7 @@ def _remove_to_json(action: Remove) -> dict[str, Any]:
 
 
 def _protocol_to_json(action: Protocol) -> dict[str, Any]:
-    # The lists exist exactly from these versions on.
+    # These versions introduced the lists.
     return _present(
         minReaderVersion=action.min_reader_version,
         minWriterVersion=action.min_writer_version,
@@ -342,7 +343,7 @@ _PARSERS = {
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """A map as JSON has it, or as Arrow gives it: a list of pairs."""
+    """Return a map given as JSON, or as a list of pairs, as Arrow returns it."""
     return dict(value or {})
 
 

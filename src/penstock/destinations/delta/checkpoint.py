@@ -1,7 +1,7 @@
-"""Reading checkpoints: a table at a version in one or some Parquet files, so that the log before it is not needed.
+"""Reads checkpoints: a table at a version in one or more Parquet files, so that the log before it is not needed.
 
-All kinds that writers leave are read: one file, several parts, and the second version with its sidecars. Writing them
-is left to delta-rs (`penstock.destinations.delta.maintenance.cleanup`).
+Supports all kinds that writers create: one file, several parts, and version 2 with its sidecars. delta-rs writes them
+(`penstock.destinations.delta.maintenance.cleanup`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def last_checkpoint_hint(storage: Storage) -> int | None:
-    """The version of a checkpoint that somebody wrote down; there may be newer ones, and it may be gone."""
+    """Return the version in `_last_checkpoint`; there may be newer ones, and this one may no longer exist."""
     content = storage.get(LAST_CHECKPOINT)
     if content is None:
         return None
@@ -48,7 +48,7 @@ def last_checkpoint_hint(storage: Storage) -> int | None:
 
 
 def find_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
-    """The complete checkpoints among the files of a log, oldest first."""
+    """Return the complete checkpoints among the files of a log, oldest first."""
     parts: dict[tuple[int, int], dict[int, str]] = {}
     found: dict[int, Checkpoint] = {}
     for path in paths:
@@ -67,13 +67,13 @@ def find_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
 
 
 def checkpoint_version(path: str) -> int | None:
-    """The version of a file that belongs to a checkpoint; None for other files."""
+    """Return the version of a file that belongs to a checkpoint; None for other files."""
     match = _NAME.fullmatch(path)
     return None if match is None else int(match["version"])
 
 
 def read_checkpoint(storage: Storage, checkpoint: Checkpoint) -> Iterator[Action]:
-    """All actions of a checkpoint; `FileNotFoundError` if a file of it has gone."""
+    """Yield all actions of a checkpoint; raise `FileNotFoundError` if one of its files is missing."""
     for path in checkpoint.paths:
         for record in _records(storage, path):
             sidecar = record.get("sidecar")
@@ -83,7 +83,7 @@ def read_checkpoint(storage: Storage, checkpoint: Checkpoint) -> Iterator[Action
 
 
 def sidecar_path(path: str) -> str:
-    """Where a file of a second-version checkpoint lies."""
+    """Return the path of a sidecar file of a version 2 checkpoint."""
     return path if "/" in path else f"{LOG_FOLDER}/_sidecars/{path}"
 
 
@@ -103,7 +103,7 @@ def _records(storage: Storage, path: str) -> Iterator[Mapping[str, Any]]:
             if line.strip():
                 yield json.loads(line)
         return
-    # Row by row, because it is cold: once when a table is opened, and a row is a file of the table.
+    # Row by row, because it is cold: it runs once when a table is opened, and a row is a file of the table.
     with storage.open(path) as source:
         file = pq.ParquetFile(source)
         present = [name for name in _ACTIONS if name in file.schema_arrow.names]
@@ -117,5 +117,5 @@ def _leaves(file: pq.ParquetFile) -> list[str]:
 
 
 def _is_parsed(leaf: str) -> bool:
-    """Statistics and partition values once more, as columns of the table, which may have types that are not ours."""
+    """Return True for statistics and partition values repeated as columns, which may have types that Penstock lacks."""
     return leaf.startswith(("add.stats_parsed.", "add.partitionValues_parsed."))

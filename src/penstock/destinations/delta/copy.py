@@ -1,7 +1,7 @@
-"""A table's copy: tasks write files of a good size inside the snapshot; the driver commits them once.
+"""Copies a table: tasks write files of a suitable size inside the snapshot; the driver commits them once.
 
-Files are named by the attempt and the first range in them. Nobody sees them before the commit, which exchanges all rows
-at once: readers see the old rows until then, and never none.
+Files are named by the attempt and their first range. No reader sees them before the commit, which replaces all rows at
+once: until then readers see the old rows, never an empty table.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.destinations.row_groups import group_batches
 from penstock.lsn import Lsn
 
 FILE_BYTES = 128 << 20
-"""Of the source's table, in one file."""
+"""Size of the source's part that one file holds."""
 FILE_RANGES = 32
-"""Of partitions that are nearly empty, in one file: each costs a connection to the source."""
+"""Limit for nearly empty partitions in one file: each costs a connection to the source."""
 _CHUNK_BYTES = 64 << 20
 
 
@@ -41,7 +41,7 @@ class CopyTarget:
     table: str
     storage: Storage
     layout: TableLayout
-    """With room for texts."""
+    """With a column for texts."""
     attempt: str
     position: Lsn
 
@@ -57,15 +57,15 @@ class CopiedFile:
 
 @dataclass(frozen=True, slots=True)
 class RangeGroup:
-    """Consecutive ranges that make one file: what a task writes."""
+    """Consecutive ranges that one task writes into one file."""
 
     ranges: tuple[CopyRange, ...]
     estimated_bytes: int
-    """Whoever runs tasks looks at it."""
+    """The scheduler of copies reads it."""
 
 
 def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> list[RangeGroup]:
-    """Consecutive ranges that make a file of a good size."""
+    """Group consecutive ranges into files of a suitable size."""
     groups: list[list[CopyRange]] = []
     size = 0
     for part in ranges:
@@ -78,7 +78,7 @@ def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> l
 
 
 def write_ranges(reader: RangeReader, target: CopyTarget, group: RangeGroup) -> list[CopiedFile]:
-    """Write some ranges; mostly one file, more if only some rows have texts, none if there are no rows."""
+    """Write some ranges: usually one file, more if only some rows have texts, none if there are no rows."""
     try:
         chunks = (_chunk(batches, target) for part in group.ranges for batches in _read(reader, part))
         runs = groupby((chunk for chunk in chunks if chunk.num_rows), key=lambda chunk: chunk.schema)
@@ -92,7 +92,7 @@ def _read(reader: RangeReader, part: CopyRange) -> Iterator[list[pa.RecordBatch]
 
 
 def _chunk(batches: list[pa.RecordBatch], target: CopyTarget) -> pa.Table:
-    """Rows of a copy in the columns of the lake."""
+    """Return rows of a copy with the columns of the lake."""
     rows = pa.Table.from_batches(batches).combine_chunks()
     renames = target.layout.renames
     texts = {renames[name]: column for name, column in split_texts(rows).items()}

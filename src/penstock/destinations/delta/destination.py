@@ -46,7 +46,7 @@ FORMAT = 1
 _MARKER = "_penstock/lake.json"
 _COMMIT_THREADS = 8
 _ROUNDS = 20
-"""How often a batch is written again because other commits, mostly of maintenance, were first."""
+"""How often a batch is written again because other commits, mostly by maintenance, came first."""
 
 
 class DeltaDestination:

@@ -1,4 +1,4 @@
-"""Data files: writing one with its statistics, and reading rows, columns or keys of one, with or without its dead rows.
+"""Data files: writes them with their statistics, and reads rows, columns or keys, with or without dead rows.
 
 A worker process lives through many batches, so it caches the vectors that it has read or written; they never change.
 """
@@ -29,11 +29,11 @@ from penstock.destinations.row_groups import worth_a_dictionary
 
 _COMPRESSION = "snappy"
 COPY_PREFIX = "copy-"
-"""Of the names of files that a copy wrote."""
+"""Prefix of the names of files that a copy wrote."""
 _ROW_GROUP_ROWS = 1 << 20
 _WIDE_ROW_BYTES = 1 << 10
 _WIDE_GROUP_BYTES = 2 << 20
-"""Of large rows in one row group: single cells of them are read again when an update does not send them."""
+"""Size of a row group of large rows, whose single cells are read again when an update omits them."""
 _BATCH_ROWS = 1 << 17
 _CACHED_ROWS = 8_000_000
 """Dead rows in cached vectors; at most two bytes each."""
@@ -41,20 +41,20 @@ _TEXTS = pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)
 
 
 class DataFile:
-    """A new file of a table, piece by piece; `create_data_file` makes one."""
+    """A new file of a table, written in pieces; `create_data_file` creates it."""
 
     def __init__(self, name: str, schema: pa.Schema, sink: Any) -> None:
         self.name = name
         self.schema = schema
         self.rows = 0
         self.bytes = 0
-        """When it is complete."""
+        """Size of the complete file."""
         self._sink = sink
         self._writer: pq.ParquetWriter | None = None
         self._statistics = StatisticsCollector(schema)
 
     def write(self, data: pa.Table) -> None:
-        """Append rows, which have the file's schema; a row group of their own, or several."""
+        """Append rows, which have the file's schema, as one or more row groups."""
         if self._writer is None:
             self._writer = self._open(worth_a_dictionary(data))
         self._writer.write_table(data, _row_group_rows(data))
@@ -77,7 +77,7 @@ class DataFile:
         )
 
     def action(self, *, data_change: bool = True) -> Add:
-        """The action by which a commit makes the complete file part of the table."""
+        """Return the action by which a commit makes the complete file part of the table."""
         return Add(self.name, self.bytes, now_milliseconds(), data_change, self._statistics.result())
 
 
@@ -88,9 +88,9 @@ def create_data_file(
     *,
     prefix: str = "part",
 ) -> Iterator[DataFile]:
-    """A file of a name that nobody has; it is complete and durable after the block, and absent if that fails.
+    """Create a file with a new name; it is complete and durable after the block, and absent if the block fails.
 
-    `prefix` consists of letters that need no encoding in a URL: it is what a person sees first when looking around.
+    `prefix` consists of letters that need no encoding in a URL; people see it first when they list the folder.
     """
     name = f"{prefix}-{uuid.uuid4()}.parquet"
     with storage.create(name) as sink:
@@ -98,7 +98,7 @@ def create_data_file(
         try:
             yield file
         finally:
-            # Also a file that nobody will see is closed before its sink is.
+            # An unused file, too, must be closed before its sink.
             file.finish()
 
 
@@ -112,7 +112,7 @@ def write_data_file(storage: Storage, data: pa.Table) -> Add:
 def iterate_data_file(
     storage: Storage, add: Add, schema: pa.Schema, vector: Vector | None = None
 ) -> Iterator[pa.Table]:
-    """Yield the live rows of a file in the types of `schema`; a column that it does not have is NULL.
+    """Yield the live rows of a file in the types of `schema`; a column that it lacks is NULL.
 
     `vector` replaces the one that the log names.
     """
@@ -135,23 +135,23 @@ def _row_group_rows(data: pa.Table) -> int:
 
 
 def vector_of(storage: Storage, add: Add) -> Vector:
-    """The dead rows of a live file."""
+    """Return the dead rows of a live file."""
     return Vector.EMPTY if add.vector is None else read_vector(storage, add.vector)
 
 
 def now_milliseconds() -> int:
-    """The time as actions have it."""
+    """Return the current time as actions store it."""
     return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LiveFile:
-    """A data file of the table, as a task needs to know it."""
+    """A data file of the table, as tasks need it."""
 
     path: str
-    """As the log has it."""
+    """As in the log."""
     file: str
-    """Below the table's folder."""
+    """Path below the table's folder."""
     vector: VectorDescriptor | None
 
     @classmethod
@@ -162,9 +162,9 @@ class LiveFile:
 def read_rows(
     storage: Storage, file: str, schema: pa.Schema, columns: Sequence[str], rows: NDArray[np.int64] | None = None
 ) -> pa.Table:
-    """Columns of some rows of a file, dead or not, by ascending row number; of all of them without `rows`.
+    """Return columns of some rows of a file, dead or not, by ascending row number; of all rows if `rows` is omitted.
 
-    Only the row groups that have such rows are read. A column that the file does not have is NULL.
+    Reads only the row groups that contain these rows. A column that the file lacks is NULL.
     """
     wanted = pa.schema([schema.field(name) for name in columns])
     with storage.open(file) as source:
@@ -189,14 +189,14 @@ def read_rows(
 def read_keys(
     storage: Storage, file: str, schema: pa.Schema, columns: Sequence[str], rows: NDArray[np.int64] | None = None
 ) -> pa.Array:
-    """The keys of rows, made of these columns."""
+    """Return the keys of rows, built from these columns."""
     wanted = schema if UNREPRESENTABLE in schema.names else schema.append(_TEXTS)
     table = read_rows(storage, file, wanted, [*columns, UNREPRESENTABLE], rows).combine_chunks()
     return keys_of(table, split_texts(table), columns)
 
 
 def dead_rows(storage: Storage, file: LiveFile) -> Vector:
-    """The rows of a file that are no longer part of the table."""
+    """Return the rows of a file that are no longer part of the table."""
     if file.vector is None:
         return Vector.EMPTY
     known = _vectors.get(storage.url, file.vector)
@@ -207,12 +207,12 @@ def dead_rows(storage: Storage, file: LiveFile) -> Vector:
 
 
 def remember(storage: Storage, descriptor: VectorDescriptor, vector: Vector) -> None:
-    """Keep a vector that was just written at hand: the next batch most likely needs it."""
+    """Cache a vector that was just written, because the next batch most likely needs it."""
     _vectors.put(storage.url, descriptor, vector)
 
 
 class _Vectors:
-    """The vectors that were used last."""
+    """The most recently used vectors."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], Vector] = OrderedDict()

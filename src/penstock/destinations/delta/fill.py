@@ -1,9 +1,10 @@
-"""Cells that were not sent: read from the rows that they were in before, or asked from the source; never NULL.
+"""Fills omitted values from the rows that they were in before, or from the source; never with NULL.
 
-Only the rows and columns that are needed are read. A row that comes into view by a publication's row filter arrives as
-an insert without its large cells, and no file has them: then the source is asked for the row as it is now. If that is
-the same in all that was sent, so are the other cells. If it is not, or is gone, nobody can tell any more what the cells
-were; but then a later change of that row is on its way, so it is left out, and that change brings it, or ends it.
+Only the rows and columns that are needed are read. When an update makes a row match a publication's row filter, it
+arrives as an insert without its large values, and no file has them. Then the task fetches the current row from the
+source. If it equals the insert in every value that was sent, the other values are the right ones, too. If it differs or
+no longer exists, the values cannot be determined; but then a later change of that row is on its way, so the task leaves
+the row out, and that change adds or deletes it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 def fill(
     net: NetChanges, matches: Sequence[FileMatch], storage: Storage, layout: TableLayout, source: SourceRows | None
 ) -> NetChanges:
-    """The net changes with all cells known. Raises if some are nowhere."""
+    """Return the net changes with all values known. Raise if a value cannot be found."""
     if not net.origins:
         return net
     filled = net.located(_read_before(net, matches, storage, layout))
@@ -42,7 +43,7 @@ def fill(
 
 
 def _read_before(net: NetChanges, matches: Sequence[FileMatch], storage: Storage, layout: TableLayout) -> KnownRows:
-    """The rows from before that cells are taken from."""
+    """Return the old rows that values are taken from."""
     wanted, columns = net.wanted()
     numbers: list[NDArray[np.int64]] = []
     tables: list[pa.Table] = []
@@ -50,7 +51,7 @@ def _read_before(net: NetChanges, matches: Sequence[FileMatch], storage: Storage
     left[wanted] = True
     read = [*columns, *([UNREPRESENTABLE] if layout.has_texts else [])]
     for match in matches if len(wanted) else ():
-        # Of several rows of a key any will do: they are the same row.
+        # Any of several rows with one key will do: they are the same row.
         codes, first = np.unique(match.keys, return_index=True)
         needed = left[codes]
         if not needed.any():
@@ -69,10 +70,10 @@ def _read_before(net: NetChanges, matches: Sequence[FileMatch], storage: Storage
 def _ask(
     net: NetChanges, rows: NDArray[np.int64], columns: Sequence[str], layout: TableLayout, source: SourceRows | None
 ) -> NetChanges:
-    """Take unknown cells from the source's rows, if these are the same in all that is known of them."""
+    """Take unknown values from the source's rows, if these equal the change in every known value."""
     table = str(layout.source)
     if source is None or not layout.key:
-        raise unknown_row(table, "a row came without some of its cells, and there is no old one to take them from")
+        raise unknown_row(table, "a row has omitted values, and there is no old row to take them from")
     known = net.select(rows)
     keys = keys_of(known.table, known.texts, layout.key)
     found, texts = _fetch(known, layout, source)
@@ -84,12 +85,12 @@ def _ask(
     same = pc.equal(keys_of(written.table, written.texts, layout.columns), keys_of(found, texts, layout.columns))
     changed = rows[~same.to_numpy(zero_copy_only=False)]
     if len(changed):
-        logger.info("rows wait for their next change table=%s rows=%d", layout.source, len(changed))
+        logger.info("rows left out until their next change table=%s rows=%d", layout.source, len(changed))
     return complete.without(changed)
 
 
 def _fetch(known: KnownRows, layout: TableLayout, source: SourceRows) -> tuple[pa.Table, Texts]:
-    """The source's rows of some keys, in the names and types of the lake."""
+    """Return the source's rows with these keys, with the names and types of the lake."""
     segment_names = {lake: name for name, lake in layout.renames.items()}
     asked = known.table.select(layout.key)
     asked = asked.rename_columns([segment_names[name] for name in layout.key])

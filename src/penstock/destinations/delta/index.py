@@ -1,18 +1,18 @@
-"""Finding rows by key: the index of a data file, and the live rows that a batch replaces.
+"""Finds rows by key: the index of a data file, and the live rows that a batch replaces.
 
-An index says which rows of a data file have a key, in a time that depends on the number of keys and not on the size of
+An index tells which rows of a data file have a key, in a time that depends on the number of keys, not on the size of
 the table. It is a file in `_penstock/index/` that is mapped into memory: fingerprints in ascending order, the row
-number of each, and, unless keys are whole numbers, their bytes in the same order, because a fingerprint proves nothing.
+number of each, and, unless keys are integers, their bytes in the same order, because fingerprints may collide.
 
     magic │ rows │ bytes of keys │ checksum │ boot │ fingerprints (8 each) │ rows (4 each) │ ends of keys (8) │ keys
 
-It is not synced, so a machine that goes down may leave anything of it. What was written since this machine started is
-whole, and is not read through before it is used, or opening an index would cost as much as the table is large; any
-other must have its checksum.
+The file is not synced, so after a power failure its content is undefined. An index written since this machine started
+is complete and used without reading all of it; otherwise opening indexes would cost as much as reading the table. Any
+other index must match its checksum.
 
-It is made with its data file, or from that file's key columns when it is absent: a cache, which may be deleted at any
-time and never says which rows are alive. Its name tells which columns it is about, so another key is another index.
-On an object store it is kept there too, and mapped from a folder of this machine.
+An index is written with its data file, or built from that file's key columns if it is missing. It is a cache: it may be
+deleted at any time and does not say which rows are live. Its name identifies its columns, so another key means another
+index. In an object store it is stored there, too, and mapped from a local folder.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _FEW = 20
 
 @dataclass(frozen=True, slots=True)
 class KeyQuery:
-    """Keys to look for, each once, ordered by their fingerprints."""
+    """The keys to find, without duplicates, sorted by fingerprint."""
 
     keys: pa.Array
     numbers: NDArray[np.int64]
     """The fingerprints, ascending."""
     order: NDArray[np.int64]
-    """For each of them, which key it is."""
+    """The number of the key for each fingerprint."""
 
     @classmethod
     def of(cls, keys: pa.Array) -> KeyQuery:
@@ -76,10 +76,10 @@ class KeyIndex:
     numbers: NDArray[np.int64]
     rows: NDArray[np.uint32]
     keys: pa.Array | None
-    """The keys' bytes, in the same order; None where the numbers are the keys, and where they were not kept."""
+    """The keys' bytes, in the same order; None if the numbers are the keys, or if the bytes were not kept."""
 
     def find(self, query: KeyQuery) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """All rows that have one of the keys: which key, and which row. Where bytes were not kept, some may not."""
+        """Return key number and row number of all rows that have one of the keys. Without bytes, some may not match."""
         first = stop = 0
         if self.row_count:
             first = int(np.searchsorted(query.numbers, self.numbers[0]))
@@ -101,7 +101,7 @@ class KeyIndex:
 
 
 def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytes:
-    """The content of an index. Without `keep_keys` whoever finds a row compares it himself."""
+    """Return the content of an index. Without `keep_keys` the caller must compare the rows that it finds."""
     numbers = fingerprints(keys)
     order = np.argsort(numbers, kind="stable")
     parts = [numbers[order].tobytes(), order.astype(np.uint32).tobytes()]
@@ -110,7 +110,7 @@ def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytes:
         ordered = keys.take(pa.array(order))
         _, ends, content = ordered.buffers()
         size = len(content) if content is not None else 0
-        # Rows have four bytes: what follows begins at a multiple of eight.
+        # Row numbers have four bytes; the next section starts at a multiple of eight.
         parts.append(bytes(-len(parts[1]) % 8))
         parts += [np.frombuffer(ends, np.int64)[: len(ordered) + 1].tobytes(), content.to_pybytes() if content else b""]
     content = b"".join(parts)
@@ -119,30 +119,30 @@ def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class IndexFolder:
-    """The indexes of a table, for one choice of key columns."""
+    """The indexes of a table, for one set of key columns."""
 
     storage: Storage
     digest: str
 
     @classmethod
     def of(cls, storage: Storage, columns: Sequence[pa.Field]) -> IndexFolder:
-        """For keys made of these columns."""
+        """Return the folder for keys built from these columns."""
         text = "\n".join(f"{field.name}\t{field.type}" for field in columns)
         return cls(storage, hashlib.sha256(text.encode()).hexdigest()[:8])
 
     def path(self, file: str) -> str:
-        """Where the index of a data file is, below the table's folder."""
+        """Return the path of a data file's index, below the table's folder."""
         return f"{INDEX_FOLDER}/{file}.{self.digest}"
 
     def write(self, file: str, content: bytes) -> None:
-        """Keep an index; of several that do so at the same time any may win."""
+        """Store an index; if several tasks do so at the same time, any of them may win."""
         path = self.path(file)
         if self.storage.local_path(path) is None:
             self.storage.put(path, content)
         self._keep(content, self._mapped(path))
 
     def open(self, file: str, build: Callable[[], bytes]) -> KeyIndex:
-        """The index of a data file; made by `build` if there is none."""
+        """Return the index of a data file, created by `build` if it does not exist."""
         path = self.path(file)
         mapped = self._mapped(path)
         try:
@@ -158,7 +158,7 @@ class IndexFolder:
         return _map_index(str(mapped))
 
     def tidy(self, files: Collection[str]) -> None:
-        """Remove this machine's copies of indexes in an object store, of all but these data files."""
+        """Delete this machine's copies of indexes in an object store, except those of these data files."""
         if self.storage.local_path("") is not None:
             return
         folder = self._mapped(INDEX_FOLDER)
@@ -170,7 +170,7 @@ class IndexFolder:
                     (folder / name).unlink(missing_ok=True)
 
     def _mapped(self, path: str) -> Path:
-        """Where an index is mapped from."""
+        """Return the path from which an index is mapped."""
         local = self.storage.local_path(path)
         if local is not None:
             return local
@@ -186,11 +186,11 @@ class IndexFolder:
 
 @lru_cache(maxsize=_OPEN_INDEXES)
 def _map_index(path: str) -> KeyIndex:
-    """Map an index into memory; the same file always has the same content. `ValueError` if it is none."""
+    """Map an index into memory; the same file always has the same content. Raise `ValueError` if it is not an index."""
     size = os.stat(path).st_size
     if size < _HEAD.size:
         raise ValueError("not an index")
-    # What is read stays mapped when the file is closed, so that many indexes do not need as many open files.
+    # The mapping stays valid when the file is closed, so that many indexes do not need as many open files.
     with pa.memory_map(path) as file:
         content = file.read_buffer()
     magic, count, key_bytes, checksum, boot = _HEAD.unpack_from(content)
@@ -213,7 +213,7 @@ def _map_index(path: str) -> KeyIndex:
 
 @cache
 def _boot() -> bytes:
-    """Which start of which machine this is; `_NO_BOOT` where nobody can tell."""
+    """Identify the current boot of this machine; `_NO_BOOT` if the system does not reveal it."""
     try:
         return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
     except (OSError, ValueError):
@@ -221,14 +221,14 @@ def _boot() -> bytes:
 
 
 def _join(few: NDArray[np.int64], many: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The places of equal numbers in two ascending arrays, each pair of them."""
+    """Return all pairs of positions with equal numbers in two ascending arrays."""
     low = np.searchsorted(many, few)
     hit = np.flatnonzero(many[np.minimum(low, len(many) - 1)] == few)
     low = low[hit]
     behind = low + 1
     if not (many[np.minimum(behind, len(many) - 1)] == few[hit])[behind < len(many)].any():
         return hit, low
-    # Some are there more than once.
+    # Some numbers occur more than once.
     counts = np.searchsorted(many, few[hit], "right") - low
     inside = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(hit, counts), np.repeat(low, counts) + inside
@@ -240,11 +240,11 @@ class FileMatch:
 
     file: LiveFile
     row_count: int
-    """Of the whole file."""
+    """Number of rows in the whole file."""
     dead: Vector
-    """The rows that were dead before."""
+    """The rows that were already dead."""
     keys: NDArray[np.int64]
-    """Which key each row has."""
+    """The number of each row's key."""
     rows: NDArray[np.int64]
 
 
@@ -255,7 +255,7 @@ def find_rows(
     keys: pa.Array,
     limits: NDArray[np.int64] | None = None,
 ) -> list[FileMatch]:
-    """The live rows of keys; with `limits` only so many of each, and then there must be as many."""
+    """Return the live rows of keys. With `limits`, return only that many of each, and raise if there are fewer."""
     columns = layout.match_columns
     if not columns or not len(keys):
         return []
@@ -278,17 +278,17 @@ def find_rows(
         if len(rows):
             found.append(FileMatch(file, index.row_count, dead, codes, rows))
     if left is not None and left.any():
-        raise unknown_row(str(layout.source), f"{int(left.sum())} rows that were changed or deleted are not there")
+        raise unknown_row(str(layout.source), f"{int(left.sum())} changed or deleted rows do not exist")
     return found
 
 
 def index_folder(storage: Storage, layout: TableLayout) -> IndexFolder:
-    """Where the indexes of a table are."""
+    """Return the folder of a table's indexes."""
     return IndexFolder.of(storage, [layout.schema.field(name) for name in layout.match_columns])
 
 
 def prepare_index(storage: Storage, layout: TableLayout, file: str) -> None:
-    """Make the index of a file before somebody waits for it."""
+    """Create the index of a file before a batch needs it."""
     if layout.key and layout.match_columns:
         _open(storage, layout, index_folder(storage, layout), file)
 
@@ -305,7 +305,7 @@ def _alive(rows: NDArray[np.int64], dead: Vector, row_count: int) -> NDArray[np.
         return np.ones(len(rows), np.bool_)
     if len(dead) < _FEW * len(rows):
         return dead.alive(row_count)[rows]
-    # Few rows of a file with many dead ones: not all of these are looked at.
+    # Few rows of a file with many dead ones: do not check all of these.
     return np.isin(rows, Vector.of(rows).difference(dead).rows().astype(np.int64))
 
 
@@ -317,7 +317,7 @@ def _are_same(
     codes: NDArray[np.int64],
     rows: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Which of the rows really are what was looked for, and not deleted softly."""
+    """Return which rows really match and are not soft-deleted."""
     numbers, places = np.unique(rows, return_inverse=True)
     there = read_keys(storage, file, layout.schema, layout.match_columns, numbers)
     same = pc.equal(there.take(pa.array(places)), keys.take(pa.array(codes))).to_numpy(zero_copy_only=False)
@@ -330,7 +330,7 @@ def _are_same(
 def _limit(
     codes: NDArray[np.int64], rows: NDArray[np.int64], left: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As many rows of each key as are left to find, which are fewer then."""
+    """Return as many rows of each key as remain to be found, and reduce that number."""
     order = np.argsort(codes, kind="stable")
     codes, rows = codes[order], rows[order]
     starts = np.flatnonzero(np.append(True, codes[1:] != codes[:-1])) if len(codes) else np.zeros(0, np.int64)

@@ -1,13 +1,13 @@
-"""What a table looks like in the lake: its columns there, by mode, and what is remembered of the source's schema.
+"""The layout of a table in the lake: its columns, by mode, and what is stored about the source's schema.
 
 | mode | a row of the lake is | besides the table's columns |
 |---|---|---|
 | `mirror` | a row of the source | |
-| `soft_delete` | the last state of a row, also of a deleted one | `_deleted_at` |
+| `soft_delete` | the last state of a row, even of a deleted one | `_deleted_at` |
 | `history` | a change, or a row that was copied | `_op`, `_commit_lsn`, `_ordinal`, `_commit_time`, `_xid` … |
 
-`_unrepresentable` comes when it is needed. The layout is stored in the table's own properties, together with whose
-table it is and which attempt of a copy it began with: the log is the only truth about it.
+`_unrepresentable` is added when it is needed. The layout is stored in the table's properties, together with the
+pipeline that owns the table and the attempt of the copy that it started with. The log is the only source of truth.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class TableLayout:
     source: TableSchema
     mode: Mode
     names: Mapping[int, str]
-    """What the source's columns are called, by attribute number."""
+    """The names of the source's columns in the lake, by attribute number."""
     schema: pa.Schema
-    """All columns, in the order and the types that the log has."""
+    """All columns, in the order and with the types of the log."""
     times: frozenset[int] = frozenset()
-    """Columns that are times of day, which a Delta table has as texts."""
+    """Columns that are times of day, which a Delta table stores as text."""
 
     def fit(self, rows: pa.Table) -> pa.Table:
-        """Rows with some of the columns, in the types of the lake; what needs large offsets keeps them."""
+        """Return rows with some of the columns, in the types of the lake; columns that need large offsets keep them."""
         fields = [self.schema.field(field.name) for field in rows.schema]
         kept = [
             wanted.with_type(field.type) if field.type in (pa.large_string(), pa.large_binary()) else wanted
@@ -91,13 +91,13 @@ class TableLayout:
 
     @property
     def key(self) -> list[str]:
-        """The columns that tell rows apart, in the order of the table; empty without a key."""
+        """The key columns in the order of the table; empty without a key."""
         key = {column.attnum for column in self.source.key}
         return [self.names[column.attnum] for column in self.source.columns if column.attnum in key]
 
     @property
     def match_columns(self) -> list[str]:
-        """The columns by which rows are found again; empty if that never happens."""
+        """The columns by which rows are found again; empty if the mode never needs that."""
         if self.mode is Mode.HISTORY:
             return []
         return self.key or (self.columns if self.source.replica_identity is ReplicaIdentity.FULL else [])
@@ -113,21 +113,21 @@ class TableLayout:
         return UNREPRESENTABLE in self.schema.names
 
     def with_texts(self) -> TableLayout:
-        """The same, with room for texts of cells that their type cannot hold."""
+        """Return the same layout with a column for texts of cells that their type cannot hold."""
         if self.has_texts:
             return self
         return replace(self, schema=self.schema.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)))
 
     def evolved(self, schema: TableSchema, segment: pa.Schema) -> TableLayout:
-        """The layout after a change of the source's schema, whose rows have these types.
+        """Return the layout after a change of the source's schema, whose rows have these types.
 
-        Columns may be added. Whatever else changes what a reader sees raises `TableRejected`.
+        Columns may be added. Any other change that readers would see raises `TableRejected`.
         """
         before = {column.attnum: column for column in self.source.columns}
         after = {column.attnum: column for column in schema.columns}
         for attnum, column in before.items():
             self._refuse(column, after.get(attnum))
-        # Rows of a table without a key may be found by all their cells, so a new key tells them apart in another way.
+        # Without a key, rows may be found by all their cells, so a new key would identify them differently.
         is_matched = self.source.key or self.source.replica_identity is ReplicaIdentity.FULL
         if is_matched and {column.attnum for column in self.source.key} != {column.attnum for column in schema.key}:
             raise rejected(str(schema), "its key changed", hint=_COPY_AGAIN)
@@ -161,26 +161,28 @@ class TableLayout:
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """What a table's properties say about it."""
+    """The table's state, as its properties describe it."""
 
     owner: str
     table_id: int
     begun: str
-    """The newest attempt of a copy: it fences all before it."""
+    """The newest attempt of a copy; it fences off all earlier ones."""
     copied: str
-    """The attempt whose rows are there; empty if none is whole."""
+    """The attempt whose rows the table has; empty if none is complete."""
     layout: TableLayout
 
     @property
     def is_copied(self) -> bool:
-        """Whether changes may be added: no newer copy has begun."""
+        """True if changes may be added: no newer copy has started."""
         return bool(self.copied) and self.copied == self.begun
 
 
 def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bool = False) -> TableLayout:
-    """The layout of a table that is copied; `columns` are those of the copy, in the names and types of segments."""
+    """Return the layout of a copied table; `columns` are those of the copy, with the names and types of segments."""
     if not source.columns:
-        raise rejected(str(source), "it has no columns, and a Delta table needs some", hint="Exclude the table.")
+        raise rejected(
+            str(source), "it has no columns, and a Delta table needs at least one", hint="Exclude the table."
+        )
     fields = field_names(source)
     taken = _reserved(mode)
     clean = column_names(fields)
@@ -202,7 +204,7 @@ def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bo
 
 
 def to_metadata(state: TableState, id_: str, created: int, configuration: Mapping[str, str]) -> Metadata:
-    """The metadata of a table; `configuration` has the properties that are not about its layout."""
+    """Return the metadata of a table; `configuration` has the properties that do not concern its layout."""
     layout = state.layout
     own = {
         OWNER: state.owner,
@@ -218,7 +220,7 @@ def to_metadata(state: TableState, id_: str, created: int, configuration: Mappin
 
 
 def from_metadata(metadata: Metadata) -> TableState | None:
-    """What `to_metadata` gave; None for a table that no Penstock writes."""
+    """Parse the output of `to_metadata`; None for a table that Penstock does not write."""
     found = metadata.configuration
     if OWNER not in found or _SOURCE not in found:
         return None
@@ -273,7 +275,7 @@ def _keeps_values(before: Column, after: Column) -> bool:
 
 
 def _free_name(name: str, taken: list[str]) -> str:
-    """A name that Delta allows and nobody has, whatever its case."""
+    """Return a name that Delta allows and no other column has, regardless of case."""
     used = {each.lower() for each in taken}
     (clean,) = column_names([name])
     number = 2

@@ -1,11 +1,12 @@
-"""The log of a table: what it says now, and how the next version is taken.
+"""The log of a table: reads its current state and takes the next version.
 
-Our own, because delta-rs shows no deletion vectors and adds features that shut readers out. A log is read once, from
-its newest checkpoint; after that a refresh asks for the next version, until there is none.
+Penstock has its own implementation because delta-rs does not expose deletion vectors and adds features that lock
+readers out. A log is read once, from its newest checkpoint; after that a refresh asks for the next version until there
+is none.
 
-A version is taken by creating its file, which succeeds for one writer. Whoever loses gets what came in between, and
-decides by `Verdict`; a commit that was made although nobody heard the answer is recognised by its id. A log is never
-deleted, nor is a version number used twice: a writer that slept while the log before it was cleaned up finds out.
+A writer takes a version by creating its file, which succeeds for one writer only. A writer that loses gets the commits
+in between, and decides by `Verdict`. If the answer to a commit was lost, the commit is recognised by its id. A log is
+never deleted, and no version number is used twice: a writer that was suspended while the log was cleaned up notices it.
 """
 
 from __future__ import annotations
@@ -47,30 +48,30 @@ from penstock.errors import DestinationUnavailable, PenstockError, TableRejected
 
 _COMMIT = re.compile(rf"{LOG_FOLDER}/(\d{{20}})\.json")
 _STALE_SECONDS = 60.0
-"""After that long without a look at the log, commits that we have not seen may have been cleaned up."""
+"""After this long without reading the log, commits that this process has not seen may have been cleaned up."""
 _READ_ATTEMPTS = 5
 _LOOK_ONE_BY_ONE = 64
-"""Up to so many files are looked for by themselves, more by listing the folder."""
+"""Up to this many files are checked one by one; more by listing the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The version is ours."""
+    """This writer took the version."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Others were first; nothing was written."""
+    """Another writer came first; nothing was written."""
 
     between: tuple[Commit, ...]
-    """Their commits, oldest first; empty when they are so old that the log was cleaned up meanwhile."""
+    """The other writers' commits, oldest first; empty if they are so old that the log was cleaned up meanwhile."""
     snapshot: Snapshot
-    """The table with them."""
+    """The table after those commits."""
 
     def verdict(self, application: Application) -> Verdict:
-        """The gravest one of all of them."""
+        """Return the most severe verdict of all commits."""
         verdicts = {commit.verdict(application) for commit in self.between}
         for verdict in (Verdict.FOREIGN, Verdict.SUPERSEDED, Verdict.OWN_POSITION):
             if verdict in verdicts:
@@ -79,7 +80,7 @@ class Lost:
 
 
 class DeltaLog:
-    """The log of one table. May be used from several threads; does not pickle, so tasks make one from the storage."""
+    """The log of one table. Thread-safe; does not pickle, so tasks create one from the storage."""
 
     def __init__(self, storage: Storage, table: str | None = None) -> None:
         self.storage = storage
@@ -90,11 +91,12 @@ class DeltaLog:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """What the last refresh or commit gave."""
+        """The result of the last refresh or commit."""
         return self._snapshot
 
     def refresh(self) -> Snapshot | None:
-        """The newest version; None if there is no table. Raises `TableRejected` for a table that is not for us."""
+        """Return the newest version; None if there is no table. Raise `TableRejected` for a table that Penstock cannot
+        use."""
         with self._lock:
             if self._snapshot is None:
                 return self._load()
@@ -102,34 +104,34 @@ class DeltaLog:
             return self._snapshot
 
     def read_at(self, version: int) -> Snapshot:
-        """The table as it was at a version; `TableRejected` if its log has been cleaned up."""
+        """Return the table at a version; raise `TableRejected` if its log has been cleaned up."""
         snapshot = self._snapshot
         if snapshot is not None and snapshot.version == version:
             return snapshot
         found = self._read(until=version)
         if found is None or found[0].version != version:
             raise TableRejected(
-                f"{self._table} has no version {version}, or none any more",
+                f"{self._table} has no version {version}: it was cleaned up or never existed",
                 hint="Raise the retention of its log, or read a newer version.",
             )
         return found[0]
 
     def commits_since(self, version: int) -> list[Commit]:
-        """The commits after a version, oldest first, as far as they are there without a gap."""
+        """Return the commits after a version, oldest first, up to the first gap."""
         found: list[Commit] = []
         while (commit := self._get(version + 1 + len(found))) is not None:
             found.append(commit)
         return found
 
     def commit(self, snapshot: Snapshot | None, actions: Sequence[Action]) -> Committed | Lost:
-        """Take the version after `snapshot` (None: the first of all) with these actions, one of which is a CommitInfo.
+        """Take the version after `snapshot` (None: the first) with these actions, one of which is a CommitInfo.
 
-        All files that the actions name are durable before. Of an error nothing is known: the commit may have been made;
-        a refresh tells, then or later, by the position.
+        All files that the actions name must be durable before. After an error the commit may or may not have been made;
+        the position in a refreshed snapshot shows which.
         """
         info = next((action for action in actions if isinstance(action, CommitInfo)), None)
         if info is None:
-            raise ValueError("a commit needs a CommitInfo, by whose id it is recognised")
+            raise ValueError("a commit needs a CommitInfo, whose id identifies it")
         commit = Commit(0 if snapshot is None else snapshot.version + 1, tuple(actions))
         with self._lock:
             overslept = _now() - self._looked_at >= _STALE_SECONDS
@@ -150,9 +152,9 @@ class DeltaLog:
             return Committed(self._accept(snapshot, commit)) if created else self._lost(snapshot, info)
 
     def removed(self) -> dict[str, int]:
-        """The files that the log has taken out of use, with the times in milliseconds, as far as it remembers.
+        """Return the files that the log has removed, with the times in milliseconds, as far back as the log goes.
 
-        Reads the log anew: writers do not need it, and would keep it for ever.
+        Reads the log again, because writers do not need this and would have to keep it in memory.
         """
         found = self._read()
         if found is None:
@@ -162,7 +164,8 @@ class DeltaLog:
         return {path: when for path, when in removed.items() if path not in live}
 
     def _refuse_missing(self, snapshot: Snapshot | None, actions: Sequence[Action], overslept: bool) -> None:
-        """A process that slept may find that what it wrote was taken for forgotten, and is deleted."""
+        """Raise if files of this commit were deleted: while this process was suspended, maintenance may have taken them
+        for orphans."""
         known = {} if snapshot is None else snapshot.files
         long_ago = (time.time() - _STALE_SECONDS) * 1000
         named = [action for action in actions if isinstance(action, Add)]
@@ -173,8 +176,8 @@ class DeltaLog:
         missing = self._missing(suspects)
         if missing:
             raise DestinationUnavailable(
-                f"{self._table}: {len(missing)} files that were written for a commit are gone",
-                hint="They were written so long ago that maintenance took them for forgotten; they are written again.",
+                f"{self._table}: {len(missing)} files written for a commit no longer exist",
+                hint="Maintenance deleted them because they were old and not committed; Penstock writes them again.",
             )
 
     def _missing(self, paths: set[str]) -> set[str]:
@@ -196,20 +199,21 @@ class DeltaLog:
         current = self.refresh()
         if current is None:
             raise self._incomplete()
-        # The put was tried twice, and the answer to the first was lost.
+        # The put was retried, and the answer to the first attempt was lost.
         if any(commit.info is not None and commit.info.commit_id == info.commit_id for commit in between):
             return Committed(current)
         return Lost(between, current)
 
     def _is_there(self, version: int, info: CommitInfo) -> bool:
-        """Whether our put succeeded although it failed."""
+        """Return True if the put took effect even though it reported an error."""
         commit = self._get(version)
         return commit is not None and commit.info is not None and commit.info.commit_id == info.commit_id
 
     def _was_overtaken(self, version: int) -> bool:
-        """Whether a version that we took had been used long ago, and cleaned up since: then ours counts for nobody.
+        """Return True if the version was used long ago and cleaned up since, so that readers ignore this commit.
 
-        Then a checkpoint behind it is older than our file; one that somebody wrote on top of ours is not.
+        In that case a checkpoint after it is older than the commit's file; a checkpoint that includes the commit is
+        newer.
         """
         files = {file.path: file.modified for file in self.storage.list(LOG_FOLDER)}
         ours = files.get(_path(version))
@@ -221,7 +225,7 @@ class DeltaLog:
         return True
 
     def _advance(self, snapshot: Snapshot) -> None:
-        """Read on from a snapshot."""
+        """Apply the commits after a snapshot."""
         start = snapshot.version
         while (commit := self._get(snapshot.version + 1)) is not None:
             snapshot = snapshot.followed_by(commit)
@@ -242,7 +246,7 @@ class DeltaLog:
         return self._snapshot
 
     def _read(self, until: int | None = None) -> tuple[Snapshot, dict[str, int]] | None:
-        """From the newest usable checkpoint; again from the start when the log is cleaned up meanwhile."""
+        """Read from the newest usable checkpoint; start over if the log is cleaned up meanwhile."""
         for _ in range(_READ_ATTEMPTS):
             try:
                 return self._read_once(until)
@@ -275,7 +279,7 @@ class DeltaLog:
         return snapshot, removed
 
     def _find(self, until: int | None) -> tuple[Checkpoint | None, list[int]]:
-        """The newest checkpoint, and the versions of the commits after it."""
+        """Return the newest checkpoint, and the versions of the commits after it."""
         hint = last_checkpoint_hint(self.storage)
         starts = [""] if hint is None or (until is not None and hint > until) else [f"{LOG_FOLDER}/{hint:020d}", ""]
         checkpoint: Checkpoint | None = None
@@ -301,12 +305,12 @@ class DeltaLog:
         except (ValueError, KeyError, TypeError) as error:
             raise TableRejected(
                 f"{self._table}: version {version} of its log cannot be read",
-                hint="Whoever wrote it may be in the middle of it, or it is damaged: look at the file.",
+                hint="Another program may still be writing it, or it is damaged: check the file.",
             ) from error
 
     def _incomplete(self) -> PenstockError:
         return TableRejected(
-            f"{self._table}: its log has gaps, or files of it are missing",
+            f"{self._table}: its log has gaps or missing files",
             hint="Somebody has removed files of the log: move the table away and copy it again.",
         )
 
@@ -316,7 +320,7 @@ def _path(version: int) -> str:
 
 
 def _first(table: str, commit: Commit) -> Snapshot:
-    """What stands before the commit that a log, or what is left of it, begins with."""
+    """Return the state before the first commit of a log, or of its remaining part."""
     protocol = next((action for action in commit.actions if isinstance(action, Protocol)), None)
     metadata = next((action for action in commit.actions if isinstance(action, Metadata)), None)
     if protocol is None or metadata is None:
@@ -332,5 +336,5 @@ def _is_tombstone(action: Action) -> bool:
 
 
 def _now() -> float:
-    # Goes on while the machine sleeps.
+    # This clock continues while the machine sleeps.
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,7 +1,7 @@
-"""What runs where: a table's part of a batch becomes one item of one job, and whatever can be decided is decided here.
+"""Plans a batch: a table's part becomes one item of one job, and the driver decides everything that it can.
 
-The driver looks at steps, schemas and the log; it opens no data file. Decided here: which changes are in already, which
-columns the table has afterwards, and which changes of the schema stop the table.
+The driver reads steps, schemas and the log; it opens no data file. It decides which changes the table already has,
+which columns the table has afterwards, and which schema changes stop the table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.schema import TableSchema
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One table's part of a batch, without what is in already."""
+    """One table's part of a batch, without the changes that the table already has."""
 
     table: LakeTable
     version: Version
@@ -39,12 +39,12 @@ class Plan:
     end: Lsn
     work: TableWork
     backfills: tuple[Backfill, ...] = ()
-    """What comes before the work: one item for each of its files."""
+    """Work to do first: one item for each file."""
     exchanged: Mapping[str, Add | None] = field(default_factory=dict[str, Add | None])
-    """What became of files by that, by their paths; None if no row was alive. The work's files are these."""
+    """The files that backfills replaced, by path; None if no row was live. The work uses the new files."""
 
     def backfilled(self, adds: Sequence[Add | None]) -> Plan:
-        """The same, when `backfills` are done; in their order."""
+        """Return the plan after `backfills` are done; `adds` are in their order."""
         if not self.backfills:
             return self
         paths = [each.file.path for each in self.backfills]
@@ -62,12 +62,12 @@ def plan_table(
     deletion_vectors: bool,
     source: SourceRows | None,
 ) -> Plan | None:
-    """Plan a table's part; None if all of it is in already. Raises what stops the table."""
+    """Plan a table's part; None if the table already has all of it. Raise the error that stops the table."""
     version = table.require()
     if version.state.layout.mode is not mode:
         raise rejected(
             changes.table,
-            f"it was copied in the mode {version.state.layout.mode.value}, not {mode.value}",
+            f"it was copied in mode {version.state.layout.mode.value}, not {mode.value}",
             hint=f"Copy the table again ({RESYNC}), or set the mode back.",
         )
     position = table.require_position(version)
@@ -89,7 +89,7 @@ def plan_table(
         source,
         constants,
     )
-    # Of a mirror nothing is left after a truncate.
+    # A truncate leaves nothing of a mirror.
     gone = mode is Mode.MIRROR and any(isinstance(step, Truncation) for step in steps)
     fills = backfills(changes.table, storage, layout, files, constants) if constants and not gone else ()
     end = position if reaches(position, batch.end) else batch.end
@@ -97,7 +97,7 @@ def plan_table(
 
 
 def _layout_after(layout: TableLayout, changes: TableChanges) -> tuple[TableLayout, dict[str, pa.Scalar]]:
-    """The layout behind all steps; and what rows from before have in columns that were added, by names in segments."""
+    """Return the layout after all steps, and the values of existing rows in added columns, by names in segments."""
     constants: dict[int, pa.Scalar] = {}
     for number, step in enumerate(changes.steps):
         if isinstance(step, SchemaChange) and step.new != layout.source:
@@ -112,7 +112,7 @@ def _layout_after(layout: TableLayout, changes: TableChanges) -> tuple[TableLayo
 
 
 def _constants(table: str, before: TableLayout, schema: TableSchema, types: pa.Schema) -> dict[int, pa.Scalar]:
-    """By attribute number, of the columns that a change of the schema adds."""
+    """Return the values of existing rows in columns that a schema change adds, by attribute number."""
     return {
         column.attnum: constant_of(table, column, types.field(name).type)
         for column, name in zip(schema.columns, field_names(schema), strict=True)
@@ -121,7 +121,7 @@ def _constants(table: str, before: TableLayout, schema: TableSchema, types: pa.S
 
 
 def _types(changes: TableChanges, steps: Sequence[TableStep]) -> pa.Schema:
-    """The types of the rows that follow a change of the schema."""
+    """Return the types of the rows that follow a schema change."""
     path = next(step.segments[0].path for step in steps if isinstance(step, Rows))
     try:
         return pq.read_schema(path)

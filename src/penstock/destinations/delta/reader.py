@@ -1,6 +1,6 @@
-"""Reading a table of the lake as its source has it: a pinned version, in parts, in the names and types of segments.
+"""Reads a table of the lake as in its source: a pinned version, in parts, with the names and types of segments.
 
-For comparing with the source, and for tests; other readers use whatever reads Delta.
+For comparing with the source, and for tests; other programs use any Delta reader.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.schema import TableSchema
 from penstock.values import TypeSettings, codec_for
 
 PIN_SECONDS = 6 * 3600.0
-"""How long a reader that died may keep old files."""
+"""How long a reader that died may keep old files from being deleted."""
 
 
 class DeltaReader:
-    """The tables under a path, as the source has them; may be used while a pipeline writes.
+    """The tables under a path, as in the source; may be used while a pipeline writes.
 
     Tables are named as in the source: `"public.orders"`. Each call sees the newest version.
     """
@@ -41,23 +41,23 @@ class DeltaReader:
         self._storage = open_storage(path, storage_options)
 
     def tables(self) -> list[str]:
-        """Those with a complete copy."""
+        """Return the tables with a complete copy."""
         return sorted(self._folders())
 
     def schema(self, table: str) -> TableSchema:
-        """The source's schema that the rows have now."""
+        """Return the source's schema of the current rows."""
         return self._look(table)[1].source
 
     def layout(self, table: str) -> TableLayout:
-        """What the table looks like in the lake."""
+        """Return the table's layout in the lake."""
         return self._look(table)[1]
 
     def folder(self, table: str) -> str:
-        """Where the table lies, for other readers."""
+        """Return the table's location, for other readers."""
         return self._storage.child(self._folders()[table]).url
 
     def read_table(self, table: str) -> pa.Table:
-        """The live rows, named and typed as in segments; without those that were deleted softly."""
+        """Return the live rows, named and typed as in segments, without soft-deleted ones."""
         snapshot, layout = self._look(table)
         reader = LakeReader(self._storage.child(self._folders()[table]), layout)
         batches = [batch for add in snapshot.files.values() for batch in reader.read(add)]
@@ -90,7 +90,7 @@ class LakeReader:
     layout: TableLayout
 
     def read(self, part: Add, /) -> Iterator[pa.RecordBatch]:
-        """The rows of one file, named and typed as in segments."""
+        """Yield the rows of one file, named and typed as in segments."""
         soft = self.layout.mode is Mode.SOFT_DELETE
         names = [*self.layout.columns, *([UNREPRESENTABLE] if self.layout.has_texts else [])]
         wanted = [*names, *([DELETED_AT] if soft else [])]
@@ -101,12 +101,12 @@ class LakeReader:
             yield from self.as_segment(rows).to_batches()
 
     def nothing(self) -> pa.Table:
-        """What a table without rows is."""
+        """Return a table without rows."""
         names = [*self.layout.columns, *([UNREPRESENTABLE] if self.layout.has_texts else [])]
         return self.as_segment(pa.schema([self.layout.schema.field(name) for name in names]).empty_table())
 
     def as_segment(self, rows: pa.Table) -> pa.Table:
-        """Rows of the lake, named and typed as in segments."""
+        """Return rows of the lake, named and typed as in segments."""
         back = {lake: name for name, lake in self.layout.renames.items()}
         for column in self.layout.source.columns:
             if column.attnum in self.layout.times:
@@ -134,13 +134,13 @@ class PinnedVersion:
     pin: Pin
 
     def close(self) -> None:
-        """Nobody reads it any more."""
+        """Release the version."""
         release_pin(self.reader.storage, self.pin)
 
 
 def pin_table(lake: Storage, schema: TableSchema) -> PinnedVersion | None:
     """Pin the newest version of a table; None if there is none with a complete copy."""
-    # A table that was renamed keeps its folder: then it is found by its number.
+    # A renamed table keeps its folder, which is found by the table's number.
     for folder in (FOLDERS.table(schema), *noted_folders(lake)):
         storage = lake.child(folder)
         snapshot = DeltaLog(storage, str(schema)).refresh()
@@ -150,19 +150,19 @@ def pin_table(lake: Storage, schema: TableSchema) -> PinnedVersion | None:
         if state.layout.mode is Mode.HISTORY:
             raise NotComparable(
                 f"{schema} keeps every change, so its rows cannot be compared with the source",
-                hint='Use mode = "mirror" or "soft_delete" for tables that are to be compared.',
+                hint='Use mode = "mirror" or "soft_delete" for tables that you want to compare.',
                 table=str(schema),
             )
-        pin = pin_version(storage, snapshot.version, seconds=PIN_SECONDS, reason="compared with its source")
+        pin = pin_version(storage, snapshot.version, seconds=PIN_SECONDS, reason="comparison with its source")
         reader = LakeReader(storage, state.layout)
         return PinnedVersion(state.layout.source, tuple(snapshot.files.values()), reader, snapshot.version, pin)
     return None
 
 
 def _read_times(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    """What `penstock.destinations.delta.schema.fit` has printed."""
+    """Parse the texts that `penstock.destinations.delta.schema.fit` printed."""
     if pa.types.is_time(wanted):
-        # Arrow has no cast to times: read them as timestamps of the first day.
+        # Arrow has no cast from text to times: read them as timestamps of the first day.
         day, nothing = pa.scalar("1970-01-01 ", column.type), pa.scalar("", column.type)
         moments = pc.cast(pc.binary_join_element_wise(day, column, nothing), pa.timestamp("us"))
         return pc.cast(moments, wanted)

@@ -1,7 +1,7 @@
-"""Schemas and protocols: which Arrow types a Delta table holds, and which tables we can read and write.
+"""Schemas and protocols: which Arrow types a Delta table holds, and which tables Penstock can read and write.
 
-A table gets no feature that it does not need: each one shuts readers out. And a table with a feature that is not known
-here is refused by its name, because to write it all the same would break it for others.
+A table gets only the features that it needs, because each feature locks some readers out. Penstock rejects a table with
+a feature that it does not know, because writing it could break it for other programs.
 
 | Arrow | Delta |
 |---|---|
@@ -28,7 +28,7 @@ from penstock.destinations.refusals import rejected
 from penstock.values.datetimes import holds_times, print_times
 
 OWNER = "penstock.owner"
-"""The table property that says which pipeline writes it."""
+"""The table property that names the pipeline that writes it."""
 DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT = "deletionVectors", "timestampNtz", "v2Checkpoint"
 _APPEND_ONLY, _INVARIANTS = "appendOnly", "invariants"
 _READER_FEATURES = frozenset({DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT})
@@ -57,7 +57,7 @@ _DIGEST_LENGTH = 10
 
 
 def delta_type(arrow_type: pa.DataType) -> pa.DataType:
-    """The type in which a Delta table holds these values; `TypeError` if there is none."""
+    """Return the type in which a Delta table holds these values; raise `TypeError` if there is none."""
     if arrow_type in _PRIMITIVES:
         return arrow_type
     if _is_decimal(arrow_type):
@@ -78,12 +78,12 @@ def delta_type(arrow_type: pa.DataType) -> pa.DataType:
 
 
 def delta_schema(schema: pa.Schema) -> pa.Schema:
-    """The same columns in the types of Delta, all of them nullable: what Postgres promises may change tomorrow."""
+    """Return the same columns with Delta types, all nullable, because the source may drop a NOT NULL at any time."""
     return pa.schema([pa.field(field.name, delta_type(field.type)) for field in schema])
 
 
 def fit(data: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The data in the columns and types of `schema`, which `delta_schema` gave; a column that is not there is NULL."""
+    """Return the data with the columns and types of `schema`, a result of `delta_schema`; a missing column is NULL."""
     columns = [
         _cast(data[field.name], field.type)
         if field.name in data.column_names
@@ -102,20 +102,20 @@ def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
 
 
 def schema_string(schema: pa.Schema) -> str:
-    """The schema as a table's metadata has it; `TypeError` for types that Delta does not hold."""
+    """Return the schema as in a table's metadata; raise `TypeError` for types that Delta cannot hold."""
     return compact_json({"type": "struct", "fields": [_field_to_json(field) for field in schema]})
 
 
 def arrow_schema(text: str) -> pa.Schema:
-    """What `schema_string` gave, or another writer; `TypeError` for types that are not ours."""
+    """Parse a schema that Penstock or another writer wrote; raise `TypeError` for types that Penstock does not know."""
     return pa.schema([_field_from_json(record) for record in json.loads(text)["fields"]])
 
 
 def column_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names that columns get in a Delta table, where some letters are forbidden and case makes no difference.
+    """Return the names of columns in a Delta table, where some characters are forbidden and case does not matter.
 
-    A name with a forbidden letter, or with capitals where another one is the same but for them, gets a digest of itself
-    behind what is left of it: it stays the same when columns come and go around it.
+    A name with a forbidden character, or with capitals if another name differs only by case, gets a digest of itself as
+    a suffix, so it stays the same when other columns are added or dropped.
     """
     counts = Counter(name.lower() for name in names)
     return tuple(
@@ -127,7 +127,7 @@ def column_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def protocol_for(schema: pa.Schema, *, deletion_vectors: bool = True) -> Protocol:
-    """The least that readers and writers of such a table have to know."""
+    """Return the lowest protocol that readers and writers of this table need."""
     features: set[str] = {DELETION_VECTORS} if deletion_vectors else set()
     if any(_has_timestamp_ntz(field.type) for field in schema):
         features.add(TIMESTAMP_NTZ)
@@ -137,13 +137,13 @@ def protocol_for(schema: pa.Schema, *, deletion_vectors: bool = True) -> Protoco
 
 
 def merge_protocols(present: Protocol, wanted: Protocol) -> Protocol | None:
-    """What a table's protocol becomes when it needs more; None if it suffices. Features are never taken away."""
+    """Return a table's protocol when it needs more features; None if it suffices. Features are never removed."""
     reader = max(present.min_reader_version, wanted.min_reader_version)
     writer = max(present.min_writer_version, wanted.min_writer_version)
     reader_features = present.reader_features | wanted.reader_features
     writer_features = present.writer_features | wanted.writer_features
     if writer >= _FEATURE_WRITER and present.min_writer_version < _FEATURE_WRITER:
-        # What the old number stood for is spelled out.
+        # Spell out the features that the old version number implied.
         writer_features |= {_APPEND_ONLY, _INVARIANTS}
     merged = Protocol(reader, writer, reader_features, writer_features)
     return None if merged == present else merged
@@ -152,7 +152,7 @@ def merge_protocols(present: Protocol, wanted: Protocol) -> Protocol | None:
 def table_configuration(
     owner: str, *, deletion_vectors: bool = True, log_retention_hours: float, file_retention_hours: float
 ) -> dict[str, str]:
-    """The properties of a table that we create. Without retention of its own, tombstones would fill its checkpoints."""
+    """Return the properties of a new table. Without its own retention, tombstones would fill its checkpoints."""
     configuration = {
         OWNER: owner,
         "delta.logRetentionDuration": _interval(log_retention_hours),
@@ -164,7 +164,7 @@ def table_configuration(
 
 
 def refuse_unknown(table: str, protocol: Protocol, metadata: Metadata) -> None:
-    """Raise `TableRejected` if the table needs something of its readers or writers that is not known here."""
+    """Raise `TableRejected` if the table requires something of its readers or writers that Penstock does not know."""
     reader = _unknown(protocol.min_reader_version, _LEGACY_READER, protocol.reader_features, _READER_FEATURES)
     writer = _unknown(protocol.min_writer_version, _LEGACY_WRITER, protocol.writer_features, _WRITER_FEATURES)
     unknown = sorted(reader | writer)
@@ -172,14 +172,14 @@ def refuse_unknown(table: str, protocol: Protocol, metadata: Metadata) -> None:
         raise rejected(
             table,
             f"it has table features that Penstock does not know: {', '.join(unknown)}",
-            hint="Use a table of its own for Penstock, or remove the features with the tool that added them.",
+            hint="Use a separate table for Penstock, or remove the features with the tool that added them.",
         )
     if metadata.partition_columns:
-        raise rejected(table, "it is partitioned", hint="Use a table of its own for Penstock.")
+        raise rejected(table, "it is partitioned", hint="Use a separate table for Penstock.")
     if metadata.configuration.get("delta.appendOnly", "false").lower() == "true":
         raise rejected(table, "it is append-only", hint="Set its property delta.appendOnly to false.")
     if '"delta.invariants"' in metadata.schema_string:
-        raise rejected(table, "a column of it has an invariant", hint="Use a table of its own for Penstock.")
+        raise rejected(table, "one of its columns has an invariant", hint="Use a separate table for Penstock.")
 
 
 def _with_digest(name: str) -> str:
@@ -249,7 +249,7 @@ def _type_from_json(record: Any) -> pa.DataType:
             return pa.decimal128(int(decimal[1]), int(decimal[2]))
         if record in _FROM_PRIMITIVES:
             return _FROM_PRIMITIVES[record]
-        raise TypeError(f"a type of Delta that Penstock does not know: {record}")
+        raise TypeError(f"Penstock does not know the Delta type {record}")
     match record["type"]:
         case "array":
             return pa.list_(_type_from_json(record["elementType"]))
@@ -258,4 +258,4 @@ def _type_from_json(record: Any) -> pa.DataType:
         case "struct":
             return pa.struct([_field_from_json(field) for field in record["fields"]])
         case other:
-            raise TypeError(f"a type of Delta that Penstock does not know: {other}")
+            raise TypeError(f"Penstock does not know the Delta type {other}")

@@ -1,4 +1,4 @@
-"""A table at one version, as its log says: the live files with their vectors, positions, schema and protocol."""
+"""A table at one version of its log: the live files with their vectors, positions, schema and protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _APPLICATION = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """Who records positions in a table: a pipeline, for one table, of one lineage, since one attempt of a copy."""
+    """Identifies a recorded position: a pipeline, a table, a lineage, and an attempt of a copy."""
 
     pipeline: str
     table: str
@@ -27,28 +27,28 @@ class Application:
 
     @property
     def id(self) -> str:
-        """As `txn` actions have it."""
+        """The id in `txn` actions."""
         parts = (self.pipeline, self.table, self.lineage, self.attempt)
         return "/".join((_APPLICATION, *(quote(part, safe="") for part in parts)))
 
     @classmethod
     def parse(cls, app_id: str) -> Application | None:
-        """The application behind an id; None if it is not one of ours."""
+        """Return the application for an id; None if it is not one of Penstock's."""
         parts = app_id.split("/")
         return cls(*map(unquote, parts[1:])) if len(parts) == 5 and parts[0] == _APPLICATION else None
 
 
 class Verdict(Enum):
-    """What commits of others mean for a writer that wanted to commit at the same version."""
+    """What other writers' commits mean for a writer that wanted to commit the same version."""
 
     MAINTENANCE = auto()
-    """The rows are the same, stored differently: match again."""
+    """The rows are the same, stored differently: find the rows to replace again."""
     OWN_POSITION = auto()
-    """The same application has recorded a position: read it, leave out what is in, and do the rest again."""
+    """The same application has recorded a position: read it, skip the changes it covers, and write the rest again."""
     SUPERSEDED = auto()
-    """The same pipeline has copied the table anew, or reads another lineage: nothing more may be written."""
+    """The same pipeline has copied the table again, or reads another lineage: this writer must stop."""
     FOREIGN = auto()
-    """Somebody else has changed data or metadata: the table stops."""
+    """Another program has changed data or metadata: the table stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class Commit:
 
     @property
     def changes_rows(self) -> bool:
-        """Whether readers may see other rows, columns or features after it."""
+        """Return True if readers may see other rows, columns or features after this commit."""
         return any(
             action.data_change if isinstance(action, Add | Remove) else isinstance(action, Metadata | Protocol)
             for action in self.actions
         )
 
     def verdict(self, application: Application) -> Verdict:
-        """What it means for the writer of a table."""
+        """Return what the commit means for the table's writer."""
         found = [Application.parse(action.app_id) for action in self.actions if isinstance(action, Txn)]
         own = [each for each in found if each is not None and _same_table(each, application)]
         if own:
@@ -81,7 +81,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A version of a table. `files` has the live ones by the path that the log gives them."""
+    """A version of a table. `files` has the live files by their paths in the log."""
 
     version: int
     protocol: Protocol
@@ -91,26 +91,26 @@ class Snapshot:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns, in the types in which files have them."""
+        """The columns, with the types that they have in files."""
         return arrow_schema(self.metadata.schema_string)
 
     @property
     def owner(self) -> str | None:
-        """The pipeline that writes the table; None if no Penstock does."""
+        """The pipeline that writes the table; None if Penstock does not write it."""
         return self.metadata.configuration.get(OWNER)
 
     def position(self, application: Application) -> int | None:
-        """The boundary that is recorded with the rows; None if this application has recorded none."""
+        """Return the boundary recorded with the rows; None if this application has recorded none."""
         return self.transactions.get(application.id)
 
     @property
     def row_count(self) -> int | None:
-        """Of the live rows; None if some writer left it out."""
+        """Number of live rows; None if a writer omitted it."""
         counts = [_live_rows(add) for add in self.files.values()]
         return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
 
     def stored_files(self) -> Iterator[str]:
-        """What must exist below the table's folder for a reader of this version: data and vectors."""
+        """Yield the files that a reader of this version needs: data and vectors, below the table's folder."""
         for add in self.files.values():
             yield add.file
             vector = None if add.vector is None else vector_file(add.vector)
@@ -118,7 +118,7 @@ class Snapshot:
                 yield vector
 
     def followed_by(self, commit: Commit) -> Snapshot:
-        """The table after the next commit."""
+        """Return the table after the next commit."""
         files = dict(self.files)
         apply_files(files, commit.actions)
         protocols = [action for action in commit.actions if isinstance(action, Protocol)]
@@ -134,7 +134,7 @@ class Snapshot:
 
 
 def apply_files(files: dict[str, Add], actions: Iterable[Action]) -> None:
-    """Change the live files by the actions of one version, whose order means nothing."""
+    """Update the live files with the actions of one version, whose order does not matter."""
     adds: list[Add] = []
     for action in actions:
         if isinstance(action, Remove):
@@ -147,12 +147,12 @@ def apply_files(files: dict[str, Add], actions: Iterable[Action]) -> None:
 
 
 def apply_transactions(actions: Iterable[Action]) -> dict[str, int]:
-    """The positions that the actions of one version record."""
+    """Return the positions that the actions of one version record."""
     return {action.app_id: action.version for action in actions if isinstance(action, Txn)}
 
 
 def removed_files(actions: Iterable[Action]) -> Iterator[tuple[str, int]]:
-    """What stored files the actions take out of use, each with the time, in milliseconds."""
+    """Yield the stored files that the actions remove, each with the time in milliseconds."""
     for action in actions:
         if isinstance(action, Remove):
             time = action.deletion_timestamp or 0

@@ -1,9 +1,9 @@
 """Statistics of data files, by which readers skip files: counts, bounds and nulls of the first columns.
 
-Bounds must never be narrower than the values, or a reader with a filter loses rows. So a bound that its JSON cannot say
-exactly is rounded outwards or left out: long texts are cut, the upper one with the highest letter behind; floats with
-NaN have none, because engines disagree where NaN stands; neither do dates outside of years 1 to 9999. Decimals are
-written with all their digits, which is why the JSON is put together here and never parsed and written again.
+Bounds must never be narrower than the values, or a reader with a filter loses rows. So a bound that JSON cannot express
+exactly is widened or left out. Long texts are truncated, and the upper bound gets the highest character appended.
+Floats with NaN have no bounds, because engines disagree about the order of NaN; neither have dates outside the years 1
+to 9999. Decimals are written with all their digits, so the JSON is assembled here and never parsed and written again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 INDEXED_COLUMNS = 32
-"""How many columns have statistics, unless they are named; what Delta's own writers do."""
+"""How many columns have statistics unless they are named; the default of Delta's own writers."""
 _TEXT_LETTERS = 32
 _HIGHEST = "\U0010ffff"
 _FIRST_DAY, _LAST_DAY = -719_162, 2_932_896
@@ -28,7 +28,7 @@ _TIGHT = re.compile(r'"tightBounds"\s*:\s*(true|false)')
 
 
 class StatisticsCollector:
-    """The statistics of a file that is written piece by piece."""
+    """Collects the statistics of a file that is written in pieces."""
 
     def __init__(self, schema: pa.Schema, columns: Sequence[str] | None = None) -> None:
         names = schema.names[:INDEXED_COLUMNS] if columns is None else columns
@@ -40,7 +40,7 @@ class StatisticsCollector:
         self._rows = 0
 
     def add(self, data: pa.Table) -> None:
-        """Count in some rows, which have the schema's types."""
+        """Add rows, which have the schema's types."""
         self._rows += data.num_rows
         for name in self._types:
             column = data[name]
@@ -55,7 +55,7 @@ class StatisticsCollector:
             self._bounds[name] = min(low, before[0]), max(high, before[1])
 
     def result(self) -> str:
-        """The `stats` of the file."""
+        """Return the `stats` of the file."""
         lowest: dict[str, str] = {}
         highest: dict[str, str] = {}
         for name, (low, high) in self._bounds.items():
@@ -74,14 +74,14 @@ class StatisticsCollector:
 
 
 def collect_statistics(data: pa.Table, columns: Sequence[str] | None = None) -> str:
-    """The `stats` of a file with these rows; of the named columns, or of the first ones."""
+    """Return the `stats` of a file with these rows, for the named columns or for the first ones."""
     collector = StatisticsCollector(data.schema, columns)
     collector.add(data)
     return collector.result()
 
 
 def loosened(statistics: str) -> str:
-    """The same statistics for a file of which some rows are deleted: its bounds still hold, but may be too wide."""
+    """Return the statistics of a file after some rows were deleted: its bounds still hold, but may be too wide."""
     found = _TIGHT.search(statistics)
     if found is not None:
         return f'{statistics[: found.start()]}"tightBounds":false{statistics[found.end() :]}'
@@ -90,7 +90,7 @@ def loosened(statistics: str) -> str:
 
 
 def record_count(statistics: str | None) -> int | None:
-    """The number of rows in a file, deleted ones included; None if its statistics do not say."""
+    """Return the number of rows in a file, including deleted ones; None if its statistics omit it."""
     return None if statistics is None else json.loads(statistics).get("numRecords")
 
 
@@ -106,7 +106,7 @@ def _has_bounds(kind: pa.DataType) -> bool:
 
 
 def _min_max(column: pa.ChunkedArray) -> tuple[Any, Any]:
-    """Bounds that compare as their values do; of days and moments as numbers, which Python's own types cannot hold."""
+    """Return bounds that compare as their values do; dates and timestamps as numbers, since Python's types overflow."""
     if pa.types.is_date32(column.type):
         column = column.cast(pa.int32())
     elif pa.types.is_timestamp(column.type):
@@ -116,7 +116,7 @@ def _min_max(column: pa.ChunkedArray) -> tuple[Any, Any]:
 
 
 def _texts(kind: pa.DataType, low: Any, high: Any) -> tuple[str, str] | None:
-    """Bounds as JSON; None if it cannot say them."""
+    """Return bounds as JSON; None if JSON cannot express them."""
     if pa.types.is_integer(kind):
         return str(low), str(high)
     if pa.types.is_decimal(kind):
@@ -136,7 +136,7 @@ def _texts(kind: pa.DataType, low: Any, high: Any) -> tuple[str, str] | None:
 
 
 def _cut_upwards(text: str) -> str:
-    """A text that is not longer than it has to be, and not below the given one in the order of its bytes."""
+    """Return a text of limited length that is not below the given one in byte order."""
     end = _TEXT_LETTERS
     while end < len(text) and text[end] == _HIGHEST:
         end += 1

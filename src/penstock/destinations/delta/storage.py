@@ -1,14 +1,14 @@
 """Storage for tables: a folder, or an object store (`s3://bucket/lake`), behind one small interface.
 
-Two things make a commit safe, and both are here. `put_if_absent` creates a file with its whole content for one caller
-only. And what has returned is durable: in a folder the file and the names above it are synced, an object store answers
-when it has the object.
+Two guarantees make a commit safe. `put_if_absent` creates a file with its whole content for one caller only. And a
+write is durable when it returns: a folder syncs the file and the names above it, and an object store answers when it
+has stored the object.
 
     lake = open_storage("s3://lake", {"aws_endpoint": "…"})
     table = lake.child("public/orders")
     table.put_if_absent("_delta_log/00000000000000000000.json", content)
 
-Paths are relative to the storage, with slashes. Storages pickle: tasks open what they need where they run.
+Paths are relative to the storage, with slashes. Storages pickle: tasks open their own files.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class LocalStorage:
     def put_if_absent(self, path: str, content: bytes) -> bool:
         target = self.root / path
         temporary = self._write_aside(target, content)
-        # A link appears with the whole content or not at all, and for one of those who try it.
+        # A link appears with the whole content or not at all, and only one writer can create it.
         try:
             os.link(temporary, target)
         except FileExistsError:
@@ -255,7 +255,7 @@ class ObjectStorage:
 
     @contextmanager
     def create(self, path: str) -> Iterator[IO[bytes]]:
-        # An object appears when all of it is there; files are of a size that fits into memory.
+        # An object appears when it is complete; files are small enough to fit into memory.
         sink = pa.BufferOutputStream()
         yield cast("IO[bytes]", sink)
         with self._reachable():
@@ -370,7 +370,7 @@ class _ObjectReader(io.RawIOBase):
 
 
 def _make_folder(path: Path) -> None:
-    """Create a folder and those above it, durably."""
+    """Create a folder and its parents, durably."""
     if path.is_dir():
         return
     missing = [each for each in (path, *path.parents) if not each.exists()]

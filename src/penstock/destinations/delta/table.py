@@ -1,7 +1,7 @@
-"""One table that this process writes: its log, whose it is, how far it is, and what a lost race means for it.
+"""One table that this process writes: its log, owner and position, and the consequences of a lost race.
 
-Positions are recorded in the log, in the same commit as the rows. Their name says pipeline, table, lineage and attempt
-of the copy: a higher position of another server, or of an earlier copy, hides nothing.
+Positions are recorded in the log, in the same commit as the rows. Their name contains pipeline, table, lineage and
+attempt of the copy, so that a higher position of another server or of an earlier copy hides no changes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock.lsn import Lsn
 
 _FOLDER = "_penstock/tables"
 _RACES = 100
-"""So many times in a row others may be first; each time they have written something."""
+"""How many races in a row may be lost; each time another writer has made progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What a table is at one moment."""
+    """A table at one moment."""
 
     snapshot: Snapshot
     state: TableState
@@ -43,13 +43,13 @@ class Batch:
     """A part of a batch that is about to be committed."""
 
     version: Version
-    """What it was made from."""
+    """The version that it is based on."""
     state: TableState
     """After it."""
     end: Lsn
     written: WrittenFiles
     exchanged: Mapping[str, Add | None] = field(default_factory=dict[str, Add | None])
-    """Files that were written anew before the batch was made, and what became of them; it was made from these."""
+    """Files that a backfill replaced before the batch was written; the batch is based on the new ones."""
 
 
 class LakeTable:
@@ -64,19 +64,19 @@ class LakeTable:
         self._parsed: tuple[Metadata, TableState | None] | None = None
 
     def look(self) -> Version | None:
-        """The newest version; None if there is no table. Raises if it is somebody else's."""
+        """Return the newest version; None if there is no table. Raise if it belongs to another pipeline."""
         snapshot = self.log.refresh()
         return None if snapshot is None else self._version(snapshot)
 
     def require(self) -> Version:
-        """The newest version, to which changes can be added."""
+        """Return the newest version; raise if changes cannot be added to it."""
         version = self.look()
         if version is None or version.state.table_id != self._table_id or not version.state.is_copied:
             raise not_copied(self.name)
         return version
 
     def position(self, version: Version) -> Lsn | None:
-        """The boundary that is recorded with the rows; None if it is of another lineage."""
+        """Return the boundary recorded with the rows; None if it is of another lineage."""
         found = self._recorded(version)
         for lineage in (self._context.lineage, self._context.continues):
             if lineage is not None and lineage in found:
@@ -84,19 +84,19 @@ class LakeTable:
         return None
 
     def require_position(self, version: Version) -> Lsn:
-        """The same, for writing."""
+        """Return the recorded boundary; raise if there is none."""
         position = self.position(version)
         if position is None:
-            recorded = ", ".join(sorted(self._recorded(version))) or "nobody"
+            recorded = ", ".join(sorted(self._recorded(version))) or "an unknown lineage"
             raise other_lineage(self.name, recorded, self._context.lineage)
         return position
 
     def application(self, attempt: str) -> Application:
-        """Under which name positions are recorded."""
+        """Return the name under which positions are recorded."""
         return Application(self._context.pipeline_id, str(self._table_id), self._context.lineage, attempt)
 
     def fence(self, state: TableState, snapshot: Snapshot | None, configuration: dict[str, str]) -> bool:
-        """Let no earlier attempt commit any more; False if somebody else was first."""
+        """Fence off earlier attempts; return False if another writer committed first."""
         wanted = protocol_for(state.layout.schema, deletion_vectors=self._vectors)
         created = now_milliseconds()
         actions: list[Action] = [
@@ -112,7 +112,7 @@ class LakeTable:
     def commit_copy(
         self, version: Version, state: TableState, position: Lsn, added: Sequence[Add], configuration: dict[str, str]
     ) -> None:
-        """Exchange all rows for those of a copy."""
+        """Replace all rows by those of a copy."""
         for _ in range(_RACES):
             snapshot, now = version.snapshot, now_milliseconds()
             actions = self._head("COPY", state.begun, position, now)
@@ -129,7 +129,7 @@ class LakeTable:
         raise rejected(self.name, "other writers commit so often that the copy cannot be committed")
 
     def commit(self, batch: Batch) -> bool:
-        """Commit a batch; False if it has to be done again, because rows or positions are not what they were."""
+        """Commit a batch; return False if it has to be written again because rows or positions have changed."""
         version, written = batch.version, batch.written
         touched = {*batch.exchanged, *written.removed, *(path for path, _ in written.vectors)}
         for _ in range(_RACES):
@@ -151,7 +151,7 @@ class LakeTable:
         return False
 
     def _judge(self, lost: Lost, attempt: str) -> Verdict:
-        """What those who were first mean for us; raises where nothing more may be written."""
+        """Return what the commits of other writers mean for this one; raise if it must stop."""
         verdict = lost.verdict(self.application(attempt))
         if verdict is Verdict.SUPERSEDED:
             raise fenced_copy(self.name, attempt)
@@ -172,13 +172,13 @@ class LakeTable:
         return Version(snapshot, state)
 
     def _state(self, metadata: Metadata) -> TableState | None:
-        """What metadata says; it is the same object for as long as nobody changes it."""
+        """Parse the metadata, unless it is the same object as last time."""
         if self._parsed is None or self._parsed[0] is not metadata:
             self._parsed = metadata, from_metadata(metadata)
         return self._parsed[1]
 
     def _recorded(self, version: Version) -> dict[str, int]:
-        """The positions of the copy that is there, by lineage."""
+        """Return the positions of the current copy, by lineage."""
         found: dict[str, int] = {}
         for app_id, position in version.snapshot.transactions.items():
             application = Application.parse(app_id)
@@ -207,13 +207,13 @@ class Catalog:
     """The folders of one pipeline's tables."""
 
     storage: Storage
-    """Of the lake."""
+    """The storage of the lake."""
     pipeline_id: str
     _known: dict[int, str] = field(default_factory=dict[int, str])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def folder(self, table_id: int) -> str | None:
-        """Where a table is; None if nobody has copied it here."""
+        """Return the folder of a table; None if this pipeline has not copied it here."""
         with self._lock:
             known = self._known.get(table_id)
         if known is None:
@@ -226,7 +226,7 @@ class Catalog:
         return known
 
     def note(self, table_id: int, folder: str) -> None:
-        """Remember where a table is."""
+        """Record the folder of a table."""
         if self.folder(table_id) != folder:
             self.storage.put(self._path(table_id), json.dumps({"folder": folder}).encode())
             with self._lock:
@@ -237,7 +237,7 @@ class Catalog:
 
 
 def noted_folders(storage: Storage) -> list[str]:
-    """The folders of all tables of a lake, whoever writes them."""
+    """Return the folders of all tables of a lake, of all pipelines."""
     notes = [storage.get(file.path) for file in storage.list(_FOLDER) if file.path.endswith(".json")]
     return sorted({str(json.loads(note)["folder"]) for note in notes if note is not None})
 

@@ -45,33 +45,33 @@ class TableWork:
     table_id: int
     table: str
     storage: Storage
-    """Of the table's folder."""
+    """The storage of the table's folder."""
     layout: TableLayout
     """After the batch."""
     steps: tuple[Rows | Truncation, ...]
     files: tuple[LiveFile, ...]
-    """All that the table has."""
+    """All files of the table."""
     deletion_vectors: bool = True
     source: SourceRows | None = None
     constants: Mapping[str, pa.Scalar] = field(default_factory=dict[str, pa.Scalar])
-    """What rows from before a column was added have in it, by names in segments."""
+    """The values of existing rows in columns that were added later, by names in segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backfill:
-    """One file that is to get columns, for a task."""
+    """One file to which a task adds columns."""
 
     table: str
     storage: Storage
     layout: TableLayout
-    """With the columns."""
+    """Includes the new columns."""
     file: LiveFile
     constants: Mapping[str, pa.Scalar]
-    """By the columns' names in the lake, in the types that they have there."""
+    """By the columns' names in the lake, with the types that they have there."""
 
 
 def apply_changes(work: TableWork) -> WrittenFiles | PenstockError:
-    """Write what a batch makes of a table; errors are values, so that one bad table does not fail the job of all."""
+    """Write a table's part of a batch; errors are values, so that one bad table does not fail the job of all."""
     try:
         match work.layout.mode:
             case Mode.HISTORY:
@@ -85,7 +85,7 @@ def apply_changes(work: TableWork) -> WrittenFiles | PenstockError:
 
 
 def backfill(item: Backfill) -> Add | PenstockError | None:
-    """Write a file's live rows with the columns; None if there are no such rows. Errors are values."""
+    """Write a file's live rows with the new columns; None if it has no live rows. Errors are values."""
     try:
         dead = dead_rows(item.storage, item.file)
         return rewrite(item.storage, item.layout, item.file, dead, constants=item.constants)
@@ -100,7 +100,7 @@ def backfills(
     files: Sequence[LiveFile],
     constants: Mapping[str, pa.Scalar],
 ) -> tuple[Backfill, ...]:
-    """What has to be done for a table; `constants` are by names in segments."""
+    """Return the backfills that a table needs; `constants` are by names in segments."""
     named = pa.table({layout.renames[name]: pa.array([value], value.type) for name, value in constants.items()})
     fitted = layout.fit(named)
     lake = {name: fitted.column(name)[0] for name in fitted.column_names}
@@ -108,13 +108,13 @@ def backfills(
 
 
 def constant_of(table: str, column: Column, type_: pa.DataType) -> pa.Scalar:
-    """What rows from before have in a column whose segments have this type; `ValuesNotSent` if that cannot be told."""
+    """Return the value of existing rows in an added column of this type; raise `ValuesNotSent` if it is unknown."""
     codec = codec_for(column.type, column.type_modifier, TypeSettings())
     decoded = codec.decode(pa.array([column.missing], pa.large_string()))
     if decoded.rejected is not None or codec.arrow_type != type_:
         raise ValuesNotSent(
-            f"{table}: what rows from before have in the added column {column.name} is not in the stream, and its "
-            "default is none that the lake's type can hold",
+            f"{table}: the server did not send the values of existing rows for the added column {column.name}, and "
+            "the lake's type cannot hold its default",
             table=table,
         )
     return decoded.array[0]
@@ -122,7 +122,7 @@ def constant_of(table: str, column: Column, type_: pa.DataType) -> pa.Scalar:
 
 @dataclass(slots=True)
 class _Watch:
-    """How long the steps take."""
+    """Measures how long the steps take."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     _since: float = field(default_factory=time.perf_counter)
@@ -143,7 +143,7 @@ def _append(work: TableWork) -> WrittenFiles:
 
 
 def _mirror(work: TableWork) -> WrittenFiles:
-    """Rows before a truncate do not matter, neither those of the lake nor those of the batch."""
+    """Apply changes in mode `mirror`. Rows before a truncate do not matter, neither in the lake nor in the batch."""
     watch = _Watch()
     truncates = [number for number, step in enumerate(work.steps) if isinstance(step, Truncation)]
     steps = _rows(work.steps[truncates[-1] + 1 :] if truncates else work.steps)
@@ -162,7 +162,7 @@ def _mirror(work: TableWork) -> WrittenFiles:
 
 
 def _keep_deleted(work: TableWork) -> WrittenFiles:
-    """Deleted rows stay."""
+    """Apply changes in mode `soft_delete`: deleted rows stay."""
     if any(isinstance(step, Truncation) for step in work.steps):
         return _truncate_softly(work)
     watch = _Watch()
@@ -176,7 +176,7 @@ def _keep_deleted(work: TableWork) -> WrittenFiles:
 
 
 def _truncate_softly(work: TableWork) -> WrittenFiles:
-    """A truncate deletes all rows that there are, so every file is written anew; once, also for several of them."""
+    """Apply truncates, which delete all rows: every file is rewritten, once for all of them."""
     watch = _Watch()
     truncates = [step for step in work.steps if isinstance(step, Truncation)]
     pending: list[tuple[pa.Table, pa.Array | None]] = []
@@ -185,7 +185,7 @@ def _truncate_softly(work: TableWork) -> WrittenFiles:
         if not steps:
             continue
         net = compact(_read(work, steps), work.layout.key, keep_deleted=True)
-        # After a truncate no row from before is alive, but one that was deleted may have the key of a new one.
+        # After a truncate no old row is live, but a deleted one may have the key of a new one.
         found = find_rows(work.storage, work.layout, work.files, net.touched, net.limits)
         matches += found
         complete = fill(net, () if number else found, work.storage, work.layout, work.source)
@@ -221,7 +221,7 @@ def _write(work: TableWork, net: NetChanges, matches: Sequence[FileMatch], watch
 
 
 def _copy_on_write(work: TableWork, matches: Sequence[FileMatch]) -> WrittenFiles:
-    """For readers that know no vectors: every file that loses a row is written anew without it."""
+    """Rewrite every file that loses a row, for readers that do not support vectors."""
     added = [
         rewrite(work.storage, work.layout, match.file, match.dead.union(Vector.of(match.rows))) for match in matches
     ]
@@ -245,7 +245,7 @@ def _rows(steps: Sequence[Rows | Truncation]) -> list[Rows]:
 
 
 def _between_truncates(steps: Sequence[Rows | Truncation]) -> list[list[Rows]]:
-    """The rows before the first truncate, between the first and the second, and so on."""
+    """Return the rows before the first truncate, between the first and the second, and so on."""
     parts: list[list[Rows]] = [[]]
     for step in steps:
         if isinstance(step, Truncation):
@@ -256,7 +256,7 @@ def _between_truncates(steps: Sequence[Rows | Truncation]) -> list[list[Rows]]:
 
 
 def _without(rows: pa.Table, keys: pa.Array | None, touched: pa.Array) -> tuple[pa.Table, pa.Array | None]:
-    """Rows without those whose key was touched again."""
+    """Return the rows whose keys were not touched again."""
     if keys is None:
         return rows, None
     keep = pc.invert(pc.is_in(keys, value_set=touched))
@@ -264,7 +264,7 @@ def _without(rows: pa.Table, keys: pa.Array | None, touched: pa.Array) -> tuple[
 
 
 def _deleted(rows: pa.Table, moment: int) -> pa.Table:
-    """Rows with the time of a truncate, unless they were deleted before it."""
+    """Return rows with the time of a truncate, unless they were deleted before it."""
     times = pc.fill_null(rows.column(DELETED_AT), pa.scalar(moment, pa.timestamp("us", "UTC")))
     return rows.set_column(rows.schema.get_field_index(DELETED_AT), DELETED_AT, times)
 

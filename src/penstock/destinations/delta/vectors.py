@@ -1,12 +1,12 @@
-"""Deletion vectors: which rows of a data file are dead, as compressed bitmaps in the log or in files beside the data.
+"""Deletion vectors: the dead rows of a data file, as compressed bitmaps in the log or in files next to the data.
 
-A bitmap has Delta's magic number before it and the portable 64-bit roaring format behind. In a file, each one stands
-between its size and its checksum, after one byte for the version:
+A bitmap is Delta's magic number followed by the portable 64-bit roaring format. In a file, each bitmap stands between
+its size and its checksum, after one byte for the version:
 
     01 │ size (4, big-endian) │ magic (4, little-endian) │ bitmap │ CRC-32 (4, big-endian) │ size …
 
-A file may hold the vectors of many data files, so a batch writes one however many files it touches. Small vectors can
-stand in the log itself.
+A file may hold the vectors of many data files, so a batch writes one file however many it touches. Small vectors can be
+stored in the log itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UUID_LETTERS = 20
 
 
 class Vector:
-    """A set of row numbers of one file; never changes."""
+    """An immutable set of row numbers of one file."""
 
     __slots__ = ("_rows",)
     EMPTY: ClassVar[Vector]
@@ -46,7 +46,7 @@ class Vector:
 
     @classmethod
     def of(cls, rows: Iterable[int] | NDArray[Any]) -> Vector:
-        """From row numbers, in any order, also repeated."""
+        """Create a vector from row numbers, in any order, with or without duplicates."""
         numbers = np.ascontiguousarray(np.fromiter(rows, np.uint64) if not isinstance(rows, np.ndarray) else rows)
         return cls(BitMap64(array.array("Q", numbers.astype(np.uint64, copy=False).tobytes())))
 
@@ -66,40 +66,40 @@ class Vector:
         return Vector.from_bytes, (self.to_bytes(),)
 
     def rows(self) -> NDArray[np.uint64]:
-        """The row numbers, ascending."""
+        """Return the row numbers, ascending."""
         return np.frombuffer(self._rows.to_array(), np.uint64)
 
     def union(self, *others: Vector) -> Vector:
-        """The rows of all of them."""
+        """Return the rows of all vectors."""
         return Vector(BitMap64.union(self._rows, *(other._rows for other in others)))
 
     def difference(self, other: Vector) -> Vector:
-        """The rows that the other one does not have."""
+        """Return the rows that the other vector lacks."""
         return Vector(self._rows - other._rows)
 
     def isdisjoint(self, other: Vector) -> bool:
-        """Whether they have no row in common."""
+        """Return True if the vectors have no row in common."""
         return self._rows.isdisjoint(other._rows)
 
     def alive(self, row_count: int) -> NDArray[np.bool_]:
-        """A mask over the file's rows: True where a row is not in the vector."""
+        """Return a mask over the file's rows: True if a row is not in the vector."""
         mask = np.ones(row_count, np.bool_)
         mask[self.rows()] = False
         return mask
 
     def to_bytes(self) -> bytes:
-        """The bitmap as Delta serialises it, with its magic number."""
+        """Return the bitmap as Delta serialises it, with its magic number."""
         bitmap = self._rows.copy()
         bitmap.run_optimize()
         return _MAGIC + bitmap.serialize()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vector:
-        """What `to_bytes` gave; `ValueError` for anything else."""
+        """Parse the output of `to_bytes`; raise `ValueError` for anything else."""
         if data[:4] != _MAGIC:
             raise ValueError("not a deletion vector: the magic number is missing")
         if len(data) < 12:
-            raise ValueError("a deletion vector that ends too early")
+            raise ValueError("the deletion vector is truncated")
         return cls(BitMap64.deserialize(data[4:]))
 
 
@@ -107,9 +107,9 @@ Vector.EMPTY = Vector(BitMap64())
 
 
 def write_vectors(storage: Storage, vectors: Sequence[Vector], *, inline_bytes: int = 0) -> list[VectorDescriptor]:
-    """Write vectors, durably, and give the descriptors for the log, in order; one file for all that are not inline.
+    """Write vectors, durably, and return the descriptors for the log, in order; one file holds all that are not inline.
 
-    `inline_bytes` is the size up to which a vector stands in the log; with 0 all of them go to the file.
+    Vectors up to `inline_bytes` are stored in the log; with 0 all of them go to the file.
     """
     name = uuid.uuid4()
     content = bytearray(_FILE_VERSION)
@@ -127,7 +127,7 @@ def write_vectors(storage: Storage, vectors: Sequence[Vector], *, inline_bytes: 
 
 
 def read_vector(storage: Storage, descriptor: VectorDescriptor) -> Vector:
-    """Read one vector; `TableRejected` if it is not there or not what the log says."""
+    """Read one vector; raise `TableRejected` if it is missing or not as the log describes it."""
     if descriptor.storage_type == INLINE:
         data = decode_z85(descriptor.path_or_inline)[: descriptor.size]
         return _checked(descriptor, data, "an inline vector")
@@ -138,18 +138,18 @@ def read_vector(storage: Storage, descriptor: VectorDescriptor) -> Vector:
     if stored is None:
         raise _broken(path, "is missing")
     if len(stored) < descriptor.size + 2 * _SIZE.size:
-        raise _broken(path, "ends too early")
+        raise _broken(path, "is truncated")
     (size,) = _SIZE.unpack(stored[: _SIZE.size])
     data = stored[_SIZE.size : -_SIZE.size]
     if size != descriptor.size:
-        raise _broken(path, "holds a vector of another size than the log says")
+        raise _broken(path, "holds a vector of a different size than the log states")
     if _SIZE.unpack(stored[-_SIZE.size :])[0] != zlib.crc32(data):
         raise _broken(path, "has a wrong checksum")
     return _checked(descriptor, data, path)
 
 
 def vector_file(descriptor: VectorDescriptor) -> str | None:
-    """The file of a vector, below the table's folder; None if it stands in the log."""
+    """Return the file of a vector, below the table's folder; None if it is stored in the log."""
     match descriptor.storage_type:
         case "i":
             return None
@@ -159,13 +159,13 @@ def vector_file(descriptor: VectorDescriptor) -> str | None:
             return _file_name(prefix, uuid.UUID(bytes=decode_z85(encoded[-_UUID_LETTERS:])))
         case _:
             raise TableRejected(
-                f"a deletion vector of storage type {descriptor.storage_type!r} lies outside of the table",
+                f"a deletion vector of storage type {descriptor.storage_type!r} is outside the table",
                 hint="Penstock cannot write to a shallow clone; use a separate table.",
             )
 
 
 def encode_z85(data: bytes) -> str:
-    """Four bytes as five letters; the length must be a multiple of four."""
+    """Encode four bytes as five letters; the length must be a multiple of four."""
     letters: list[str] = []
     for start in range(0, len(data), 4):
         value = int.from_bytes(data[start : start + 4], "big")
@@ -174,18 +174,18 @@ def encode_z85(data: bytes) -> str:
 
 
 def decode_z85(text: str) -> bytes:
-    """What `encode_z85` gave; `ValueError` for anything else."""
+    """Parse the output of `encode_z85`; raise `ValueError` for anything else."""
     if len(text) % 5:
-        raise ValueError("z85 text has a length that is a multiple of five")
+        raise ValueError("the length of z85 text must be a multiple of five")
     found = bytearray()
     for start in range(0, len(text), 5):
         value = 0
         for letter in text[start : start + 5]:
             if letter not in _Z85_VALUES:
-                raise ValueError("a letter that z85 does not have")
+                raise ValueError("a character that z85 does not use")
             value = value * 85 + _Z85_VALUES[letter]
         if value >= 1 << 32:
-            raise ValueError("five letters of z85 that are no four bytes")
+            raise ValueError("five characters of z85 that exceed four bytes")
         found += value.to_bytes(4, "big")
     return bytes(found)
 
@@ -196,7 +196,7 @@ def _checked(descriptor: VectorDescriptor, data: bytes, where: str) -> Vector:
     except ValueError as error:
         raise _broken(where, "is not a deletion vector") from error
     if len(vector) != descriptor.cardinality:
-        raise _broken(where, "has another number of rows than the log says")
+        raise _broken(where, "has a different number of rows than the log states")
     return vector
 
 
@@ -211,5 +211,5 @@ def _padded(data: bytes) -> bytes:
 def _broken(where: str, what: str) -> PenstockError:
     return TableRejected(
         f"deletion vector: {where} {what}",
-        hint="The table's files were changed by somebody else: copy the table again.",
+        hint="Another program changed the table's files: copy the table again.",
     )

@@ -1,4 +1,5 @@
-"""What tasks write: new rows with their index, vectors of dead rows, and, in the mode `history`, every change as a row.
+"""The files that tasks write: new rows with their index, vectors of dead rows, and, in mode `history`, every change as
+a row.
 
 Nothing here changes a file. Every name is new, so a task that runs twice leaves files that no commit names and no
 reader sees.
@@ -44,10 +45,10 @@ from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 
 PIECE_BYTES = 256 << 20
-"""Of new rows that are one chunk of a column; no four of them together reach the end of 32 bits."""
+"""Size of new rows that form one chunk of a column; four of them stay below the limit of 32-bit offsets."""
 COPIED, TRUNCATED = "copy", "truncate"
 BEFORE_ALL = -1
-"""`_ordinal` of a row that was copied: it stands before the changes at the copy's position."""
+"""`_ordinal` of a copied row, which precedes the changes at the copy's position."""
 _OPERATIONS = (None, *(operation.name.lower() for operation in Operation))
 """By number."""
 _TIME = pa.timestamp("us", "UTC")
@@ -55,14 +56,14 @@ _TIME = pa.timestamp("us", "UTC")
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What a task did for a table: the driver makes a commit of it."""
+    """The files that a task wrote for a table; the driver commits them."""
 
     added: tuple[Add, ...] = ()
     """New files."""
     vectors: tuple[tuple[str, VectorDescriptor], ...] = ()
-    """Files of which more rows are dead now, by their path in the log."""
+    """Files with more dead rows than before, by path in the log."""
     removed: tuple[str, ...] = ()
-    """Files of which nothing is left."""
+    """Files without live rows."""
     row_count: int = 0
     """New rows."""
     dead_count: int = 0
@@ -72,7 +73,7 @@ class WrittenFiles:
 
 
 def assemble(net: NetChanges, layout: TableLayout) -> pa.Table:
-    """The new rows, as the lake has them."""
+    """Return the new rows with the columns of the lake."""
     rows, texts = net.rows()
     if layout.mode is Mode.SOFT_DELETE:
         assert net.gone_at is not None
@@ -82,20 +83,20 @@ def assemble(net: NetChanges, layout: TableLayout) -> pa.Table:
 
 
 def lake_rows(rows: pa.Table, texts: Texts, layout: TableLayout) -> pa.Table:
-    """Rows in the columns of the lake; the texts of cells only if there are some."""
+    """Return rows with the columns of the lake; the texts of cells only if there are some."""
     maps = join_texts(texts, rows.num_rows) if texts else None
     schema = pa.schema([field for field in layout.schema if maps is not None or field.name != UNREPRESENTABLE])
     rows = rows if maps is None else rows.append_column(UNREPRESENTABLE, maps)
     pieces = -(-rows.nbytes // PIECE_BYTES)
     if pieces <= 1:
         return fit(rows, schema)
-    # The lake's texts have offsets of 32 bits.
+    # Texts in the lake have 32-bit offsets.
     size = -(-rows.num_rows // pieces)
     return pa.concat_tables([fit(rows.slice(start, size), schema) for start in range(0, rows.num_rows, size)])
 
 
 def write_rows(storage: Storage, layout: TableLayout, rows: pa.Table, keys: pa.Array | None = None) -> Add:
-    """Write rows as a new file with its index, durably; `keys` are theirs, if somebody has them already."""
+    """Write rows as a new file with its index, durably; `keys` are the rows' keys, if the caller has them."""
     add = write_data_file(storage, rows)
     if layout.key and layout.mode is not Mode.HISTORY:
         if keys is None:
@@ -106,7 +107,7 @@ def write_rows(storage: Storage, layout: TableLayout, rows: pa.Table, keys: pa.A
 
 
 def bury(storage: Storage, matches: Sequence[FileMatch]) -> WrittenFiles:
-    """Mark rows as dead: by vectors, or by leaving out files of which nothing lives on."""
+    """Mark rows as dead: by vectors, or by removing files without live rows."""
     spent = [match for match in matches if len(match.dead) + len(match.rows) == match.row_count]
     partly = [match for match in matches if len(match.dead) + len(match.rows) < match.row_count]
     vectors = [match.dead.union(Vector.of(match.rows)) for match in partly]
@@ -129,9 +130,9 @@ def rewrite(
     deleted_at: int | None = None,
     constants: Mapping[str, pa.Scalar] | None = None,
 ) -> Add | None:
-    """Write what lives on of a file as a new one; None if that is nothing.
+    """Write the remaining rows of a file as a new file; None if there are none.
 
-    With `deleted_at` its rows are deleted softly, those that are not yet; `constants` take the place of columns.
+    With `deleted_at` rows that are not yet deleted are soft-deleted; `constants` replace columns.
     """
     rows = read_rows(storage, file.file, layout.schema, layout.schema.names)
     rows = rows.filter(pa.array(dead.alive(rows.num_rows)))
@@ -148,7 +149,7 @@ def rewrite(
 
 
 def history_rows(steps: Sequence[Rows | Truncation], layout: TableLayout) -> pa.Table:
-    """The changes of a batch, in order."""
+    """Return the changes of a batch, in order."""
     parts: list[pa.Table] = []
     for step in steps:
         if isinstance(step, Truncation):
@@ -161,7 +162,7 @@ def history_rows(steps: Sequence[Rows | Truncation], layout: TableLayout) -> pa.
 
 
 def copied_rows(rows: pa.Table, position: Lsn) -> pa.Table:
-    """Rows of a copy, which are named as in the lake, in the form of changes."""
+    """Return rows of a copy, which are named as in the lake, in the form of changes."""
     head = {
         OP: pa.repeat(pa.scalar(COPIED), rows.num_rows),
         COMMIT_LSN: pa.repeat(pa.scalar(int(position), pa.int64()), rows.num_rows),
@@ -205,7 +206,7 @@ def _changes(segment: pa.Table, schema: TableSchema, layout: TableLayout) -> pa.
 
 
 def _old(old: pa.StructArray, names: Mapping[str, str], wanted: pa.StructType) -> pa.Array:
-    """The identity before a change, in the names and types of the lake."""
+    """Return the identity before a change, with the names and types of the lake."""
     there = pa.table({names[field.name]: pc.struct_field(old, field.name) for field in old.type})
     fitted = fit(there, pa.schema(list(wanted))).combine_chunks()
     arrays = [column.chunk(0) if column.num_chunks else pa.nulls(0, column.type) for column in fitted.columns]
@@ -213,7 +214,7 @@ def _old(old: pa.StructArray, names: Mapping[str, str], wanted: pa.StructType) -
 
 
 def _names_not_sent(bitmaps: pa.ChunkedArray, names: list[str]) -> pa.Array:
-    """The columns that were not sent, by name; NULL where all were."""
+    """Return the names of omitted columns; NULL if none was omitted."""
     at, bits = unsent_cells(bitmaps)
     bits = bits[:, : len(names)]
     counts = np.zeros(len(bitmaps), np.int64)

@@ -74,7 +74,7 @@ class Endpoint:
             delay = max(backoff.next_delay(), wait or 0.0)
             if time.monotonic() + delay > deadline:
                 raise out_of_reach(self.host, f"{problem}, for {self.retry_seconds:g} s")
-            logger.warning("request failed, trying again what=%s reason=%s delay=%.1f", what, problem, delay)
+            logger.warning("request failed, retrying what=%s reason=%s delay=%.1f", what, problem, delay)
             time.sleep(delay)
 
     @property

@@ -72,7 +72,7 @@ def test_a_row_without_a_key_that_is_not_there_stops_its_table(lake: Path, sourc
         transaction.delete(LINES, {"level": 1, "line": "not there"})
     error = destination.write_events(source.batch()).result().of(LINES.table_id).error
     assert isinstance(error, PenstockError)
-    assert "not there" not in str(error)[len("audit.lines") :].replace("are not there", "")
+    assert "not there" not in str(error)
     assert read_rows(lake, LINES) == [{"level": 1, "line": "there"}]
 
 

@@ -97,10 +97,10 @@ def test_bytes_that_are_no_vector_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("cut", "too early"),
+        ("cut", "truncated"),
         ("flipped", "checksum"),
         ("missing", "missing"),
-        ("size", "another size"),
+        ("size", "a different size"),
         ("cardinality", "number of rows"),
     ],
 )

@@ -1,17 +1,18 @@
-"""Cleaning up: checkpoints, old files of the log, and data files, vectors and indexes that no version names.
+"""Cleans up: writes checkpoints, and deletes old files of the log, and data files, vectors and indexes that no version
+names.
 
-**Checkpoints** are written by delta-rs, which keeps deletion vectors.
+delta-rs writes **checkpoints**; it keeps deletion vectors.
 
-**The log** stays readable at every moment: it begins with a checkpoint that covers everything before what is kept.
+**The log** stays readable at every moment: it starts with a checkpoint that covers everything before the kept commits.
 Files are deleted oldest first, so an interrupted clean-up leaves no gap.
 
-**Vacuum** is our own, because delta-rs does not know deletion vectors and would delete live ones. A file that the log
-has removed is deleted when its retention is over. A file that no commit names was left by a task that ran twice or by a
-process that died; it is deleted when it is older than everything that is being written. Files with other names than
-ours are left alone. Vacuum lists the folder before it reads the log, so that a file committed in between counts as
-live. Before it deletes files that no commit names, it takes the next version with a commit without actions: a process
-that slept since it wrote them finds its version taken, reads the log again, and notices that they are gone
-(`DeltaLog.commit`).
+**Vacuum** is Penstock's own, because delta-rs does not know deletion vectors and would delete live ones. It deletes a
+file that the log has removed when its retention is over. A file that no commit names was left by a task that ran twice
+or by a process that died; vacuum deletes it when it is older than everything that is being written. Files with other
+names than Penstock's are left alone. Vacuum lists the folder before it reads the log, so a file committed meanwhile
+counts as live. Before it deletes files that no commit names, it takes the next version with a commit without actions: a
+process that was suspended since it wrote them finds its version taken, reads the log again, and notices that they no
+longer exist (`DeltaLog.commit`).
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ _COMMIT_ATTEMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Vacuum:
-    """One table's; pickles."""
+    """The vacuum of one table; pickles."""
 
     storage: Storage
     removed_seconds: float
     """How long files stay that the log has removed: the time that readers of an old version have."""
     written_before: float
-    """Seconds since the epoch: files before this that no commit names will never be named."""
+    """Seconds since the epoch: no commit will ever name an older file that is not named yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vacuumed:
-    """What went."""
+    """The files that vacuum deleted."""
 
     files: int
     bytes: int
 
 
 def vacuum(item: Vacuum) -> Vacuumed:
-    """Delete what nobody needs; runs in a task."""
+    """Delete files that are no longer needed; runs in a task."""
     listing = list(item.storage.list())
     log = DeltaLog(item.storage)
     for _ in range(_COMMIT_ATTEMPTS):
@@ -83,7 +84,7 @@ def vacuum(item: Vacuum) -> Vacuumed:
 def _expired(
     item: Vacuum, log: DeltaLog, snapshot: Snapshot, listing: list[StoredFile]
 ) -> tuple[list[StoredFile], list[StoredFile]]:
-    """Files that are over their retention: those that the log, or a cache, has given up, and those of no commit."""
+    """Return files past their retention: those that the log or a cache no longer uses, and those of no commit."""
     removed_at = log.removed()
     needed = set(snapshot.stored_files())
     for pin in read_pins(item.storage):
@@ -107,7 +108,7 @@ def _expired(
 
 
 def _is_stale_index(file: StoredFile, snapshot: Snapshot) -> bool:
-    """An index is named after its data file, with more behind it."""
+    """Return True for an index without a live data file; an index is named after its data file, with a suffix."""
     if file.path.startswith(f"{PINS_FOLDER}/"):
         return False
     name = file.path.rsplit("/", 1)[-1]
@@ -116,7 +117,7 @@ def _is_stale_index(file: StoredFile, snapshot: Snapshot) -> bool:
 
 
 def clean_log(storage: Storage, *, older_than_seconds: float) -> int | None:
-    """Remove what is older; gives the version with which the log begins now, or None if nothing could be removed."""
+    """Delete old files of the log; return the version that the log now starts with, or None if nothing was deleted."""
     cutoff = time.time() - older_than_seconds
     files = list(storage.list(LOG_FOLDER))
     modified = {_version(file): file.modified for file in files if file.path.endswith(".json") and _is_commit(file)}
@@ -148,19 +149,19 @@ def _version(file: StoredFile) -> int | None:
 
 
 def write_checkpoint(storage: Storage) -> int:
-    """A checkpoint of the newest version, from which readers begin from now on; gives its version. Runs in a task."""
+    """Write a checkpoint of the newest version, from which readers will start; return its version. Runs in a task."""
     try:
         table = DeltaTable(storage.url, storage_options=dict(storage.options) or None)
         table.create_checkpoint()
     except (DeltaError, OSError) as error:
         raise DestinationUnavailable(
-            f"{storage.url}: no checkpoint could be written ({type(error).__name__})",
-            hint="The table is complete without it, and it is tried again; if it never works, look at the log's files.",
+            f"{storage.url}: cannot write a checkpoint ({type(error).__name__})",
+            hint="The table is complete without it, and Penstock retries; if it keeps failing, check the log's files.",
         ) from error
     return table.version()
 
 
 def commits_since_checkpoint(storage: Storage, version: int) -> int:
-    """How many commits a reader has to read besides the newest checkpoint."""
+    """Return how many commits a reader has to read after the newest checkpoint."""
     hint = last_checkpoint_hint(storage)
     return version + 1 if hint is None else max(0, version - hint)

@@ -1,10 +1,10 @@
-"""Compaction: small files, and files with many dead rows, become few files without them, while the table is written.
+"""Compaction: merges small files and files with many dead rows into few files, while the table is written.
 
-A task rewrites a group of files as they are at some version. Their live rows keep their order, so where a row went
-needs no map that grows with the rows: it is the file's first row in the new one, plus the row's number, minus the dead
-rows before it. When the new files are there, the rows that have died since are looked up by that rule and become the
-vectors of the new files, in the same commit that exchanges the files. Whoever deletes rows meanwhile is never undone,
-and never waits; compaction loses a race at most for the short time that this last step takes, and tries it again.
+A task rewrites a group of files as they are at some version. Live rows keep their order, so the new place of a row
+needs no map that grows with the rows: it is the first row of its file in the new one, plus the row's number, minus the
+dead rows before it. When the new files exist, the driver applies this rule to the rows that have died since; they
+become the vectors of the new files, in the commit that replaces the files. Deletions made meanwhile are never undone
+and never wait. Compaction can lose a race only during this short last step, and then repeats it.
 
 Files are merged with files of about their size, so a row is rewritten a few times until its file is large enough, not
 once per batch.
@@ -47,35 +47,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompactionSettings:
-    """What is worth rewriting."""
+    """Which files are worth rewriting."""
 
     target_bytes: int = 128 << 20
-    """How large a file may become by merging; larger ones are left alone, unless many of their rows are dead."""
+    """Maximum size of a merged file; larger files are left alone unless many of their rows are dead."""
     min_files: int = 8
     """How many files of about one size are merged."""
     max_files: int = 256
-    """How many are merged at most in one task."""
+    """Maximum number of files merged in one task."""
     dead_fraction: float = 0.3
-    """From this part of dead rows on a file is rewritten by itself."""
+    """A file with at least this fraction of dead rows is rewritten by itself."""
     copied_bytes: int = 8 << 20
-    """Files of a copy that are larger stay, until many of their rows are dead: how large they are follows from the
-    source's table, of which they take a good part each, and rewriting a table that was just copied is of no use."""
+    """Larger files of a copy stay until many of their rows are dead: their size follows from the source's table, and
+    rewriting a table that was just copied gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Files that become one; all of it pickles."""
+    """Files that become one. Pickles."""
 
     storage: Storage
     files: tuple[Add, ...]
     schema: pa.Schema
     layout: TableLayout | None = None
-    """Of a table that a pipeline writes: its next batch looks for rows in the new file."""
+    """The layout, if a pipeline writes the table: its next batch searches the new file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file that was rewritten: as it was then, and where its rows are in the new file."""
+    """A file that was rewritten: its state at that time, and the place of its rows in the new file."""
 
     add: Add
     dead: Vector
@@ -83,22 +83,22 @@ class Source:
     row_count: int
 
     def new_rows(self, rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Where rows that were alive then are now."""
+        """Return the new places of rows that were live at that time."""
         dead_before = np.searchsorted(self.dead.rows(), rows)
         return np.asarray(rows - dead_before.astype(np.uint64) + np.uint64(self.first_row), np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What a task made of a group."""
+    """The result of rewriting a group."""
 
     sources: tuple[Source, ...]
     file: Add | None
-    """None if no row was alive."""
+    """None if no row was live."""
 
 
 def plan_compaction(storage: Storage, snapshot: Snapshot, settings: CompactionSettings | None = None) -> list[Group]:
-    """The groups that are worth rewriting now; none in a table that is in shape."""
+    """Return the groups that are worth rewriting now."""
     settings = settings or CompactionSettings()
     tiers: dict[int, list[Add]] = {}
     chosen: list[tuple[Add, ...]] = []
@@ -118,7 +118,7 @@ def plan_compaction(storage: Storage, snapshot: Snapshot, settings: CompactionSe
 
 
 def rewrite_group(group: Group) -> Rewritten:
-    """Write the live rows of some files into one; runs in a task, and changes nothing that anybody sees."""
+    """Write the live rows of some files into one new file, which no reader sees yet; runs in a task."""
     sources: list[Source] = []
     dead = [vector_of(group.storage, add) for add in group.files]
     with create_data_file(group.storage, group.schema, prefix="compacted") as file:
@@ -139,7 +139,7 @@ def rewrite_group(group: Group) -> Rewritten:
 def compact(
     log: DeltaLog, tasks: Tasks, settings: CompactionSettings | None = None, *, table: str = ""
 ) -> Snapshot | None:
-    """Rewrite what is worth it and commit it; None if there was nothing to do, or nothing left of it."""
+    """Rewrite files that are worth it and commit; None if nothing was replaced."""
     snapshot = log.refresh()
     groups = [] if snapshot is None else plan_compaction(log.storage, snapshot, settings)
     if not groups:
@@ -150,7 +150,7 @@ def compact(
 
 
 def commit_rewritten(log: DeltaLog, rewritten: Sequence[Rewritten]) -> Snapshot | None:
-    """Exchange the files, with all deletions until now; None if somebody else had removed all of them."""
+    """Replace the files, with all deletions until now; None if another writer has removed all of them."""
     snapshot = log.refresh()
     for _ in range(_COMMIT_ATTEMPTS):
         exchanges = [] if snapshot is None else [_exchange(log.storage, snapshot, each) for each in rewritten]
@@ -166,14 +166,14 @@ def commit_rewritten(log: DeltaLog, rewritten: Sequence[Rewritten]) -> Snapshot 
         log.storage.delete(vectors)
         snapshot = answer.snapshot
     else:
-        logger.warning("compaction gave up: others were always faster table=%s", log.storage.url)
+        logger.warning("compaction gave up after losing too many races table=%s", log.storage.url)
     _delete(log.storage, rewritten)
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """What one group does to the table as it is now."""
+    """What one group replaces in the current version."""
 
     old_files: tuple[Add, ...]
     new_file: Add | None
@@ -182,8 +182,8 @@ class _Exchange:
 
 
 def _exchange(storage: Storage, snapshot: Snapshot, rewritten: Rewritten) -> _Exchange | None:
-    """None if it cannot be done: all files of the group are gone, rows of them have come back to life, or some have
-    died in a table that has no vectors to say so."""
+    """Return the exchange for a group. None if it is impossible: all files of the group are gone, some of their rows
+    are live again, or some have died in a table without vectors."""
     old_files = tuple(
         snapshot.files[source.add.path] for source in rewritten.sources if source.add.path in snapshot.files
     )
@@ -205,7 +205,7 @@ def _exchange(storage: Storage, snapshot: Snapshot, rewritten: Rewritten) -> _Ex
 
 
 def _actions(storage: Storage, exchanges: Sequence[_Exchange]) -> tuple[list[Action], list[str]]:
-    """The commit, and the vector files that were written for it."""
+    """Return the commit, and the vector files that were written for it."""
     now = now_milliseconds()
     removes = [old.removed(now, data_change=False) for each in exchanges for old in each.old_files]
     kept = [(each.new_file, each.dead) for each in exchanges if each.new_file is not None]
@@ -218,7 +218,8 @@ def _actions(storage: Storage, exchanges: Sequence[_Exchange]) -> tuple[list[Act
 
 
 def _dead_now(storage: Storage, snapshot: Snapshot, source: Source) -> Vector:
-    """All rows of a file that are dead now; of a file that is gone, every one: its rows are elsewhere, or nowhere."""
+    """Return all rows of a file that are dead now. If the file is gone, all of its rows are: they have moved or were
+    deleted."""
     live = snapshot.files.get(source.add.path)
     if live is None:
         return Vector.of(np.arange(source.row_count, dtype=np.uint64))
@@ -230,7 +231,7 @@ def _delete(storage: Storage, rewritten: Iterable[Rewritten]) -> None:
 
 
 def _merge(tier: list[Add], settings: CompactionSettings) -> tuple[list[tuple[Add, ...]], list[Add]]:
-    """Groups of files of about one size, oldest first, each of a good size at most; and the files that are left."""
+    """Return groups of files of about one size, oldest first and limited in size, and the remaining files."""
     if len(tier) < settings.min_files:
         return [], tier
     groups: list[list[Add]] = [[]]
@@ -247,13 +248,13 @@ def _merge(tier: list[Add], settings: CompactionSettings) -> tuple[list[tuple[Ad
 
 
 def _small_bytes(add: Add, settings: CompactionSettings) -> int:
-    """Below it a file is to become part of a larger one."""
+    """Return the size below which a file should be merged."""
     small = settings.target_bytes // 2
     return min(small, settings.copied_bytes) if add.file.startswith(COPY_PREFIX) else small
 
 
 def _tier(live_bytes: int) -> int:
-    """Files of one tier differ in size by less than a factor of eight, unless they are all small."""
+    """Return the tier of a size. Sizes of one tier differ by less than a factor of eight, unless they are all small."""
     tier = 0
     while live_bytes >= _SMALL_BYTES:
         live_bytes //= _TIER_FACTOR

@@ -1,10 +1,10 @@
-"""What maintenance must leave alone: versions that somebody reads, and files that no commit names yet.
+"""Protects files from maintenance: versions that are being read, and files that no commit names yet.
 
-A version is pinned by a small file in the table's `_penstock/pins` folder, so that another process sees it (`penstock
-verify` is one), and until a time, so that a reader that died does not hold files forever. Whoever pins a version while
-it is the newest, or was the newest a moment ago, finds all its files: they are kept for the retention anyway.
+A version is pinned by a small file in the table's `_penstock/pins` folder, so that other processes see it (`penstock
+verify` is one). A pin expires, so that a reader that died does not keep files forever. A reader that pins the newest
+version, or one that was newest a moment ago, finds all its files, because the retention keeps them anyway.
 
-Files of a copy or a batch under way are known to this process only, which is enough: it is the one that deletes.
+Files of an unfinished copy or batch are known only to this process, which is enough: only this process deletes files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PINS_FOLDER = f"{PENSTOCK_FOLDER}/pins"
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A version that is kept until a time."""
+    """A version that is kept until a given time."""
 
     id: str
     version: int
@@ -46,12 +46,12 @@ def pin_version(storage: Storage, version: int, *, seconds: float, reason: str) 
 
 
 def release_pin(storage: Storage, pin: Pin) -> None:
-    """Nobody needs it any more."""
+    """Delete a pin."""
     storage.delete([pin.path])
 
 
 def read_pins(storage: Storage) -> list[Pin]:
-    """All that are valid now; those that have run out are removed."""
+    """Return all valid pins; delete those that have expired."""
     found: list[Pin] = []
     for file in storage.list(PINS_FOLDER):
         if not file.path.endswith(".json"):
@@ -69,7 +69,7 @@ def read_pins(storage: Storage) -> list[Pin]:
 
 
 class WritesInFlight:
-    """Since when files are being written that no commit names yet."""
+    """Tracks since when files are being written that no commit names yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class WritesInFlight:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around everything from the first file to the commit that names it."""
+        """Enclose everything from the first file to the commit that names it."""
         key = object()
         with self._lock:
             self._since[key] = time.time()
@@ -88,7 +88,7 @@ class WritesInFlight:
                 del self._since[key]
 
     def oldest(self) -> float:
-        """The time before which all files were committed, or will never be."""
+        """Return the time before which every file is either committed or will never be."""
         with self._lock:
             return min(self._since.values(), default=time.time())
 

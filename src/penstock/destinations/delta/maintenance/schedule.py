@@ -1,8 +1,8 @@
-"""When maintenance is due, for all tables of a destination: a thread that looks every now and then.
+"""Decides when maintenance is due, for all tables of a destination, in a thread that checks periodically.
 
-What is due of one kind is one job for all tables, in the pool of copies, so that changes never wait for it. The work of
-a table that fails is logged, counted and tried again at its next turn; it stops neither the other tables nor the
-stream, which needs none of this to be right.
+Each kind of work is one job for all tables, in the pool of copies, so that changes never wait for it. If a table's work
+fails, the failure is logged and counted, and the work is retried at the next turn. It stops neither other tables nor
+the stream, whose correctness does not depend on maintenance.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceSettings:
-    """How often, and how much is kept."""
+    """How often maintenance runs, and how much is kept."""
 
     interval_seconds: float = 15.0
-    """Between two looks at the tables."""
+    """Seconds between two checks of the tables."""
     checkpoint_commits: int = 100
-    """A checkpoint after so many commits."""
+    """Number of commits after which a checkpoint is written."""
     compaction: CompactionSettings = field(default_factory=CompactionSettings)
     log_retention_hours: float = 24.0
-    """How far back versions can be read, if their files are still there."""
+    """How far back versions can be read, if their files still exist."""
     file_retention_hours: float = 2.0
-    """How long files stay that the newest version does not need: the time that a reader of an old one has."""
+    """How long files stay that the newest version does not need: the time that a reader of an old version has."""
     orphan_hours: float = 2.0
-    """How long files stay that no commit names, counted from before all that is being written."""
+    """How long files stay that no commit names, counted from the oldest write in progress."""
     clean_up_seconds: float = 600.0
-    """Between two clean-ups of log and files."""
+    """Seconds between two clean-ups of log and files."""
 
     def __post_init__(self) -> None:
         for name in ("log_retention_hours", "file_retention_hours", "orphan_hours"):
             if getattr(self, name) < _LEAST_RETENTION_HOURS:
                 raise unusable(
                     f"{name} must be at least {_LEAST_RETENTION_HOURS}",
-                    hint="Readers, and writers that were paused, need some time to notice that files are gone.",
+                    hint="Readers and suspended writers need some time to notice that files were deleted.",
                 )
 
 
 @dataclass(slots=True)
 class _Counts:
-    """What was done since the start."""
+    """The work done since the start."""
 
     checkpoints: int = 0
     compactions: int = 0
@@ -82,7 +82,7 @@ class _Counts:
 
 
 class Maintenance:
-    """The schedule of a destination. `tables` gives the tables that it writes now, with where they lie."""
+    """The schedule of a destination. `tables` returns the tables that it writes now, with their locations."""
 
     def __init__(
         self,
@@ -103,18 +103,18 @@ class Maintenance:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look, in a thread."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._loop, name="delta-maintenance", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float = 30.0) -> None:
-        """End; what is under way is finished, or left for the next start."""
+        """Stop the thread; work in progress is finished, or left for the next start."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout)
 
     def run_once(self, *, clean_up: bool | None = None) -> None:
-        """Do what is due now; `clean_up` says whether that is, otherwise the time does."""
+        """Do the work that is due now; `clean_up` overrides the schedule of clean-ups."""
         tables = dict(self._tables())
         self._logs = {url: log for url, log in self._logs.items() if url in {each.url for each in tables.values()}}
         self.compact(tables)
@@ -126,7 +126,7 @@ class Maintenance:
             self.clean_up(tables)
 
     def compact(self, tables: Mapping[str, Storage]) -> None:
-        """Rewrite what is worth it in all tables, as one job, then exchange the files table by table."""
+        """Rewrite files of all tables in one job, then replace them table by table."""
         with self.writes.writing():
             groups: list[tuple[str, Group]] = []
             for table, storage in tables.items():
@@ -141,13 +141,13 @@ class Maintenance:
                     logger.info("files were compacted table=%s files=%d into=%d", table, files, len(rewritten))
 
     def write_checkpoints(self, tables: Mapping[str, Storage]) -> None:
-        """A checkpoint for each table that has enough commits since its last one."""
+        """Write a checkpoint for each table that has enough commits since its last one."""
         due = [(table, storage) for table, storage in tables.items() if self._guarded(table, self._due, storage)]
         written = self._run(due, write_checkpoint, "write checkpoints of")
         self.counts.checkpoints += len(written)
 
     def clean_up(self, tables: Mapping[str, Storage]) -> None:
-        """Remove what is over its retention: of the logs first, then files."""
+        """Delete files past their retention: first of the logs, then data files."""
         settings = self.settings
         older_than = settings.log_retention_hours * 3600
         logs = [(table, _CleanLog(storage, older_than)) for table, storage in tables.items()]
@@ -172,13 +172,13 @@ class Maintenance:
         return commits_since_checkpoint(storage, snapshot.version) >= self.settings.checkpoint_commits
 
     def _log(self, storage: Storage) -> DeltaLog:
-        """Not the writer's: that one must not wait for us."""
+        """Open a separate log, because the writer's must not wait for maintenance."""
         return self._logs.setdefault(storage.url, DeltaLog(storage))
 
     def _run(
         self, items: Sequence[tuple[str, _Item]], function: Callable[[_Item], _Result], what: str
     ) -> list[tuple[str, _Result]]:
-        """One job over all tables; gives the results of those that did not fail."""
+        """Run one job over all tables; return the results of those that did not fail."""
         if not items or self._stopping.is_set():
             return []
         description = f"{what} {items[0][0]}" + (f" and {len(items) - 1} more" if len(items) > 1 else "")
@@ -203,7 +203,7 @@ class Maintenance:
 
     def _failed(self, table: str, error: PenstockError) -> None:
         self.counts.failures += 1
-        logger.warning("maintenance failed, and is tried again table=%s error=%s", table, error)
+        logger.warning("maintenance failed and will be retried table=%s error=%s", table, error)
 
     def _loop(self) -> None:
         while not self._stopping.wait(self.settings.interval_seconds):
@@ -224,7 +224,7 @@ def _clean_log(item: _CleanLog) -> int | None:
 
 
 class _Returned:
-    """A task that returns its errors: one table's must not fail the job of all."""
+    """A task that returns its errors, so that one table does not fail the job of all."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
