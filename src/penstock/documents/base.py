@@ -253,7 +253,7 @@ class Observer(Protocol):
         """The engine follows changes from here on."""
 
     def on_changes_captured(self, count: int) -> None:
-        """So many changes were put into the queue."""
+        """This many changes were put into the queue."""
 
     def on_batch_committed(self, statistics: BatchStatistics) -> None:
         """A batch is durable and confirmed."""
@@ -358,6 +358,6 @@ def readable(sink: Sink, name: str) -> ReadableSink:
     if isinstance(sink, ReadableSink):
         return sink
     raise ConfigError(
-        f"sink {name!r} cannot be read: it does not keep documents, or not for others",
+        f"sink {name!r} cannot be read: it keeps no documents that other processes can read",
         hint="Use opensearch, or a sink of your own with the methods of penstock.documents.base.ReadableSink.",
     )

@@ -1,14 +1,14 @@
 """Builds documents: one statement for any number of keys, with an answer for each of them.
 
 The keys travel as arrays of text and are cast to the columns' types. Each is left joined to its row, so the result has
-one row per *requested* key: "there is no document" is something the server said, not something missing from an answer.
-The statement has one snapshot and takes the version of its documents from it: the number of transactions that the
-snapshot has seen end. Two builds of a document with the same version are the same document.
+one row per *requested* key: the server states explicitly that a document does not exist. The statement has one snapshot
+and takes the version of its documents from it: the number of transactions that the snapshot has seen end. Two builds of
+a document with the same version are the same document.
 
 A document is the whole tree below a row of the root table as one JSON value. Every level is a row turned into an
 object. To-one relations are a subquery that returns at most one row; to-many relations are an ordered array, never
 null; aggregates are subqueries of their own. The order of an array is total: the primary key decides what `order_by`
-leaves open, so the same rows give the same document. Objects are made of rows and not by `json_build_object`, which
+leaves open, so the same rows give the same document. Objects are built from rows, not by `json_build_object`, which
 takes at most fifty fields.
 """
 
@@ -80,7 +80,7 @@ _VERSION = """
 
 
 def is_standby(connection: psycopg.Connection[Any]) -> bool:
-    """Return whether the server is a standby, whose snapshots would give different documents the same version."""
+    """Return True if the server is a standby, whose snapshots would give different documents the same version."""
     return run_statement(connection, "select pg_catalog.pg_is_in_recovery()", [], "check the server's role")[0][0]
 
 
@@ -217,7 +217,7 @@ def load_function(reference: str) -> Callable[[pa.Table], Any]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the transform {reference!r} cannot be imported: {error}",
-            hint="Install it wherever documents are built, also on Spark's workers.",
+            hint="Install it wherever documents are built, including Spark's workers.",
         ) from None
 
 

@@ -115,7 +115,7 @@ class SourceCatalog:
         return found
 
     def top(self, name: TableName) -> TableName:
-        """Return the partitioned table of a leaf, or the same name if it is no partition."""
+        """Return the partitioned table of a leaf, or the same name if it is not a partition."""
         return next((each.name for each in self.tables.values() if name in each.leaves), name)
 
     @property

@@ -1,8 +1,8 @@
 """Checks whether a specification fits the database: findings as data, each with its remedy.
 
-Missing tables and columns, types that an index cannot take, keys that are not unique, deletes that the server would not
-send, lookups without an index, and what polling will not see. The server itself checks the rest: every statement that
-the index will run is explained once.
+It finds missing tables and columns, types that an index cannot take, keys that are not unique, deletes that the server
+would not send, lookups without an index, and changes that polling will not see. The server itself checks the rest:
+every statement that the index will run is explained once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STRINGS = frozenset({"text", "varchar", "bpchar", "char", "name", "citext"})
 _WHOLE = ("int2", "int4", "int8")
 _TIMES = ("timestamp", "timestamptz")
 _JSON = frozenset({"json", "jsonb"})
-# Types without a text to search for.
+# Types without searchable text.
 _NOT_WORDS = frozenset({"json", "jsonb", "bytea", "xml", "tsvector", "tsquery"})
 
 _ACCEPTED: dict[ScalarType, frozenset[str]] = {
@@ -59,7 +59,7 @@ _ACCEPTED: dict[ScalarType, frozenset[str]] = {
     ScalarType.DOUBLE: frozenset({"float4", "float8"}),
     ScalarType.DECIMAL: frozenset({"numeric", "money", *_WHOLE}),
     ScalarType.DATE: frozenset({"date"}),
-    # A time of day is no date to an index, although the public format accepts it.
+    # An index does not accept a time of day as a date, although the public format does.
     ScalarType.TIMESTAMP: frozenset({*_TIMES, "date"}),
     ScalarType.BINARY: frozenset({"bytea"}),
     ScalarType.JSON: _JSON,
@@ -122,7 +122,7 @@ def _check_tables(specification: IndexSpecification, catalog: SourceCatalog) -> 
                 "table",
                 Severity.CRITICAL,
                 f"{name} is not a table, so its changes cannot be followed",
-                "Join the tables that it is made of.",
+                "Join the tables that it is built from.",
                 [str(name)],
             )
 
@@ -164,7 +164,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
             yield failed(
                 "key",
                 Severity.WARNING,
-                f"{what}: {each.name} may be null; such rows have no document",
+                f"{what}: {each.name} may be null; rows where it is null have no document",
                 f"Run: alter table {table.name} alter {each.name} set not null;",
                 [f"{table.name}.{each.name}"],
             )
@@ -325,13 +325,13 @@ def _check_generated(table: SourceTable, links: Sequence[str]) -> Iterator[Check
                 "generated",
                 Severity.CRITICAL,
                 f"{table.name}.{each.name} is generated: the server does not send it, so moved rows cannot be followed",
-                "Connect the tables by the columns that it is made of.",
+                "Connect the tables by the columns from which it is computed.",
                 [f"{table.name}.{each.name}"],
             )
 
 
 def _check_indexes(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
-    """Building looks rows up by the columns that point at the parent, resolving by those of the parent."""
+    """Find missing indexes. Building looks up rows by columns that point at the parent, resolving by the parent's."""
     wanted: dict[tuple[TableName, tuple[str, ...]], None] = {}
     for entry in entries_of(specification):
         parent = specification.table
@@ -420,12 +420,12 @@ def accepts_custom(names: Sequence[str], column: PostgresType) -> bool:
 
 
 def accepts_number(column: PostgresType) -> bool:
-    """Return whether its values are numbers."""
+    """Return True if its values are numbers."""
     return column.name in _NUMBERS
 
 
 def accepts_point(column: PostgresType) -> bool:
-    """Return whether it can hold what an index reads as a point."""
+    """Return True if it can hold a value that an index reads as a point."""
     return column.name in _STRINGS | _JSON
 
 
@@ -456,7 +456,7 @@ def check_polling(
             failed(
                 "polling",
                 Severity.WARNING,
-                "this role cannot see when transactions of other sessions began: those that take longer than"
+                "this role cannot see when transactions of other sessions started: those that take longer than"
                 " polling.overlap can be missed",
                 "Run: grant pg_read_all_stats to the role, or raise polling.overlap.",
                 by_column,
@@ -505,7 +505,7 @@ def _check_column(table: SourceTable, cursor: str) -> Iterator[Check]:
         yield failed(
             "polling",
             Severity.WARNING,
-            f"{table.name}.{cursor} may be null; such rows are not seen",
+            f"{table.name}.{cursor} may be null; rows where it is null are not seen",
             f"Run: alter table {table.name} alter {cursor} set not null;",
             subject,
         )

@@ -1,9 +1,9 @@
 """Compares the documents of an index with the current rows of the database: missing, extra, different.
 
 The keys of the root table come in pieces. Each piece is built by one statement, fetched from the sink by one request,
-and compared as values. Documents that only the sink has are built as well, and should not exist.
+and compared as values. Documents that only the sink has are built as well, to confirm that they should not exist.
 
-Both sides may change meanwhile. A sink is a little behind, so documents that do not match are compared again until they
+Both sides may change meanwhile. A sink is slightly behind, so documents that do not match are compared again until they
 do or the time is up. A document whose rows changed between any two comparisons is reported as unsettled.
 """
 
@@ -82,10 +82,10 @@ class DiffObserver(Protocol):
     """Receives the progress of a comparison."""
 
     def on_compared(self, index: str, compared: int) -> None:
-        """So many documents were compared so far."""
+        """This many documents were compared so far."""
 
     def on_rechecking(self, index: str, suspects: int) -> None:
-        """So many documents do not match yet and are compared again."""
+        """This many documents do not match yet and are compared again."""
 
 
 class _Silent(DiffObserver):

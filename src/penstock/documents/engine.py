@@ -185,7 +185,7 @@ class Engine:
         self._sink.write(pa.Table.from_arrays([index, *built.columns], schema=DOCUMENT_SCHEMA))
 
     def _handle_rejections(self, report: FlushReport) -> None:
-        """Decide about all before reporting one: a batch that is delivered again must not be counted twice."""
+        """Decide about all rejections before reporting one: a batch delivered again must not be counted twice."""
         self.failure_policies.raise_fatal(report.rejections)
         for each in report.rejections:
             logger.warning("document quarantined index=%s reason=%s", each.index, each.reason)
@@ -193,7 +193,7 @@ class Engine:
 
 
 class ChangeQueue:
-    """One producer, one consumer. The bound counts changes; a larger piece waits until the queue is empty."""
+    """A queue with one producer and one consumer. The bound counts changes; a larger piece waits until it is empty."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity)

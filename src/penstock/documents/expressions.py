@@ -39,7 +39,7 @@ _CANONICAL = {
     "citext": sql.SQL("pg_catalog.lower({}::pg_catalog.text)"),
     "bytea": sql.SQL(r"('\x' || pg_catalog.encode({}, 'hex'))"),
 }
-"""Types of which equal values have different texts, and the one text of each."""
+"""Types whose equal values can have different texts, with the canonical text of each."""
 
 
 def table_name(table: TableName) -> Sql:

@@ -89,7 +89,7 @@ class RowChanges:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happened to the tables of the indexes, between two boundaries."""
+    """The changes to the tables of the indexes, between two boundaries."""
 
     rows: tuple[RowChanges, ...] = ()
     truncated: frozenset[TableName] = frozenset()
@@ -101,17 +101,17 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class WantedColumns:
-    """What to read of a table's changes."""
+    """The columns to read of a table's changes."""
 
     columns: tuple[str, ...]
     identity: frozenset[str] = field(default_factory=frozenset[str])
 
 
 def changes_in_pieces(batch: EventBatch, wanted: Mapping[TableName, WantedColumns], size: int) -> Iterator[Changes]:
-    """The changes of a batch to these tables, about `size` rows at a time, each piece with its transactions.
+    """Yield the changes of a batch to these tables, about `size` rows at a time, each piece with its transactions.
 
-    Which documents a change affects follows from the row's own values, so the rows of one transaction may be resolved
-    in several pieces. Truncated tables come first: their links are forgotten before new ones are stored.
+    The row's own values determine which documents a change affects, so the rows of one transaction may be resolved in
+    several pieces. Truncated tables come first: their links are forgotten before new ones are stored.
     """
     emptied = {table.table for table in batch.tables if any(isinstance(step, Truncation) for step in table.steps)}
     truncated = frozenset(name for name in wanted if str(name) in emptied)

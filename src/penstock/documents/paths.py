@@ -37,7 +37,7 @@ class Entry:
 
     table: TableName
     columns: tuple[str, ...]
-    """Their values lead up: they equal columns one level above; for the root, they are the document's key."""
+    """Their values lead up: they equal columns one level above. For the root, they are the document's key."""
     relations: tuple[Relation, ...] = ()
     """From the root down to this place; empty for the root itself."""
     is_junction: bool = False
@@ -83,7 +83,7 @@ def way_up(entry: Entry, specification: IndexSpecification, catalog: SourceCatal
 
 
 def _joins_up(entry: Entry, specification: IndexSpecification, catalog: SourceCatalog) -> tuple[list[Sql], str]:
-    """Join every level above to the one below; returns the joins and the root's alias."""
+    """Join every level above to the one below; return the joins and the root's alias."""
     levels = [specification.table, *(relation.table for relation in entry.relations)]
     below = "s"
     below_columns = [

@@ -57,7 +57,7 @@ DEFAULT_CHUNK = 10_000
 
 logger = logging.getLogger(__name__)
 
-# The start of the oldest transaction that can still commit with that time; this one's own at the latest.
+# The start of the oldest transaction that can still commit with that time; at the latest that of this one.
 _OLDEST = """
     select (extract(epoch from least(pg_catalog.transaction_timestamp(), pg_catalog.min(b.began)))
             * 1000000)::int8
@@ -251,16 +251,16 @@ class PollPositions:
         tables.create(_CREATE.format(self._table), "prepare the position of polling")
 
     def load(self) -> PollPosition | None:
-        """Return the last one; None at the first start."""
+        """Return the stored position; None at the first start."""
         found = self._run(_LOAD, self._owner)
         return PollPosition(**json.loads(found[0][0])) if found else None
 
     def store(self, position: PollPosition) -> None:
-        """Store it; durable when it returns."""
+        """Store the position; durable when it returns."""
         self._run(_STORE, self._owner, json.dumps(asdict(position)))
 
     def forget(self) -> None:
-        """Remove it: the next start counts as the first."""
+        """Delete the position: the next start counts as the first."""
         self._run(_FORGET, self._owner)
 
     def close(self) -> None:
@@ -456,7 +456,7 @@ class PollingCapture(ChangeCapture):
         with self._connect() as connection:
             if not sees_all_sessions(connection):
                 logger.warning(
-                    "this role cannot see when transactions of other sessions began, so those that take longer than"
+                    "this role cannot see when transactions of other sessions started, so those that take longer than"
                     " overlap=%gs can be missed remedy=%s",
                     self._settings.overlap,
                     "grant pg_read_all_stats",

@@ -88,7 +88,7 @@ class Quarantine:
         tables.create(_CREATE + tables.keyed, "prepare the quarantine")
 
     def add(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:
-        """Quarantine documents. One that is there already gets one more attempt and is no longer wanted."""
+        """Quarantine documents. One that is already quarantined gets one more attempt and is no longer wanted."""
         now = datetime.now(UTC)
         at = None if position is None else int(position)
         # A document may be rejected twice in a batch: by a range and by a change.
@@ -138,7 +138,7 @@ class Quarantine:
         self._tables.close()
 
     def _run(self, action: str, index: str, ids: Sequence[str] | None) -> list[str]:
-        """Do this to documents of an index, and return their ids."""
+        """Apply this action to documents of an index, and return their ids."""
         text = action + _CHOSEN
         parameters: list[object] = [self._owner, index]
         if ids is not None:
@@ -195,7 +195,7 @@ class Rejections:
             self._quarantine.drop(index, ids)
             with self._lock:
                 self._quarantined[index] = self._quarantined.get(index, frozenset()).difference(ids)
-            logger.info("quarantined documents were taken index=%s count=%d", index, len(ids))
+            logger.info("sink accepted quarantined documents index=%s count=%d", index, len(ids))
 
     def wanted(self, index: str) -> list[str]:
         """Return the documents for which a user asked for a retry."""

@@ -1,7 +1,7 @@
-"""What rows belonged to before they changed, for tables whose replica identity does not say it.
+"""The old links of rows, for tables whose replica identity does not include them.
 
-Under the default identity the server sends only the primary key of a deleted row, and of an updated row only the new
-values. So the foreign keys of such tables are kept here: one map per relation, from the row's key to the values of its
+Under the default identity the server sends only the primary key of a deleted row, and only the new values of an updated
+row. So the foreign keys of these tables are kept here: one map per relation, from the row's key to the values of its
 link columns, each with the order key of the change that set them. The newest wins, so a batch that is delivered again
 changes nothing.
 
@@ -15,8 +15,8 @@ them) need no map, nor do tables that are only pointed at.
 A batch becomes durable in this order: documents in all indexes, then the maps, then progress. After a crash in between,
 the batch is delivered again and finds a map that may be ahead of it. Then the documents were ahead, too.
 
-A map that is filled at a boundary knows nothing of what was before. So the documents of an index are built after all
-its maps are filled. Since each relation has its own map, adding an index does not disturb the others.
+A map that is filled at a boundary has no earlier links. So the documents of an index are built after all its maps are
+filled. Since each relation has its own map, adding an index does not disturb the others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from penstock.lsn import Lsn
 from penstock.source.patterns import TableName
 
 BEFORE_ALL = -1
-"""The ordinal of what existed at a boundary: before any change of a transaction that starts there."""
+"""The ordinal of rows that existed at a boundary: before any change of a transaction that starts there."""
 
 _SUFFIX = ".relations"
 _CREATE_LIST = """
@@ -87,7 +87,7 @@ class TrackedRelation:
 
     table: SourceTable
     key: tuple[str, ...]
-    """What identifies a row in the stream."""
+    """The columns that identify a row in the stream."""
     links: tuple[str, ...]
 
     @property
@@ -96,7 +96,7 @@ class TrackedRelation:
 
 
 def link_update_schema(relation: TrackedRelation) -> pa.Schema:
-    """What a batch did to links, change by change: `present` says whether the row exists after it."""
+    """Return the schema of link changes, one row per change: `present` says whether the row exists after it."""
     return pa.schema(
         [
             pa.field("key", pa.string(), nullable=False),
@@ -109,7 +109,7 @@ def link_update_schema(relation: TrackedRelation) -> pa.Schema:
 
 
 def link_names(relation: TrackedRelation) -> list[str]:
-    """The names of the link columns in a map."""
+    """Return the names of the link columns in a map."""
     return [f"link_{number}" for number in range(len(relation.links))]
 
 
@@ -143,9 +143,9 @@ class RelationMap:
             return [each for identity, each in wanted.items() if identity not in known or known[identity][1] is None]
 
     def seed(self, source: psycopg.Connection[Any], relation: TrackedRelation, position: Lsn) -> None:
-        """Fill a map from all rows of the source, as the connection's snapshot has them, which is at `position`.
+        """Fill a map from all rows of the source in the connection's snapshot, which is at `position`.
 
-        Replaces what the map had. Changes from `position` on are applied after it.
+        Replaces the map's content. Changes from `position` on are applied after it.
         """
         doing = f"fill the relation map of {relation.name}"
         with self._tables.transaction(doing):
@@ -159,7 +159,7 @@ class RelationMap:
         return self._tables.run(text, [list(keys)], f"look up the relations of {relation.name}")
 
     def apply(self, relation: TrackedRelation, update: pa.Table) -> None:
-        """Store what a batch did (`link_update_schema`); changes older than what is known have no effect.
+        """Store the link changes of a batch (`link_update_schema`); changes older than the stored ones have no effect.
 
         The last change of each key decides whether it stays.
         """
@@ -198,7 +198,7 @@ class RelationMap:
         self._tables.run(_REMOVED, [self._owner, name], doing)
 
     def _name(self, relation: TrackedRelation) -> str:
-        """Other columns have another map."""
+        """Return the map's name; other columns have another map."""
         parts = "\0".join([self._owner, *relation.name, "", *relation.key, "", *relation.links])
         return f"links_{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
@@ -213,17 +213,17 @@ class CanonicalLinks:
     links: Mapping[str, pa.StringArray]
 
     def old_keys(self) -> list[str]:
-        """The keys of rows that existed before, each once."""
+        """Return the keys of rows that existed before, without duplicates."""
         return self.old.drop_null().unique().to_pylist()
 
     def after(self) -> dict[str, Cells]:
-        """The links of the rows after the changes, including values that the server omitted."""
+        """Return the links of the rows after the changes, including values that the server omitted."""
         there = self.new.is_valid()
         sent = np.ones(len(self.new) - self.new.null_count, np.bool_)
         return {name: Cells(values.filter(there), sent) for name, values in self.links.items()}
 
     def update_of(self, relation: TrackedRelation) -> pa.Table:
-        """What `RelationMap.apply` takes: keys that are gone, and keys with their links."""
+        """Return the argument of `RelationMap.apply`: keys that are gone, and keys with their links."""
         count = len(self.rows)
         schema = link_update_schema(relation)
         order = [pa.array(self.rows.commit_lsn), pa.array(self.rows.ordinal)]
@@ -238,7 +238,7 @@ class CanonicalLinks:
 def canonical_links(
     connection: psycopg.Connection[Any], relations: Sequence[TrackedRelation], rows: RowChanges
 ) -> CanonicalLinks:
-    """The links of all these relations of one table as canonical texts, for changes of that table.
+    """Return the links of all these relations of one table as canonical texts, for changes of that table.
 
     The server converts the values: one statement per table and batch. An omitted link (an unchanged TOAST value) is
     read from the current row: if it has changed since, that change is still to come.
@@ -256,7 +256,7 @@ def canonical_links(
 
 
 def _links_statement(relation: TrackedRelation, links: Sequence[str], all_sent: bool) -> str:
-    """Takes old keys, new keys and new links as arrays; returns old key, new key and links, canonical, in order."""
+    """Return a statement that takes old keys, new keys and new links as arrays, and returns canonical ones in order."""
     key = relation.table.select(relation.key)
     linked = relation.table.select(links)
     width = len(key)
@@ -288,7 +288,7 @@ def _links_statement(relation: TrackedRelation, links: Sequence[str], all_sent: 
 
 
 def _source_links(relation: TrackedRelation, position: Lsn) -> sql.Composed:
-    """The query for a map's rows on the source: key, links, and the order key of a boundary."""
+    """Return the query for a map's rows on the source: key, links, and the order key of a boundary."""
     return sql.SQL("select {}, {}, {}, {} from {} r").format(
         document_id([canonical(column("r", each.name), each) for each in relation.table.select(relation.key)]),
         sql.SQL(", ").join(canonical(column("r", each.name), each) for each in relation.table.select(relation.links)),

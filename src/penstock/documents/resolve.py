@@ -47,7 +47,7 @@ class ResolvedKeys:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question which documents of an index these values lead to; can be stored and answered by another process."""
+    """A stored question: which documents of an index these values lead to. Another process can answer it."""
 
     index: str
     ways: tuple[int, ...]
@@ -274,7 +274,7 @@ def _refuse_generated(table: SourceTable, links: tuple[str, ...]) -> None:
         if each.generated:
             raise ConfigError(
                 f"{table.name}.{each.name} is generated, so the server does not send it",
-                hint="Connect the tables by the columns that it is made of.",
+                hint="Connect the tables by the columns from which it is computed.",
             )
 
 

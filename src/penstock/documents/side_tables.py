@@ -1,12 +1,12 @@
 """Tables that documents keep beside the state: in its Postgres database, or in a file next to its SQLite file.
 
-Relation maps, the quarantine and polling positions are such tables. They are not part of the state store: maps are as
-large as the source's tables, and nothing else should wait while they are written. In Postgres they live in the schema
+Relation maps, the quarantine and polling positions are side tables. They are not part of the state store: maps are as
+large as the source's tables, and writing them must not delay other work. In Postgres they live in the schema
 `penstock_documents`.
 
-Statements are written once, in the SQL that both share, with parameters `$1`, `$2`, …. Names of tables have the schema
-in front, which is removed for SQLite. Lists are passed as arrays to Postgres and as JSON to SQLite. Every call outside
-`transaction` is durable when it returns. Any thread may call.
+Statements are written once, in the SQL that both databases share, with parameters `$1`, `$2`, …. Table names have the
+schema in front, which is removed for SQLite. Lists are passed as arrays to Postgres and as JSON to SQLite. Every call
+outside `transaction` is durable when it returns. Thread-safe.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FETCHED_ROWS = 10_000
 
 
 class SideTables(Protocol):
-    """Runs statements on side tables; what differs between Postgres and SQLite is behind it."""
+    """Runs statements on side tables; hides the differences between Postgres and SQLite."""
 
     list_type: str
     """The type of a column with a list of texts."""
     keyed: str
-    """Goes behind the definition of a table that is read by its key."""
+    """Follows the definition of a table that is read by its key."""
 
     def create(self, text: str, doing: str) -> None:
         """Create a table if it does not exist; safe if several processes start at the same time."""
@@ -59,7 +59,7 @@ class SideTables(Protocol):
         ...
 
     def each(self, parameter: str) -> str:
-        """A source called `k` with a column `value`: the texts of a list that is passed as this parameter."""
+        """Return a source called `k` with a column `value`: the texts of a list that is passed as this parameter."""
         ...
 
     def transaction(self, doing: str) -> AbstractContextManager[None]:
@@ -117,7 +117,7 @@ class PostgresTables:
             return run_statement(connection, text, parameters, doing)
 
     def run_on_rows(self, text: str, columns: dict[str, str], values: Sequence[Sequence[Any]], doing: str) -> None:
-        """See `SideTables`. One statement, whatever the number of rows."""
+        """See `SideTables`. Runs one statement for any number of rows."""
         arrays = ", ".join(f"${number}::{type_}[]" for number, type_ in enumerate(columns.values(), start=1))
         self.run(text.replace("{rows}", f"unnest({arrays}) r ({', '.join(columns)})"), values, doing)
 
@@ -132,7 +132,7 @@ class PostgresTables:
             yield
 
     def refill(self, table: str, source: psycopg.Connection[Any], query: sql.Composed, doing: str) -> None:
-        """See `SideTables`. Rows pass as bytes of COPY."""
+        """See `SideTables`. Passes rows on as bytes of COPY."""
         self.clear(table, doing)
         with self._connection() as connection, translated(source, doing):
             if source is connection:
@@ -154,7 +154,7 @@ class PostgresTables:
 
     @contextmanager
     def _connection(self) -> Iterator[psycopg.Connection[Any]]:
-        """The connection, for this thread alone; a new one if the server has closed it."""
+        """Lend the connection to this thread alone; opens a new one if the server has closed it."""
         with self._lock:
             if self._opened is None or self._opened.closed:
                 self._opened = self._connect()
@@ -203,7 +203,7 @@ class SqliteTables:
 
     @contextmanager
     def transaction(self, doing: str) -> Iterator[None]:
-        """See `SideTables`. Inside of another one, it is part of that."""
+        """See `SideTables`. A nested one is part of the outer one."""
         with self._translated(doing):
             if self._connection.in_transaction:
                 yield
@@ -252,7 +252,7 @@ def _unqualified(text: str) -> str:
 
 
 def _named(parameters: Sequence[Any]) -> dict[str, Any]:
-    """Parameters as SQLite binds `$1`, by name, each as a type that it stores."""
+    """Return parameters by name, as SQLite binds `$1`, each as a type that it stores."""
     return {str(number): _stored(value) for number, value in enumerate(parameters, start=1)}
 
 

@@ -226,7 +226,7 @@ class Backfill:
         self._observer.on_index_seeded(build.index)
 
     def _compare(self, build: IndexBuild) -> None:
-        """Require that the generation has as many documents as ranges wrote, give or take those of changes."""
+        """Raise unless the generation has as many documents as ranges wrote, allowing for those of changes."""
         found = self._filling(build.index).count(build.index)
         if found is None:
             return
@@ -236,7 +236,7 @@ class Backfill:
             "documents counted index=%s built=%d changed=%d found=%d", build.index, written, stored.changed, found
         )
         if abs(found - written) > stored.changed:
-            wanted = f"{written} documents, give or take {stored.changed}"
+            wanted = f"{written} documents (±{stored.changed})"
             raise IndexIncomplete(f"index {build.index!r} should have {wanted}, but has {found}", index=build.index)
 
 

@@ -1,8 +1,8 @@
 """Fan-out: changes that affect very many documents, built beside the stream so that other changes do not wait.
 
-If a row is part of a million documents, a change of it stores the question which documents those are, and is confirmed.
-A separate thread answers the question and builds the documents, wave by wave. Answering late does no harm: a change
-that broke a path up since then is a change of its own, whose documents were built with everything before it.
+If a row is part of a million documents, a change of it stores the question of which documents those are, and is
+confirmed. A separate thread answers the question and builds the documents, wave by wave. A late answer does no harm: a
+change that broke a path up since then is a change of its own, whose documents were built with everything before it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class FanOuts:
         indexes = self._indexes()
         stored = _Stored.read(work)
         with self._lock:
-            # From here on the same question has to be stored again: its change may be too late for this answer.
+            # From here on the same question must be stored again: its change may be too late for this answer.
             self._queued = [each for each in self._queued if each != stored]
         if stored.fingerprint == indexes.mappings[work.index].fingerprint:
             with (

@@ -127,7 +127,7 @@ class Builds:
         self._changed = threading.Condition()
         self._builds: dict[str, IndexBuild] = {}
         self.held = False
-        """True while no build may start, because something that builds need is missing."""
+        """True while no build may start because a prerequisite is missing."""
 
     def load(self) -> None:
         """Load the builds from the store."""
@@ -158,7 +158,7 @@ class Builds:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Let no build start meanwhile."""
+        """Let no build start inside the block."""
         held, self.held = self.held, True
         try:
             yield
@@ -179,7 +179,7 @@ class Builds:
         return build
 
     def skip(self, index: str, fingerprint: str) -> None:
-        """Count an index as built, whatever it has, because of `skip_backfill`."""
+        """Count an index as built, whatever its content, because of `skip_backfill`."""
         self._put(IndexBuild(index, uuid.uuid4().hex, fingerprint, IndexStatus.SEEDED, "not built: skip_backfill"))
 
     def fill(self, build: IndexBuild, plan: Mapping[str, Any]) -> IndexBuild | None:

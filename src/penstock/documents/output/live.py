@@ -100,7 +100,7 @@ class LiveChanges:
         return ApplyStatus(self._position, self._acknowledged, self._changes, self._batches, self._last_commit_time)
 
     def round(self, session: Session) -> bool:
-        """Process one batch, if the spool has changes; returns whether there may be more."""
+        """Process one batch, if the spool has changes; return True if there may be more."""
         taken = self._take(session.indexes)
         if not taken:
             return False
@@ -150,7 +150,7 @@ class LiveChanges:
         )
 
     def _is_altered(self, entries: Sequence[Entry], indexes: Indexes) -> bool:
-        """Return whether rows have a new schema that differs from what was compiled."""
+        """Return True if rows have a new schema that differs from the compiled one."""
         altered = False
         for (table_id, version), name in _versions_of(entries, indexes).items():
             if (table_id, version) in self._versions:
@@ -172,13 +172,13 @@ class LiveChanges:
         }
         for index in sorted(indexes.over(tables)):
             self._builds.want(
-                index, indexes.mappings[index].fingerprint, "one of its tables had another replica identity"
+                index, indexes.mappings[index].fingerprint, "one of its tables had a different replica identity"
             )
 
     def _apply(
         self, session: Session, changes: Changes, end: Lsn, documents: Counter[str], *, caught_up: bool
     ) -> float:
-        """Make all affected documents durable, or store them as work for later; returns the seconds of the flush."""
+        """Make all affected documents durable, or store them as work for later; return the seconds of the flush."""
         resolver = session.indexes.resolver
         wait_until_visible(session.connection, sorted(changes.xids))
         resolution = resolver.resolve(session.connection, changes)
@@ -237,9 +237,9 @@ def _versions_of(entries: Sequence[Entry], indexes: Indexes) -> dict[tuple[int, 
 
 
 def _is_identified(schema: TableSchema, name: TableName, indexes: Indexes) -> bool:
-    """Return whether the server sends at least the old values that were compiled for.
+    """Return True if the server sends at least the old values that were compiled for.
 
-    The schema of a partitioned table that is published as a whole does not say it: its partitions decide.
+    The schema of a partitioned table that is published as a whole does not show this: its partitions decide.
     """
     if name in indexes.catalog.tables and indexes.catalog.table(name).leaves:
         return True

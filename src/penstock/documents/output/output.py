@@ -1,11 +1,11 @@
-"""All search indexes of a config as one output of its stream.
+"""All search indexes of a config, as one output of its stream.
 
     documents = DocumentsOutput(stream_settings, store, specifications, sink, tasks, relations=…)
     with Coordinator([tables, documents]) as coordinator:
         coordinator.wait()
 
-Three threads: one follows changes, one builds indexes from their tables, one builds the documents of changes that
-concern very many. Without Spark they do the work themselves (`penstock.workers.process_tasks`).
+It has three threads: one follows changes, one builds indexes from their tables, and one builds the documents of changes
+that affect very many. Without Spark they do the work themselves (`penstock.workers.process_tasks`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OUTPUT = "documents"
 RETRY_SECONDS = 0.5
-"""How often quarantined documents that somebody wants to be tried again are looked for."""
+"""How often the output checks for quarantined documents that a user wants to retry."""
 LAG_SECONDS = 5.0
-"""How often an observer hears of the lag."""
+"""How often an observer receives the lag."""
 _IDLE_SECONDS = 0.5
 
 
@@ -73,7 +73,7 @@ class DocumentsOutput:
     specifications: Sequence[IndexSpecification]
     sink: Sink
     tasks: Tasks
-    """Build documents and write them."""
+    """Builds documents and writes them."""
     relations: Callable[[], RelationMap] = field(kw_only=True)
     """Opens the relation maps (`open_relation_map`)."""
     documents: DocumentsSettings = field(default_factory=DocumentsSettings, kw_only=True)
@@ -85,7 +85,7 @@ class DocumentsOutput:
     def opened(
         self, stream: Stream, lifecycle: Lifecycle, epoch: int, published: Published
     ) -> Iterator[RunningDocuments]:
-        """Refuse what cannot work, prepare indexes, and run inside; what takes long is left to threads."""
+        """Reject invalid setups, prepare the indexes, and run inside the block; slow work is left to threads."""
         del epoch, published  # documents are fenced by their versions; each compilation loads the publication itself
         with ExitStack() as stack:
             stack.callback(POOL.clear)
@@ -98,7 +98,7 @@ class DocumentsOutput:
 
 
 class RunningDocuments(RunningOutput):
-    """Documents that are built and followed, in threads of this process."""
+    """The running documents output, with its threads."""
 
     def __init__(self, output: DocumentsOutput, stream: Stream, lifecycle: Lifecycle, relations: RelationMap) -> None:
         super().__init__(output.output, output.settings, output.store, lifecycle)
@@ -115,7 +115,7 @@ class RunningDocuments(RunningOutput):
         self._rejections = Rejections(self._documents.failure_policies, output.quarantine, self._observer)
         self._begun = False
         self._published: Published | None = None
-        """The publication as the coordinator has last seen it, until the thread that follows changes has looked."""
+        """The publication that the coordinator saw last, until the thread that follows changes has processed it."""
         self._retried_at = 0.0
         self._readiness = Readiness(
             self.settings,
@@ -175,7 +175,7 @@ class RunningDocuments(RunningOutput):
             stop=lifecycle.stop,
         )
 
-    # What others see of it
+    # State, for other threads
 
     @property
     def status(self) -> ApplyStatus:
@@ -187,12 +187,12 @@ class RunningDocuments(RunningOutput):
 
     @property
     def settled(self) -> bool:
-        """Whether every index serves, and nothing is left to do but to follow changes."""
+        """True if every index serves, and only following changes is left to do."""
         return self._begun and not self._builds.unfinished and not self.unfinished_work
 
     @property
     def unfinished_work(self) -> bool:
-        """Whether documents of a change that concerns very many are still to be built."""
+        """True if documents of a fan-out are still to be built."""
         return any(self.store.get_index_work(name, WorkKind.FAN_OUT) for name in self.indexes)
 
     # Threads
@@ -214,7 +214,8 @@ class RunningDocuments(RunningOutput):
         self.start_thread(name, lambda: self._run(name, work))
 
     def _run(self, name: str, work: Callable[[], object]) -> None:
-        """Rounds until the output stops; the changes get one more, so that what has arrived is not read again."""
+        """Run rounds until the output stops. Changes get one more round, so that the next start need not read them
+        again."""
         stop = self.lifecycle.stop
         backoff = Backoff(first=0.5, longest=30.0)
         while not self.lifecycle.lost.is_set():
@@ -231,7 +232,7 @@ class RunningDocuments(RunningOutput):
                     self._observer.on_error(str(error))
                     raise
                 delay = backoff.next_delay()
-                logger.warning("documents: %s are tried again in=%.1fs error=%s", name, delay, error)
+                logger.warning("documents: %s failed, retrying in=%.1fs error=%s", name, delay, error)
                 if name == "changes":
                     self._close_session()
                 stop.wait(delay)
@@ -239,7 +240,7 @@ class RunningDocuments(RunningOutput):
                 return
 
     def _round(self) -> None:
-        """What is due between batches, then a batch, unless the output is paused."""
+        """Do the work that is due between batches, then process a batch, unless the output is paused."""
         if not self._begun:
             self._check_wanted()
             session = self._session or self._open_session()
@@ -254,7 +255,7 @@ class RunningDocuments(RunningOutput):
             self.lifecycle.stop.wait(_IDLE_SECONDS)
 
     def _report_lag(self) -> None:
-        """How far what is acknowledged is behind the server: asked on a connection of its own, whatever others do."""
+        """Report how far the acknowledged position is behind the server, using a separate connection."""
         if not self.lifecycle.stop.wait(LAG_SECONDS):
             self._observer.on_slot_lag(distance(self.status.acknowledged, current_position(self.settings.source)))
 
@@ -262,17 +263,17 @@ class RunningDocuments(RunningOutput):
         if self.lifecycle.stop.is_set():
             raise Stopping
 
-    # What is compiled
+    # Compiling
 
     def _compile(self) -> tuple[psycopg.Connection[Any], Indexes, Published]:
-        """A connection, the indexes as its database has them, and the publication that sends their changes."""
+        """Return a connection, the indexes compiled against its database, and the publication of their changes."""
         connection = connect(self.settings.source, Role.DOCUMENTS, parameters=SESSION)
         try:
             require_primary(connection)
             indexes = compile_indexes(
                 connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
             )
-            # After what is compiled: a partition that has just come is in both.
+            # Loaded after compiling, so that a partition that was just added is in both.
             published = self._stream.refresh()
             for name in published.unpublished.keys() & {str(each) for each in indexes.wanted}:
                 raise published.unpublished[name]
@@ -288,7 +289,7 @@ class RunningDocuments(RunningOutput):
         self._close_session()
         connection, indexes, published = self._compile()
         try:
-            # First: whoever builds what is wanted builds it with these.
+            # First, because the backfill builds the wanted indexes with these.
             self._indexes = indexes
             self._readiness.look_again(indexes)
         except BaseException:
@@ -331,7 +332,7 @@ class RunningDocuments(RunningOutput):
             self._look_at_catalog(published)
 
     def _look_at_catalog(self, published: Published) -> None:
-        """Notice what the server does not send: replaced tables, added and removed partitions."""
+        """Detect changes that the server does not send: replaced tables, added and removed partitions."""
         session = self._session or self._open_session()
         catalog = load_catalog(session.connection, session.indexes.catalog.tables)
         if catalog.heaps == session.indexes.catalog.heaps:
@@ -340,7 +341,7 @@ class RunningDocuments(RunningOutput):
             self._open_session()
 
     def _try_refused_again(self) -> None:
-        """Build quarantined documents for which a user asked for a retry; those rejected again stay quarantined."""
+        """Build quarantined documents that a user wants to retry; those rejected again stay quarantined."""
         indexes = self._compiled()
         for name, specification in indexes.specifications.items():
             ids = self._rejections.wanted(name)
@@ -357,16 +358,16 @@ class RunningDocuments(RunningOutput):
     # For the coordinator's thread
 
     def refresh(self, published: Published) -> None:
-        """Let the thread that follows changes look at it, between two batches."""
+        """Let the thread that follows changes process the publication between two batches."""
         self._published = published
 
     def tend(self, *, source_answers: bool) -> None:
-        """Nothing: the threads of the output find their work themselves."""
+        """Do nothing: the output's threads find their work themselves."""
 
     def carry_out(self, command: Command) -> bool:
         """Rebuild indexes."""
         if command.kind is not CommandKind.REBUILD_INDEX:
-            raise unknown_command(command, "It is for tables: name their output with --output.")
+            raise unknown_command(command, "This command is for tables: name a tables output with --output.")
         for name in self._named(command.options.get("indexes", ())):
             self._builds.want(name, self._compiled().mappings[name].fingerprint, "requested by a user")
         return True
@@ -375,10 +376,12 @@ class RunningDocuments(RunningOutput):
         known = self._compiled().specifications.keys()
         unknown = sorted(set(names) - known)
         if unknown:
-            raise PenstockError(f"there is no index {', '.join(unknown)}", hint=f"There is {', '.join(sorted(known))}.")
+            raise PenstockError(
+                f"no such index: {', '.join(unknown)}", hint=f"Known indexes: {', '.join(sorted(known))}."
+            )
         return sorted(names or known)
 
 
 def _can_be_tried_again(error: PenstockError) -> bool:
-    """By its class; or because a statement has met somebody's lock."""
+    """Return True if the error's class allows a retry, or if a statement was blocked by a lock of another session."""
     return error.retry is Retry.TIMED or error.facts.get("sqlstate") in LOCKED

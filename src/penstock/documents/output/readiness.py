@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Readiness:
-    """Used by the thread that follows changes, and before it starts."""
+    """Decides what to build. Used by the thread that follows changes, and before it starts."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Readiness:
             change = changes_between(seen, now)
             names = {published.tables[each] for each in change.readded | change.added if each in published.tables}
             self._start_over(indexes, names.intersection(seen.names.values()) | self._moved(seen, now))
-        # Last: what was not acted on is noticed again, also by the next process.
+        # Last, so that a table that was not processed is noticed again, even by the next process.
         self._store.store_publication_membership(publication, now)
         self._membership = now
 

@@ -34,8 +34,8 @@ from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, conne
 from penstock.workers.process_tasks import ProcessTasks
 
 SESSION: Mapping[str, str] = {**NO_TIMEOUTS, "lock_timeout": "200"}
-"""No timeout for rows, a short one for locks: in a deadlock with a session that truncates or alters several tables, we
-give way long before the server chooses a victim, and retry."""
+"""No timeout for rows, a short one for locks: in a deadlock with a session that truncates or alters several tables,
+this session gives way and retries long before the server chooses a victim."""
 
 _KEPT = 4
 """Idle connections to keep; a Python worker of Spark needs one."""
@@ -62,7 +62,7 @@ class DocumentsSettings:
     wave_chunks: int = 32
     """Chunks per job; bounds the number of keys in memory."""
     local_documents: int = 2_000
-    """Up to so many documents are built without a job. They take 0.1 s; a Spark job takes as long to start on an idle
+    """Up to this many documents are built without a job. They take 0.1 s; a Spark job takes as long to start on an idle
     machine, and over a second on a busy one."""
     fan_out_documents: int = 20_000
     """If a piece of changes affects more documents of one index, they are built beside the stream, so that other
@@ -188,7 +188,7 @@ class Outcome:
     removed: tuple[list[str], ...] = ()
     """The keys of removed documents, one list per key column; only for indexes in `BuildJob.recorded`."""
     taken: tuple[str, ...] = ()
-    """Quarantined documents that the sink has taken now."""
+    """Quarantined documents that the sink has now accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class BuildJob:
     queries: Mapping[str, BuildQuery]
     sink: SharedSink
     recorded: frozenset[str] = frozenset()
-    """Indexes whose removals have to be reported."""
+    """Indexes whose removals are reported."""
     quarantined: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
     """Ids of quarantined documents by index."""
 

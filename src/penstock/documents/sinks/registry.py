@@ -20,7 +20,7 @@ SINKS: Mapping[str, Registered] = {
 }
 
 _METHODS = ("write", "flush", "ensure_index", "is_seeded", "mark_seeded", "reindex")
-_CONTRACT = "Derive from penstock.documents.Sink, which has defaults for all methods but write and flush."
+_CONTRACT = "Derive from penstock.documents.Sink, which has defaults for all methods except write and flush."
 
 
 def create_sink(type_: str, options: Mapping[str, Any] | None = None, other_keys: Iterable[str] = ()) -> Sink:

@@ -1,8 +1,8 @@
-"""Sends documents to one generation until the server has taken or rejected each of them.
+"""Sends documents to one generation until the server has accepted or rejected each of them.
 
 The lines of a bulk request are joined by columns: bodies are JSON already and pass through unchanged. The server
-answers for each document: taken, try again, rejected, or a failure that stops the sink. Its answers quote ids and
-values, which must not leave this module: a rejection names the type of the error, the field, and a sentence of ours.
+answers for each document: accepted, try again, rejected, or a failure that stops the sink. Its answers quote ids and
+values, which must not leave this module: a rejection names the type of the error, the field, and one of our sentences.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _escaped(ids: pa.ChunkedArray) -> pa.ChunkedArray:
             ids = pc.replace_substring(ids, sign, "\\" + sign)
     control = pc.match_substring_regex(ids, _RARE)
     if pc.any(control).as_py():
-        # Cold: control characters in a key. The escapes above have to be undone first.
+        # Cold: control characters in a key. Undo the escapes above first.
         rare = [json.dumps(json.loads(f'"{each}"', strict=False))[1:-1] for each in ids.filter(control).to_pylist()]
         ids = pc.replace_with_mask(ids.combine_chunks(), control.combine_chunks(), pa.array(rare, _TEXT))
     return ids
@@ -174,7 +174,7 @@ def read_answer(data: bytes, said: Any, fields: frozenset[str]) -> BulkResult:
     items = said.get("items") if isinstance(said, dict) else None
     if not isinstance(items, list):
         raise DestinationError(
-            "the search server answered a bulk request with something else than the result of one",
+            "the search server's answer to a bulk request is not a bulk result",
             hint="Check that sink.url is the address of OpenSearch's API and that no proxy answers in its place.",
         )
     again: list[int] = []
@@ -216,7 +216,7 @@ def reason_of(error: Mapping[str, Any], fields: frozenset[str]) -> str:
 
 
 def _field(reason: str, fields: frozenset[str]) -> str:
-    """Return the field that a reason begins with, as far as the mapping has it: keys of maps come from data."""
+    """Return the field that a reason starts with, if the mapping has it: keys of maps come from data."""
     if found := _NEW_FIELD.match(reason):
         key, parent = found.groups()
         known = _known(parent, fields)
@@ -252,7 +252,7 @@ class BulkSender:
         self._settings = settings
 
     def send(self, target: Target, batch: pa.Table) -> list[Rejection]:
-        """Send a batch in pieces, durably; returns the rejections."""
+        """Send a batch in pieces, durably; return the rejections."""
         rejections: list[Rejection] = []
         unusable = unusable_ids(batch)
         if pc.any(unusable).as_py():
@@ -269,7 +269,7 @@ class BulkSender:
             try:
                 answer = self._client.try_once("POST", path, bulk_lines(piece), lines=True)
             except Transient as error:
-                # The server may have taken it: versions make it harmless to send it again.
+                # The server may have accepted it; versions make it harmless to send it again.
                 retries.wait(error)
                 continue
             if answer.status == TOO_LARGE:

@@ -22,10 +22,10 @@ from penstock.observe.redact import redact, scrub
 from penstock.retry import Backoff
 
 SERVING_GC_DELETES = 600
-"""Seconds for which a generation that serves keeps removals. An older body must not arrive later, or the document would
-return: a bulk request is given up after half of it."""
+"""Seconds for which a serving generation remembers removals. An older body that arrives later would restore the
+document, so a bulk request is given up after half this time."""
 FILLING_GC_DELETES = 86_400
-"""The same while a generation is being filled: ranges can write old bodies late."""
+"""The same for a generation that is being filled: ranges can write old bodies late."""
 DEFAULT_GRACE_SECONDS = 600.0
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -49,12 +49,12 @@ TOO_LARGE = 413
 _PASSING = (408, 429, 500, 502, 503, 504)
 _FORBIDDEN = (401, 403)
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-"""An encrypted connection that ends abruptly: the server is stopping; not a matter of certificates."""
+"""Errors of an encrypted connection that ends abruptly: the server is stopping; certificates are not the cause."""
 _BLOCKED = "cluster_block_exception"
-"""A read-only index because of a full disk, or a cluster without a leader: 403, but not a matter of permissions."""
+"""A read-only index because of a full disk, or a cluster without a leader: status 403, but not about permissions."""
 
 _LONG_ATTEMPTS = 5
-"""After so many attempts, which take some seconds, retries are logged as warnings."""
+"""After this many attempts, which take some seconds, retries are logged as warnings."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +74,11 @@ class OpenSearchSettings:
     shards: int = 1
     replicas: int = 1
     refresh_interval: str = "1s"
-    """How late searches see a document at most; at once if no more changes are waiting."""
+    """Maximum delay before searches see a document; without waiting changes there is no delay."""
     bulk_documents: int = 5_000
     bulk_bytes: int = 8 << 20
     timeout_seconds: float = 60.0
-    """For one request."""
+    """Timeout of one request."""
     retry_seconds: float = 120.0
     """How long a request is retried."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
@@ -98,7 +98,7 @@ class OpenSearchSettings:
         if not 0 < self.retry_seconds <= SERVING_GC_DELETES / 2:
             raise ConfigError(
                 f"sink: retry_seconds must be between 0 and {SERVING_GC_DELETES // 2}",
-                hint="The index forgets removals after a while; an older body that arrives later would stay.",
+                hint="The index forgets removals after a while, and an older body that arrives later would stay.",
             )
         for name in ("bulk_documents", "bulk_bytes", "shards", "timeout_seconds"):
             if getattr(self, name) <= 0:
@@ -156,7 +156,9 @@ class RetryLimit:
         delay = self.backoff.next_delay()
         left = self.started + self.seconds - time.monotonic()
         if left <= 0:
-            raise DestinationUnavailable(f"the search server did not take documents for {self.seconds:g} s: {reason}")
+            raise DestinationUnavailable(
+                f"the search server has not accepted documents for {self.seconds:g} s: {reason}"
+            )
         attempt = self.backoff.attempt
         level = logging.INFO if attempt < _LONG_ATTEMPTS else logging.WARNING
         logger.log(level, "search server busy or unavailable, retrying attempt=%d reason=%s", attempt, reason)

@@ -5,10 +5,10 @@
                                 └ fingerprint of the build
 
 The name in the config is an alias, and the index behind it is a generation. What Penstock knows about a generation is
-stored in the index itself (`_meta`), so it survives whatever happens to Penstock. Writers use a second alias that only
-this generation has: if someone deletes the index, the alias is gone too. Its name has capital letters, which an index
-must not have, so the server cannot create an index with guessed mappings in its place. (`require_alias` is not enough:
-it does not apply to removals, and a removal with an external version creates an index, too.)
+stored in the index itself (`_meta`), so it does not depend on Penstock's state. Writers use a second alias that only
+this generation has: if the index is deleted, the alias is gone too. Its name has capital letters, which an index must
+not have, so the server cannot create an index with guessed mappings in its place. (`require_alias` is not enough: it
+does not apply to removals, and a removal with an external version creates an index, too.)
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def paths_of(indexes: Sequence[str]) -> Iterator[str]:
 
 
 def in_paths(names: Sequence[str]) -> Iterator[str]:
-    """Join names to parts of paths that fit a request: its first line has at most 4 KB."""
+    """Join names into parts of paths that fit a request, whose first line has at most 4 KB."""
     part: list[str] = []
     length = 0
     for each in names:
@@ -105,7 +105,8 @@ def in_paths(names: Sequence[str]) -> Iterator[str]:
 
 
 def read_state(index: str, answer: Mapping[str, Any]) -> IndexState:
-    """Return the state of an index, from an answer that may contain others; `IndexUnusable` if it is not ours."""
+    """Return the state of an index, from an answer that may contain others; raise `IndexUnusable` if it is not
+    Penstock's."""
     if index in answer:
         raise IndexUnusable(
             f"an index named {index!r} exists where Penstock needs an alias of this name",

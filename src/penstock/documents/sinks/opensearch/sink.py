@@ -4,7 +4,7 @@ A document is durable when the server has answered the bulk request with its tra
 (`index.translog.durability: request`). Every document carries an external version, so sending one twice or late changes
 nothing.
 
-On the driver the sink knows the generations since `ensure_index`. A copy in a task knows what it was pickled with:
+On the driver the sink knows the generations since `ensure_index`. A copy in a task knows only what was pickled:
 settings and names. It writes, flushes, and returns the rejections.
 """
 
@@ -154,7 +154,7 @@ class OpenSearchSink(Sink):
                 if target is self._targets[index].newest:
                     self._rejections += refused
                 elif refused:
-                    # An older shape cannot take everything; it serves only until the new one is complete.
+                    # An older generation cannot take every document; it serves only until the new one is complete.
                     logger.warning("old generation rejected documents index=%s count=%d", index, len(refused))
 
     def _refresh(self, targets: Sequence[Target | None]) -> None:
@@ -174,7 +174,7 @@ class OpenSearchSink(Sink):
             if begun and each is not filling:
                 self._delete(each)
         if filling is not None:
-            # A crash may have interrupted it after its settings were changed for serving.
+            # A crash may have interrupted this after the settings were changed for serving.
             self._configure(filling, _FILLING)
         elif state.serving is None or not _is_current(state.serving, mapping):
             filling = self._create(state, mapping)
@@ -258,7 +258,7 @@ class OpenSearchSink(Sink):
         return replace(state, serving=generation)
 
     def _look_after(self, states: Mapping[str, IndexState]) -> None:
-        """Raise `IndexUnusable` if indexes were changed by others, and remove expired generations."""
+        """Raise `IndexUnusable` if another program changed an index, and remove expired generations."""
         now = time.time()
         self._looked_at = time.monotonic()
         for index, state in states.items():
@@ -372,7 +372,7 @@ class OpenSearchSink(Sink):
 
 
 def _is_current(serving: Generation, mapping: IndexMapping) -> bool:
-    """Return whether the serving generation is complete and has the wanted shape."""
+    """Return True if the serving generation is complete and has the wanted shape."""
     return serving.seeded and serving.fingerprint == mapping.fingerprint
 
 
