@@ -188,7 +188,7 @@ class _Tended:
         now = time.monotonic()
         if now >= self._commands_at or self._output.is_urgent:
             self._commands_at = now + COMMAND_SECONDS
-            # Also when it has stopped: whoever asks wants an answer.
+            # Even if it has stopped: the caller waits for an answer.
             if not self._output.lifecycle.lost.is_set():
                 self.attempt(lambda output: output.answer_commands(), stopped=True)
 

@@ -209,7 +209,7 @@ class SlotLost(SourceError):
 class SlotUnusable(SourceError):
     """The slot exists or should be created, but Penstock cannot use it."""
 
-    default_hint = "Choose another slot name, or drop the slot if nothing else uses it."
+    default_hint = "Choose another slot name, or drop the slot if no other program uses it."
 
 
 class SlotUndecodable(SlotUnusable):

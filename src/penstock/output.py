@@ -114,12 +114,12 @@ class RunningOutput(ABC):
     def drain(self) -> None:
         """Stop, finish the current batch, and wait for all threads, however long they take.
 
-        The lease is released afterwards, and the next process must find nobody writing.
+        The lease is released afterwards, and then the next process may write.
         """
         self.lifecycle.stop.set()
         while not self.join(REMINDER_SECONDS):
             logger.warning("output still finishes its current batch output=%s", self.output)
-        # Without an answer, the next process would carry a pause out, and begin paused.
+        # Without an answer, the next process would carry out a pause and start paused.
         with suppress(PenstockError):
             while self._pauses:
                 self.store.answer_command(self._pauses[0].number, CommandStatus.DONE)
@@ -146,15 +146,15 @@ class RunningOutput(ABC):
 
     @abstractmethod
     def tend(self, *, source_answers: bool) -> None:
-        """Do what is due between two looks at commands; nothing that needs the source if that does not answer."""
+        """Do periodic work between two checks for commands; skip work that needs the source if it does not answer."""
 
     @property
     def is_urgent(self) -> bool:
-        """Whether somebody waits for the next command to be carried out."""
+        """True if a caller is waiting for the next command."""
         return False
 
     def answer_commands(self) -> None:
-        """Carry out the commands that have come. One that cannot be carried out is refused, and changes nothing."""
+        """Carry out the pending commands. A command that cannot be carried out is rejected and changes nothing."""
         self._commands += self.store.take_commands()
         while self._commands:
             # It stays in the list until its answer is stored: no other process would take it from this one.

@@ -207,7 +207,7 @@ class RunningTables(RunningOutput):
             self._board.set_phase(table_id, discover(None))
         for table_id in change.readded if change else ():
             if table_id in published.tables:
-                logger.info("table was removed and added again, it is copied anew table=%s", self._name_of(table_id))
+                logger.info("table was removed and added again, copying it again table=%s", self._name_of(table_id))
                 self._board.set_phase(table_id, resync(None))
         # Last: what was not acted upon is noticed again, also by the next process.
         if now != seen:

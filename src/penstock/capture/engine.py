@@ -55,7 +55,7 @@ class CaptureSettings:
     queue_bytes: int = 32 << 20
     """Limit of bytes that are read but not decoded yet."""
     publish_seconds: float = 0.1
-    """How long a committed transaction waits to be published if nothing else arrives."""
+    """How long a committed transaction waits to be published if no other transaction arrives."""
     longest_publish_seconds: float = 1.0
     """How long it waits while more changes arrive, unless a block is full; longer if publishing takes long."""
     assembler: AssemblerSettings = field(default_factory=AssemblerSettings)

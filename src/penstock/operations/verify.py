@@ -139,7 +139,7 @@ def _compare(
 
 
 def _all_cores(tasks: Any, session: Any) -> Any:
-    """Nothing else runs in this process, so no core is reserved for changes."""
+    """This process only compares, so no core is reserved for changes."""
     if session is None:
         return tasks
     from penstock.spark.tasks import SparkTasks

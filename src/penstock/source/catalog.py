@@ -117,7 +117,7 @@ def load_attributes(connection: psycopg.Connection[Any], table_oid: int) -> list
 
 
 def load_table(connection: psycopg.Connection[Any], table_oid: int) -> CatalogTable | None:
-    """A table with its columns; None if it does not exist (any more)."""
+    """Return a table with its columns; None if it does not exist."""
     return load_tables(connection, [table_oid]).get(table_oid)
 
 

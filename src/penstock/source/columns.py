@@ -33,7 +33,7 @@ _MODIFIER = 2
 _GENERATED = -10
 
 
-# Not by `pg_partition_tree`, which waits for whoever has a partition locked.
+# Not by `pg_partition_tree`, which waits for locks on partitions.
 _BELOW = """
     with recursive below (id) as (
         select i.inhrelid from pg_catalog.pg_inherits i

@@ -184,7 +184,7 @@ class SpoolWriter:
         self._flush(end, transactions, commit_times)
 
     def flush_position(self) -> None:
-        """Record a position that `publish` has deferred; called while nothing else happens."""
+        """Record a position that `publish` has deferred; called while there are no changes."""
         due = time.monotonic() - self._seen_at >= self._settings.position_interval
         if due and not self._steps and self._seen is not None and self._end is not None:
             self._flush(self._seen, 0, (0, 0))

@@ -5,10 +5,10 @@ raises the epoch. Every write carries the epoch of its lease and is refused when
 was stopped, disconnected or asleep while another took over can change nothing. The holder itself counts from *before*
 each renewal, with a clock that keeps running while the machine sleeps, and stops when the lease has expired.
 
-A process that was killed cannot release its lease. On the same machine nobody has to wait until it expires: the process
-table tells whether the holder still runs. That is trusted only if everything is comparable: the same boot, the same
-process namespace (two containers can have the same host name and pid) and the start time of the process (pids are
-reused).
+A process that was killed cannot release its lease. On the same machine its successor need not wait until it expires:
+the process table shows whether the holder still runs. That is trusted only if everything is comparable: the same boot,
+the same process namespace (two containers can have the same host name and pid) and the start time of the process (pids
+are reused).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """True if nothing may be written under this lease any more."""
+        """True if this lease no longer permits writing."""
         return self._reason is not None
 
     def check(self) -> None:

@@ -223,7 +223,7 @@ class PostgresServer(OwnServer, DatabaseServer):
             wait_until_gone(children, timeout=STOP_SECONDS)
         process.wait(STOP_SECONDS)
         self._process = None
-        # By the next start the file could name a process of somebody else.
+        # By the next start the file could name an unrelated process.
         (self.data_dir / "postmaster.pid").unlink(missing_ok=True)
 
     def restart(self, mode: StopMode = "fast") -> None:

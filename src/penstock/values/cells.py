@@ -1,7 +1,7 @@
 """Whole-column operations on text cells that the families share: their bytes, their shape, blanking and casting.
 
-Decoding is optimistic: cast the column; only when that fails find the cells to blame, set them aside and cast
-again. Nothing here loops over cells, except `_cast_piecewise`, which says why it may.
+Decoding is optimistic: it casts the column, and only if that fails finds the invalid cells, blanks them and retries.
+Nothing here loops over cells, except `_cast_piecewise`, which says why it may.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ class DeltaLog:
     def _incomplete(self) -> PenstockError:
         return TableRejected(
             f"{self._table}: its log has gaps or missing files",
-            hint="Somebody has removed files of the log: move the table away and copy it again.",
+            hint="Another program deleted files of the log: move the table elsewhere and copy it again.",
         )
 
 
@@ -326,7 +326,7 @@ def _first(table: str, commit: Commit) -> Snapshot:
     if protocol is None or metadata is None:
         raise TableRejected(
             f"{table}: its log does not begin with a protocol and metadata",
-            hint="Somebody has removed files of the log: move the table away and copy it again.",
+            hint="Another program deleted files of the log: move the table elsewhere and copy it again.",
         )
     return Snapshot(commit.version - 1, protocol, metadata)
 
