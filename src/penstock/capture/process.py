@@ -83,7 +83,7 @@ class CaptureProcess:
     def start(self) -> None:
         """Start the child and watch it."""
         if self._thread is not None:
-            raise RuntimeError("capture was started already")
+            raise RuntimeError("capture has already been started")
         self._thread = threading.Thread(target=self._supervise, name="capture-supervisor", daemon=True)
         self._thread.start()
 

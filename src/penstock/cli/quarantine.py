@@ -141,7 +141,7 @@ def _opened(config: Config, name: str | None) -> Iterator[Quarantine | None]:
 
 def _require_choice(ids: list[str] | None, every: bool) -> None:
     if bool(ids) == every:
-        raise typer.BadParameter("name documents by their ids, or give --all", param_hint="ID")
+        raise typer.BadParameter("give the ids of documents, or --all", param_hint="ID")
 
 
 def _refuse_unknown(name: str, ids: list[str] | None, found: list[str]) -> None:

@@ -113,7 +113,7 @@ def _watch(running: Running, ending: Ending, display: Display, *, once: bool) ->
         ready = once and running.is_ready()
         if once and any(output.paused for output in running.outputs):
             raise PenstockError(
-                "paused by a command: it would never catch up",
+                "the pipeline was paused by a command, so it cannot catch up",
                 hint="Run it again: a pause ends with the process that was paused.",
             )
         if ready:

@@ -24,7 +24,7 @@ schema = typer.Typer(
 def print_config_schema() -> None:
     """Print the JSON Schema of the config file.
 
-    Editors with a TOML language server (Taplo, Even Better TOML) read its name from the first line of the file.
+    Editors with a TOML language server (Taplo, Even Better TOML) use it if the first line of the file names it.
 
     Examples:
 

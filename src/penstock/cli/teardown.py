@@ -31,7 +31,7 @@ def teardown(
     with configured(config_path) as config, planned_teardown(config, output) as planned:
         if not planned.steps:
             what = f"output {output}" if output is not None else f"pipeline {config.pipeline.id}"
-            typer.echo(f"{what} has left nothing to remove")
+            typer.echo(f"nothing to remove for {what}")
             return
         typer.echo("this will be removed:")
         for step in planned.steps:

@@ -20,7 +20,7 @@ def choose_output(config: Config, name: str | None) -> OutputChoice:
     """The output with this name; a config with one output needs no name."""
     found = chosen_outputs(config, name)
     if len(found) > 1:
-        raise ConfigError("there are several outputs", hint=f"Name one: {', '.join(each.name for each in found)}.")
+        raise ConfigError("the config has several outputs", hint=f"Name one: {', '.join(each.name for each in found)}.")
     return found[0]
 
 

@@ -198,7 +198,7 @@ class PostgresDatabase:
 
     def _once(self, attempt: Callable[[psycopg.Connection[Any]], ResultT], doing: str) -> ResultT:
         if self._closed:
-            raise StateUnusable(f"the state in {self._settings.location} is closed already")
+            raise StateUnusable(f"the state in {self._settings.location} is already closed")
         if self._connection is None:
             self._connection = _connect(self._settings)
         connection = self._connection
@@ -282,5 +282,5 @@ def _number(name: str) -> int:
 
 def _quoted(name: str) -> str:
     if not name or any(each in name for each in "\0%") or len(name.encode()) > 63:
-        raise ConfigError("a schema's name has 1 to 63 bytes, none of them %", schema=name)
+        raise ConfigError("a schema name must have 1 to 63 bytes and no %", schema=name)
     return quote_identifier(name)

@@ -154,7 +154,7 @@ class SqliteDatabase:
 
     def _open_connection(self) -> sqlite3.Connection:
         if self._connection is None:
-            raise StateUnusable(f"the state in {self._path} is closed already")
+            raise StateUnusable(f"the state in {self._path} is already closed")
         return self._connection
 
     @contextmanager

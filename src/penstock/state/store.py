@@ -36,7 +36,7 @@ class Store(TableStore, ProgressStore, CommandStore, IndexStore):
         name = database.pipeline_id
         if not name or len(name) > _LONGEST_ID or not name.isprintable():
             database.close()
-            raise ConfigError(f"a pipeline id has 1 to {_LONGEST_ID} printable characters: {name!r}")
+            raise ConfigError(f"a pipeline id must have 1 to {_LONGEST_ID} printable characters: {name!r}")
         super().__init__(database)
 
     def __enter__(self) -> Self:

@@ -231,7 +231,7 @@ def test_teardown_shows_asks_and_removes(site: Site):
     assert site.database.execute("select count(*) from pg_publication") == [(0,)]
     assert not (site.folder / "work/spool").exists()
     assert site.phases() == {}
-    assert "has left nothing to remove" in site.run("teardown").stdout
+    assert "nothing to remove for pipeline" in site.run("teardown").stdout
     # What is at the destination stays, and the pipeline can begin anew.
     assert site.rows("orders") == site.source_rows("orders")
     again = site.run("run", "--once")
