@@ -79,7 +79,7 @@ def resume(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Continue after pause."""
+    """Resume writing changes after pause."""
     _send(config_path, CommandKind.RESUME, "resumed", output, wait, as_json)
 
 

@@ -16,7 +16,7 @@ def teardown(
         str | None,
         typer.Option(
             "--output",
-            help="Remove only this output; it may already be gone from the config.",
+            help="Remove only this output; it need not be in the config any longer.",
             metavar="NAME",
         ),
     ] = None,

@@ -59,9 +59,9 @@ def verify(
     """Compare every row of the tables at a destination with the source.
 
     The comparison is exact, at one position, while writers and the pipeline keep running: changes wait for a second or
-    two until both sides are at that position. It reads the source differently than a copy does. If the pipeline is not
-    running, it is started for the comparison. Exits with 0 if everything is equal, 1 if rows differ, 2 if something
-    could not be compared.
+    two until both sides are at that position. It reads the source through a different code path than a copy. If the
+    pipeline is not running, it is started for the comparison. Exits with 0 if everything is equal, 1 if rows differ, 2
+    if something could not be compared.
     """
     options = VerifySettings(CompareSettings(sample=sample, show_values=show_values), wait)
     quiet = quiet or as_json

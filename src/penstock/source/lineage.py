@@ -132,7 +132,7 @@ def check_lineage(
     if stored.system_identifier != current.system_identifier:
         raise LineageChanged(
             f"this is another server: its system identifier is {current.system_identifier}, "
-            f"stored positions belong to {stored.system_identifier}",
+            f"but the stored positions belong to {stored.system_identifier}",
             stored=stored.system_identifier,
             current=current.system_identifier,
         )
