@@ -325,7 +325,7 @@ def _first(table: str, commit: Commit) -> Snapshot:
     metadata = next((action for action in commit.actions if isinstance(action, Metadata)), None)
     if protocol is None or metadata is None:
         raise TableRejected(
-            f"{table}: its log does not begin with a protocol and metadata",
+            f"{table}: its log does not start with a protocol and metadata",
             hint="Another program deleted files of the log: move the table elsewhere and copy it again.",
         )
     return Snapshot(commit.version - 1, protocol, metadata)

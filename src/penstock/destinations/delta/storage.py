@@ -321,7 +321,7 @@ class ObjectStorage:
         except (store_errors.NotSupportedError, NotImplementedError) as error:
             raise unusable(
                 f"{self.url}: the store cannot create an object only if it is absent",
-                hint="Use a store with conditional puts, as S3 has them.",
+                hint="Use a store that supports conditional puts, such as S3.",
             ) from error
         except store_errors.BaseError as error:
             raise out_of_reach(self.url, type(error).__name__) from error

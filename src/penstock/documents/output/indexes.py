@@ -113,7 +113,7 @@ def require_whole(connection: psycopg.Connection[Any], indexes: Indexes, publica
             if missing:
                 names = ", ".join(missing)
                 raise PublicationChanged(
-                    f"publication {publication!r} does not send {names} of {each}, by which documents are found",
+                    f"publication {publication!r} does not send {names} of {each}, which documents need",
                     hint="Add them to the column list of the publication, or publish the table without one.",
                     tables=[str(each)],
                 )
