@@ -179,7 +179,7 @@ class Bench:
     def started(self) -> Iterator[None]:
         with Coordinator([self.output]) as coordinator:
             [self.running] = coordinator
-            self.wait(lambda: self.running.settled, "the first build")
+            self.wait(lambda: self.running.is_complete, "the first build")
             yield
 
     def wait(self, look: Callable[[], object], what: str) -> None:
@@ -203,7 +203,7 @@ class Bench:
 
         def look() -> bool:
             status = self.running.status
-            return reaches(status.acknowledged, end) and self.running.settled
+            return reaches(status.acknowledged, end) and self.running.is_complete
 
         self.wait(look, "changes")
 

@@ -37,12 +37,12 @@ from penstock.state import (
 from penstock.state.transitions import discover, resync
 from penstock.stream import OnLostSlot, Published, Stream, StreamSettings
 from penstock.workers import (
+    ApplyHold,
     ApplyStatus,
     ApplyWorker,
     BatchSettings,
     Board,
     CopyStatus,
-    Cuts,
     ErrorHold,
     Lifecycle,
     SnapshotWait,
@@ -149,7 +149,7 @@ class RunningTables(RunningOutput):
             types=settings.types,
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),
         )
-        self._cuts = Cuts(
+        self._hold = ApplyHold(
             self._apply,
             self._board,
             self.store,
@@ -216,19 +216,19 @@ class RunningTables(RunningOutput):
 
     def tend(self, *, source_answers: bool) -> None:
         """Answer comparisons whose boundary is reached; start table sync workers."""
-        self._cuts.settle()
+        self._hold.answer()
         if source_answers:
             self._start_workers()
 
     @property
     def is_urgent(self) -> bool:
-        return self._cuts.active
+        return self._hold.active
 
     def carry_out(self, command: Command) -> bool:
         """Verify, resync and rollback."""
         match command.kind:
             case CommandKind.VERIFY:
-                self._cuts.take(command)
+                self._hold.take(command)
                 return False  # answered when it has come true
             case CommandKind.RESYNC:
                 self._board.resync(self._named(command.tables))

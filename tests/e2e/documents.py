@@ -113,7 +113,7 @@ class Site:
 
         def look() -> bool:
             output.wait(0)
-            return reaches(output.status.acknowledged, end) and output.settled
+            return reaches(output.status.acknowledged, end) and output.is_complete
 
         wait_for(look, f"documents to reach {end}")
         assert {each.status for each in output.indexes.values()} == {IndexStatus.SEEDED}

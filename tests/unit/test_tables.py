@@ -139,7 +139,7 @@ def test_a_rollback_without_names_is_for_all_errored_tables(store: MemoryStore, 
     assert phases(tables) == {"public.a": "sync_done", "public.b": "ready"}
 
 
-@pytest.mark.parametrize("options", [{}, {"step": "leap"}, {"step": "cut", "position": "nowhere"}])
+@pytest.mark.parametrize("options", [{}, {"step": "leap"}, {"step": "advance", "position": "nowhere"}])
 def test_a_command_that_makes_no_sense_is_refused(tables: RunningTables, options: dict[str, str]) -> None:
     assert ask(tables, CommandKind.VERIFY, **options).status is CommandStatus.REFUSED
     assert ask(tables, CommandKind.REBUILD_INDEX).status is CommandStatus.REFUSED
@@ -151,7 +151,7 @@ def test_no_copy_of_a_table_begins_while_its_changes_are_written(tables: Running
         assert ask(tables, CommandKind.RESYNC, "public.a").status is CommandStatus.DONE
         assert tables._board.to_copy() == []
         # What the batch did to it does not count any more.
-        tables._board.settle(Lsn(200), {A: Lsn(200), B: Lsn(200)})
+        tables._board.record_progress(Lsn(200), {A: Lsn(200), B: Lsn(200)})
         assert tables._board.positions() == {B: Lsn(200)}
     assert tables._board.to_copy() == [A]
     assert tables.store.get_table_position(A) is None

@@ -18,7 +18,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from penstock.comparison.compare import Around, CompareSettings, compare_table
-from penstock.comparison.cut import hold_at_snapshot, hold_now
+from penstock.comparison.hold import hold_at_snapshot, hold_now
 from penstock.comparison.report import Report, TableReport
 from penstock.copy import prepare_copy
 from penstock.destinations.base import Destination, PinnedTable, ReadableDestination, Tasks
@@ -156,17 +156,17 @@ class _Asked:
 def _at_one_position(asked: _Asked) -> Report:
     held = _Held(asked.observer)
     wait, keeps_versions = asked.options.wait, asked.destination.keeps_versions
-    with hold_at_snapshot(asked.settings.source, asked.store, wait=wait, on_blocked=held.blocked) as cut:
-        asked.observer.held(cut.position, until_the_end=not keeps_versions)
-        chosen = asked.chosen(cut.tables)
+    with hold_at_snapshot(asked.settings.source, asked.store, wait=wait, on_blocked=held.blocked) as hold:
+        asked.observer.held(hold.position, until_the_end=not keeps_versions)
+        chosen = asked.chosen(hold.tables)
         with _pinned(asked.destination, chosen) as pins:
             if keeps_versions:
-                cut.release()
+                hold.release()
                 asked.observer.released(held.seconds)
-            reports = asked.left_out(cut.left_out)
-            reports += [_compare(asked, cut.snapshot, schema, pins[table_id]) for table_id, schema in chosen.items()]
-            cut.release()
-    return asked.report(cut.position, reports, held, exact=True)
+            reports = asked.left_out(hold.left_out)
+            reports += [_compare(asked, hold.snapshot, schema, pins[table_id]) for table_id, schema in chosen.items()]
+            hold.release()
+    return asked.report(hold.position, reports, held, exact=True)
 
 
 def _around_a_snapshot(asked: _Asked) -> Report:

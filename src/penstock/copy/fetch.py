@@ -54,8 +54,8 @@ class SourceFetch:
                         value = result.get_value(row, number)
                         values.append(None if value is None else value.decode())
         arrays = [pa.array(values, TEXT) for values in cells]
-        settled = decode_columns(columns, arrays, len(arrays[0]), self.types.out_of_range, str(schema))
-        return pa.table(settled, names=[*(column.field_name for column in columns), UNREPRESENTABLE])
+        decoded = decode_columns(columns, arrays, len(arrays[0]), self.types.out_of_range, str(schema))
+        return pa.table(decoded, names=[*(column.field_name for column in columns), UNREPRESENTABLE])
 
 
 def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[SegmentColumn]) -> sql.Composed:

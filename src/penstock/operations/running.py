@@ -127,7 +127,7 @@ class Running:
 
 def is_ready(output: RunningOutput) -> bool:
     """True if nothing is being copied or filled, no retry is scheduled, and no command is waiting."""
-    if isinstance(output, RunningDocuments) and not output.settled:
+    if isinstance(output, RunningDocuments) and not output.is_complete:
         return False
     return all(command.answered for command in output.store.get_commands()) and all(
         isinstance(phase, Ready) or (isinstance(phase, Errored) and phase.retry_policy.retry is Retry.OPERATOR)

@@ -95,7 +95,7 @@ class ApplyWorker:
         self._last_commit_time = 0
         self._pruned: float | None = None
         self.limit: Lsn | None = None
-        """A boundary that no later batch passes; `Cuts` sets it while `verify` compares the tables there."""
+        """A boundary that no later batch passes; `ApplyHold` sets it while `verify` compares the tables there."""
 
     @property
     def status(self) -> ApplyStatus:
@@ -159,7 +159,7 @@ class ApplyWorker:
         """Record what a batch made durable; return the position that may be acknowledged."""
         failpoints.reach("after_write")
         self._lose_overdue(end)
-        return self._board.settle(end, durable)
+        return self._board.record_progress(end, durable)
 
     def _reachable(self) -> Lsn | None:
         """Return how far this round may go: up to the captured position, and not past the limit."""

@@ -254,7 +254,7 @@ class Board:
                 failpoints.reach("after_rollback")
             return due
 
-    def settle(self, applied: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
+    def record_progress(self, applied: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
         """Record that the apply worker is at a boundary: positions, progress, hand-overs. Return the position that may
         be acknowledged.
 

@@ -122,7 +122,7 @@ def make_worker(
 
 def test_a_table_that_is_a_little_behind_joins_the_batch_of_the_others(tmp_path, spool, store):
     board = Board(store, START, {TABLE: START, LATE: START}.get)
-    board.settle(Lsn(116), {TABLE: Lsn(116)})
+    board.record_progress(Lsn(116), {TABLE: Lsn(116)})
     publish(spool, 100, 108, 116, 124)
     destination = Recording()
     worker = make_worker(tmp_path, store, board, destination)
@@ -139,7 +139,7 @@ def test_a_table_that_is_a_little_behind_joins_the_batch_of_the_others(tmp_path,
 
 def test_nobody_waits_for_a_table_that_is_far_behind(tmp_path, spool, store):
     board = Board(store, START, {TABLE: START, LATE: START}.get)
-    board.settle(Lsn(132), {TABLE: Lsn(132)})
+    board.record_progress(Lsn(132), {TABLE: Lsn(132)})
     publish(spool, 100, 108, 116, 124, 132, 140)
     destination = Recording()
     worker = make_worker(tmp_path, store, board, destination, max_rows=4)
@@ -282,7 +282,7 @@ def test_a_table_whose_transaction_fills_a_batch_and_kills_the_job_stops_and_the
 
 def test_nobody_waits_for_a_table_that_is_far_behind_and_kills_the_job(tmp_path, spool, store):
     board = Board(store, START, {TABLE: START, LATE: START}.get)
-    board.settle(Lsn(132), {TABLE: Lsn(132)})
+    board.record_progress(Lsn(132), {TABLE: Lsn(132)})
     publish(spool, 100, 108, 116, 124, 132, 140)
     destination = Recording()
     destination.killers = {LATE}

@@ -52,7 +52,7 @@ def copy(board: Board, attempt: str = "one") -> None:
 
 def hand_over(board: Board, attempt: str = "one") -> Catchup:
     assert board.wait_to_hand_over(TABLE, attempt, S, S, timeout=0) is None
-    board.settle(Lsn(200), {})
+    board.record_progress(Lsn(200), {})
     target = board.wait_to_hand_over(TABLE, attempt, S, S, timeout=0)
     assert target is not None
     return target
@@ -63,10 +63,10 @@ def test_a_table_is_handed_over_and_holds_progress_until_apply_has_it(board, sto
     copy(board)
     assert hand_over(board) == Catchup(Lsn(200))
     board.move(TABLE, "one", Lsn(180))
-    assert board.settle(Lsn(300), {}) == 200
+    assert board.record_progress(Lsn(300), {}) == 200
     board.advance(TABLE, "one", lambda phase: finish_catchup(phase, Lsn(200)), position=Lsn(200))
     assert board.positions() == {TABLE: 200}
-    assert board.settle(Lsn(400), {TABLE: Lsn(400)}) == 400
+    assert board.record_progress(Lsn(400), {TABLE: Lsn(400)}) == 400
     assert store.get_table_replication_state(TABLE) == Ready()
 
 
@@ -93,7 +93,7 @@ def test_the_worker_of_a_removed_table_does_not_bring_it_back(board, store, at):
     board.leave(TABLE, "one")
     assert TABLE not in board.phases()
     assert TABLE not in store.get_table_replication_states()
-    assert board.settle(Lsn(900), {}) == 900
+    assert board.record_progress(Lsn(900), {}) == 900
 
 
 @pytest.mark.trap(18, 19)
@@ -135,10 +135,10 @@ def test_a_worker_that_ends_without_a_word_holds_back_nothing(board):
     copy(board)
     hand_over(board)
     board.move(TABLE, "one", Lsn(160))
-    assert board.settle(Lsn(500), {}) == 200
+    assert board.record_progress(Lsn(500), {}) == 200
     board.leave(TABLE, "one")
     assert board.phase(TABLE) == FinishedCopy()
-    assert board.settle(Lsn(600), {}) == 600
+    assert board.record_progress(Lsn(600), {}) == 600
 
 
 @pytest.mark.trap(23)
@@ -157,7 +157,7 @@ def test_a_hand_over_whose_answer_was_lost_has_happened(board, store, monkeypatc
     board.leave(TABLE, "one")
     assert board.phase(TABLE) == SyncDone(Lsn(200))
     assert board.positions() == {TABLE: 200}
-    assert board.settle(Lsn(500), {}) == 200
+    assert board.record_progress(Lsn(500), {}) == 200
 
 
 def test_only_a_table_that_is_copied_waits_for_apply(board):

@@ -186,7 +186,7 @@ class RunningDocuments(RunningOutput):
         return self._builds.all()
 
     @property
-    def settled(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every index serves, and only following changes is left to do."""
         return self._begun and not self._builds.unfinished and not self.unfinished_work
 

@@ -27,7 +27,7 @@ from penstock.source.connections import SourceSettings
 from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.state import Command, CommandKind, CommandStatus, Ready, Store, SyncDone
-from penstock.workers.cuts import PATIENCE_SECONDS, CutStep
+from penstock.workers.apply_hold import PATIENCE_SECONDS, HoldStep
 
 SNAPSHOT_SECONDS = 2.0
 """Longest time that apply waits for a snapshot."""
@@ -44,7 +44,7 @@ OnBlocked = Callable[[SnapshotBlocked], None]
 
 
 @dataclass(slots=True)
-class Cut:
+class HeldTables:
     """Tables at one position; see `hold_at_snapshot`."""
 
     snapshot: Snapshot
@@ -74,7 +74,7 @@ def hold_at_snapshot(
     wait: float = 60.0,
     on_blocked: OnBlocked | None = None,
     answer_seconds: float = ANSWER_SECONDS,
-) -> Iterator[Cut]:
+) -> Iterator[HeldTables]:
     """Bring the tables of a running output to the position of a snapshot, and hold them until `release` or the end.
 
     `store` is the output's state store. `hold_at_snapshot` waits up to `wait` seconds for transactions that block the
@@ -82,18 +82,18 @@ def hold_at_snapshot(
     """
     asking = _Asking(store, answer_seconds)
     with _snapshot_ahead(source, asking, wait, on_blocked or _warn) as snapshot:
-        left_out = asking.ask(CutStep.CUT, position=str(snapshot.position))
+        left_out = asking.ask(HoldStep.ADVANCE, position=str(snapshot.position))
         with _renewing(asking) as stop:
 
             def release() -> None:
                 stop.set()
-                asking.ask(CutStep.RELEASE)
+                asking.ask(HoldStep.RELEASE)
 
-            cut = Cut(snapshot, _schemas_at(store, snapshot.position, left_out), left_out, release)
+            held = HeldTables(snapshot, _schemas_at(store, snapshot.position, left_out), left_out, release)
             try:
-                yield cut
+                yield held
             finally:
-                cut.release()
+                held.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +102,19 @@ class Moment:
 
     tables: Mapping[int, TableSchema]
     left_out: Mapping[str, str]
-    """As in `Cut`."""
+    """As in `HeldTables`."""
 
 
 @contextmanager
 def hold_now(store: Store, *, answer_seconds: float = ANSWER_SECONDS) -> Iterator[Moment]:
     """Bring the tables of a running output to the server's current position, and hold them there inside the block."""
     asking = _Asking(store, answer_seconds)
-    left_out = asking.ask(CutStep.HOLD)
+    left_out = asking.ask(HoldStep.HOLD)
     try:
         with _renewing(asking):
             yield Moment(_schemas_at(store, _NEWEST, left_out), left_out)
     finally:
-        asking.ask(CutStep.RELEASE)
+        asking.ask(HoldStep.RELEASE)
 
 
 @contextmanager
@@ -122,18 +122,18 @@ def _snapshot_ahead(source: SourceSettings, asking: _Asking, wait: float, on_blo
     """Yield a snapshot that was taken while apply was held before it; apply stays held."""
     deadline = time.monotonic() + wait
     while True:
-        asking.ask(CutStep.HOLD)
+        asking.ask(HoldStep.HOLD)
         try:
             snapshot = take_snapshot(source, timeout=SNAPSHOT_SECONDS, on_wait=_say_nothing)
         except SnapshotBlocked as blocked:
-            asking.ask(CutStep.RELEASE)
+            asking.ask(HoldStep.RELEASE)
             if time.monotonic() >= deadline:
                 raise
             on_blocked(blocked)
             time.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
             continue
         except BaseException:
-            asking.ask(CutStep.RELEASE)
+            asking.ask(HoldStep.RELEASE)
             raise
         with snapshot:
             yield snapshot
@@ -148,12 +148,12 @@ def _renewing(asking: _Asking) -> Iterator[threading.Event]:
     def renew() -> None:
         while not stop.wait(PATIENCE_SECONDS / 4):
             try:
-                asking.ask(CutStep.RENEW)
+                asking.ask(HoldStep.RENEW)
             except PenstockError as error:
                 logger.warning("apply is no longer held error=%s", error)
                 return
 
-    thread = threading.Thread(target=renew, name="renew-cut", daemon=True)
+    thread = threading.Thread(target=renew, name="renew-hold", daemon=True)
     thread.start()
     try:
         yield stop
@@ -170,14 +170,14 @@ class _Asking:
         self._patience = patience
         self._name = uuid.uuid4().hex
 
-    def ask(self, step: CutStep, **options: str) -> dict[str, str]:
+    def ask(self, step: HoldStep, **options: str) -> dict[str, str]:
         """Wait until a step is done; return the tables that it leaves out."""
         answer = self._await(self._send(step, **options))
         if answer.status is CommandStatus.REFUSED:
             raise PenstockError(f"the pipeline rejected the comparison: {answer.reason}")
         return dict(json.loads(answer.reason)["left_out"]) if answer.reason else {}
 
-    def _send(self, step: CutStep, **options: str) -> Command:
+    def _send(self, step: HoldStep, **options: str) -> Command:
         return self._store.add_command(CommandKind.VERIFY, options={"step": step.value, "asker": self._name, **options})
 
     def _await(self, command: Command) -> Command:
@@ -188,7 +188,7 @@ class _Asking:
                 raise PenstockError("the pipeline is not running", hint="Start it with `penstock run`.")
             if time.monotonic() > deadline:
                 # Otherwise the pipeline would hold apply later, for a comparison that has ended.
-                self._send(CutStep.RELEASE)
+                self._send(HoldStep.RELEASE)
                 raise PenstockError(
                     f"the pipeline did not answer within {self._patience:g} s",
                     hint="`penstock status` shows how far it is behind.",

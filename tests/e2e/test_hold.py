@@ -8,13 +8,13 @@ from typing import Any
 import psycopg
 import pytest
 
-from penstock.comparison.cut import hold_at_snapshot
+from penstock.comparison.hold import hold_at_snapshot
 from penstock.destinations.memory import MemoryDestination
 from penstock.errors import PenstockError, SnapshotBlocked
 from penstock.lsn import reaches
 from penstock.state import CommandKind, MemoryStore
 from penstock.testing.faults import FaultyDestination
-from penstock.workers import cuts
+from penstock.workers import apply_hold
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import Alone, Background, tables_alone, tables_settings, updates_of_both, wait_for
 
@@ -24,8 +24,8 @@ def pipeline(database: Any, tmp_path: Any) -> Iterator[Alone]:
     """Two tables, followed."""
     database.execute("create table a (id int primary key, n int); create table b (id int primary key, n int)")
     database.execute("insert into a select i, 0 from generate_series(1, 100) i; insert into b select * from a")
-    settings = tables_settings(database, tmp_path, "cut")
-    made = tables_alone(settings, MemoryStore("cut"), FaultyDestination(MemoryDestination()), ProcessTasks())
+    settings = tables_settings(database, tmp_path, "hold")
+    made = tables_alone(settings, MemoryStore("hold"), FaultyDestination(MemoryDestination()), ProcessTasks())
     with made:
         wait_for(lambda: [phase.name for phase in made.phases.values()] == ["ready"] * 2, "the copies")
         yield made
@@ -49,17 +49,17 @@ def hold(pipeline: Any, **options: Any) -> Any:
 @pytest.mark.usefixtures("busy")
 def test_tables_are_held_at_exactly_the_snapshot(pipeline: Any) -> None:
     for _ in range(3):
-        with hold(pipeline) as cut:
-            assert sorted(str(schema) for schema in cut.tables.values()) == ["public.a", "public.b"]
-            assert cut.left_out == {}
-            with cut.snapshot.connect() as connection:
+        with hold(pipeline) as held:
+            assert sorted(str(schema) for schema in held.tables.values()) == ["public.a", "public.b"]
+            assert held.left_out == {}
+            with held.snapshot.connect() as connection:
                 for table in ("a", "b"):
                     expected = sorted(connection.execute(f"select id, n from public.{table}".encode()).fetchall())
                     assert rows(pipeline, f"public.{table}") == expected
             assert pipeline.status is not None
-            assert pipeline.status.applied == cut.position
-            cut.release()
-            wait_for(lambda: not reaches(cut.position, pipeline.status.applied), "apply to go on")
+            assert pipeline.status.applied == held.position
+            held.release()
+            wait_for(lambda: not reaches(held.position, pipeline.status.applied), "apply to go on")
 
 
 @pytest.mark.usefixtures("busy")
@@ -76,8 +76,8 @@ def test_an_open_transaction_is_named_and_apply_goes_on_meanwhile(database: Any,
             blocked.append(error)
             blocker.rollback()
 
-        with hold(pipeline, on_blocked=end_it) as cut:
-            assert set(cut.tables.values())
+        with hold(pipeline, on_blocked=end_it) as held:
+            assert set(held.tables.values())
     assert str(pid) in str(blocked[0])
 
 
@@ -94,15 +94,15 @@ def test_a_table_that_stopped_is_left_out(database: Any, pipeline: Any) -> None:
     pipeline.destination.reject("public.b")
     database.execute("update b set n = 1 where id = 1")
     wait_for(lambda: pipeline.phases["public.b"].name == "errored", "the table to stop")
-    with hold(pipeline) as cut:
-        assert [str(schema) for schema in cut.tables.values()] == ["public.a"]
-        assert cut.left_out == {"public.b": "errored"}
+    with hold(pipeline) as held:
+        assert [str(schema) for schema in held.tables.values()] == ["public.a"]
+        assert held.left_out == {"public.b": "errored"}
 
 
 def test_whoever_asks_and_dies_holds_apply_for_a_while_only(
     database: Any, pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuts, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(apply_hold, "PATIENCE_SECONDS", 0.5)
     command = pipeline.store.add_command(CommandKind.VERIFY, options={"step": "hold"})
     wait_for(lambda: pipeline.store.get_command(command.number).answered, "the hold")
     database.execute("insert into a values (1000, 1)")

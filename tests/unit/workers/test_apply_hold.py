@@ -11,22 +11,22 @@ from penstock.errors import PenstockError
 from penstock.lsn import Lsn, furthest
 from penstock.state import CommandKind, CommandStatus, MemoryStore
 from penstock.workers import Lifecycle
-from penstock.workers.cuts import PATIENCE_SECONDS, Cuts
+from penstock.workers.apply_hold import PATIENCE_SECONDS, ApplyHold
 
 
 class Site:
     """Apply, which is where it is told to go, and comparisons that ask."""
 
     def __init__(self) -> None:
-        self.store = MemoryStore("cuts")
+        self.store = MemoryStore("hold")
         self.store.acquire_lease()
         self.apply = SimpleNamespace(limit=None)
         self.board = SimpleNamespace(applied=Lsn(100), positions=dict, phases=dict)
         self.now = 0.0
         apply: Any = self.apply
         board: Any = self.board
-        self.lifecycle = Lifecycle("cuts")
-        self.cuts = Cuts(
+        self.lifecycle = Lifecycle("hold")
+        self.hold = ApplyHold(
             *(apply, board, self.store, self.lifecycle),
             server_position=lambda: Lsn(self.board.applied + 10),
             name_of=str,
@@ -35,10 +35,10 @@ class Site:
 
     def ask(self, asker: str, step: str, **options: str) -> CommandStatus:
         command = self.store.add_command(CommandKind.VERIFY, options={"step": step, "asker": asker, **options})
-        self.cuts.take(command)
+        self.hold.take(command)
         if self.apply.limit is not None:
             self.board.applied = furthest(self.board.applied, self.apply.limit)
-        self.cuts.settle()
+        self.hold.answer()
         answer = self.store.get_command(command.number)
         assert answer is not None
         return answer.status
@@ -49,10 +49,10 @@ def site() -> Site:
     return Site()
 
 
-@pytest.mark.parametrize("step", ["hold", "cut", "renew", "release"])
+@pytest.mark.parametrize("step", ["hold", "advance", "renew", "release"])
 def test_whoever_comes_second_does_not_move_the_boundary(site: Site, step: str) -> None:
     assert site.ask("one", "hold") is CommandStatus.DONE
-    assert site.ask("one", "cut", position="0/D0") is CommandStatus.DONE
+    assert site.ask("one", "advance", position="0/D0") is CommandStatus.DONE
     with pytest.raises(PenstockError, match="another comparison"):
         site.ask("two", step, position="0/E0")
     assert site.apply.limit == Lsn(0xD0)
@@ -63,7 +63,7 @@ def test_whoever_comes_second_does_not_move_the_boundary(site: Site, step: str) 
 def test_one_that_has_died_is_forgotten(site: Site) -> None:
     site.ask("one", "hold")
     site.now += PATIENCE_SECONDS + 1
-    site.cuts.settle()
+    site.hold.answer()
     assert site.ask("two", "hold") is CommandStatus.DONE
 
 

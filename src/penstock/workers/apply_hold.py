@@ -1,9 +1,9 @@
 """Holds the apply worker at a boundary, so that `verify` can compare all tables of an output there.
 
-`verify` sends one command per step: `hold` (apply up to the server's current position, and no further), `cut` at the
-position of a snapshot taken since, `renew` while the comparison runs, and `release`. Apply is held for seconds. If the
-process that runs `verify` dies, the hold ends after a while. The option `asker` names the comparison: only one may hold
-at a time, because a second one would move the boundary of the first.
+`verify` sends one command per step: `hold` (apply up to the server's current position, and no further), `advance` to
+the position of a snapshot taken since, `renew` while the comparison runs, and `release`. Apply is held for seconds. If
+the process that runs `verify` dies, the hold ends after a while. The option `asker` names the comparison: only one may
+hold at a time, because a second one would move the boundary of the first.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ PATIENCE_SECONDS = 60.0
 """How long apply is held if the comparison does not renew the hold."""
 
 
-class CutStep(StrEnum):
+class HoldStep(StrEnum):
     """The option `step` of a `verify` command."""
 
     HOLD = "hold"
-    CUT = "cut"
+    ADVANCE = "advance"
     """With the option `position`."""
     RENEW = "renew"
     RELEASE = "release"
 
 
-class Cuts:
-    """Used by the coordinator's thread alone.
+class ApplyHold:
+    """The hold of one output's apply worker. Used by the coordinator's thread alone.
 
-    A batch that began before the limit was set may end beyond a `hold`, never beyond a `cut`: its end was captured
-    before the snapshot of the cut was taken.
+    A batch that started before the limit was set may end beyond a `hold`, but never beyond an `advance`: its end was
+    captured before the snapshot was taken.
     """
 
     def __init__(
@@ -72,30 +72,30 @@ class Cuts:
         return self._apply.limit is not None
 
     def take(self, command: Command) -> None:
-        """Carry out a step, or start to; `settle` answers it."""
-        step, asker = CutStep(str(command.options["step"])), command.options.get("asker")
+        """Carry out a step, or start to; `answer` reports when it is done."""
+        step, asker = HoldStep(str(command.options["step"])), command.options.get("asker")
         if self.active and asker != self._asker:
             raise PenstockError(
                 "another comparison is running",
                 hint=f"Wait until it ends; the hold of one that died ends after {PATIENCE_SECONDS:g} s.",
             )
-        if step is not CutStep.HOLD and not self.active:
+        if step is not HoldStep.HOLD and not self.active:
             raise PenstockError("apply is no longer held", hint="Start the comparison again.")
-        if self._lifecycle.paused and step is not CutStep.RELEASE:
+        if self._lifecycle.paused and step is not HoldStep.RELEASE:
             raise PenstockError("the pipeline is paused", hint="`penstock resume` resumes it.")
         self._deadline = self._clock() + PATIENCE_SECONDS
         match step:
-            case CutStep.HOLD:
+            case HoldStep.HOLD:
                 self._hold(command, self._server_position())
-            case CutStep.CUT:
+            case HoldStep.ADVANCE:
                 self._hold(command, Lsn.parse(str(command.options["position"])))
-            case CutStep.RENEW:
+            case HoldStep.RENEW:
                 self._answer(command)
-            case CutStep.RELEASE:
+            case HoldStep.RELEASE:
                 self._release()
                 self._answer(command)
 
-    def settle(self) -> None:
+    def answer(self) -> None:
         """Answer steps whose boundary is reached; end a hold that was not renewed."""
         limit = self._apply.limit
         if limit is None:
