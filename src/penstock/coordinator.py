@@ -3,11 +3,11 @@
     with Coordinator([tables, documents]) as coordinator:
         coordinator.wait()
 
-Starting acquires the leases of all outputs, opens the stream and starts the outputs; one stack unwinds it in reverse,
-on any exit and from any step of a start that fails: outputs finish their batches, capture stops, leases are released.
+Starting acquires the leases of all outputs, opens the stream and starts the outputs. One stack unwinds this in reverse,
+on any exit and after any failed step of a start: outputs finish their batches, capture stops, leases are released.
 
 One thread carries out commands, follows the publication and starts table sync workers, for all outputs of the stream.
-It is the only one that asks the source's catalog while the outputs apply changes. An output that fails stops alone.
+Only this thread queries the source's catalog while the outputs apply changes. An output that fails stops alone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from penstock.workers.lifecycle import Lifecycle
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 5.0
-"""How often the coordinator looks at the publication."""
+"""How often the coordinator checks the publication."""
 COMMAND_SECONDS = 0.5
-"""How often it looks for commands."""
+"""How often it checks for commands."""
 TICK_SECONDS = 0.1
 """How soon a table sync worker that has ended is replaced by the next one."""
 
@@ -71,16 +71,16 @@ class Coordinator:
 
     @property
     def unpublished(self) -> Mapping[str, PenstockError]:
-        """Tables that should be published and cannot be, with the server's reason. They are tried again."""
+        """Tables that should be published and cannot be, with the server's reason. Penstock retries them."""
         return self._unpublished
 
     def start(self) -> None:
-        """Return when changes flow; copies run on. If a step fails, undo the steps before it and raise.
+        """Return when changes flow; copies continue. If a step fails, undo the steps before it and raise.
 
-        A coordinator starts once: `RuntimeError` the second time, and what runs is left alone.
+        A coordinator starts once: a second call raises `RuntimeError` and does not affect the running stream.
         """
         if self._is_started:
-            raise RuntimeError("a coordinator starts once: make another one to start the outputs again")
+            raise RuntimeError("a coordinator starts once: create another one to start the outputs again")
         self._is_started = True
         with ExitStack() as stack:
             leases = [stack.enter_context(_leased(each)) for each in self._outputs]
@@ -96,9 +96,9 @@ class Coordinator:
             self._stack = stack.pop_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all outputs have ended; False if they have not in time.
+        """Wait until all outputs have ended; return False on timeout.
 
-        Raises the error of the first output that has one, when the last output has ended. `errors` tells earlier.
+        Raises the error of the first output that has one, when the last output has ended. `errors` shows it earlier.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for output in self._running:
@@ -113,12 +113,12 @@ class Coordinator:
             raise error
 
     def stop(self) -> None:
-        """Ask all outputs to end, without waiting. A copy that is given up from now on is no error of its table."""
+        """Ask all outputs to end, without waiting. A copy that is stopped from now on does not fail its table."""
         for output in self._running:
             output.lifecycle.stop.set()
 
     def shutdown(self) -> None:
-        """Finish the current batches, store how far they went, and stop everything. May be called twice."""
+        """Finish the current batches, record progress, and stop everything. May be called twice."""
         self.stop()
         self._stack.close()
 
@@ -161,7 +161,7 @@ class Coordinator:
                 each.tend(source_answers=not refreshing.attempt)
 
     def _refresh(self, stream: Stream, tended: Sequence[_Tended], backoff: Backoff) -> float:
-        """Look at the publication; seconds until the next look. Whatever prevents it, changes are still applied."""
+        """Check the publication; return the seconds until the next check. If this fails, changes are still applied."""
         try:
             published = stream.refresh()
         except PenstockError as error:
@@ -176,7 +176,8 @@ class Coordinator:
 
 
 class _Tended:
-    """An output as the coordinator's thread treats it: its errors are its own, and those that pass are waited for."""
+    """An output, as the coordinator's thread treats it: its errors affect no other output, and transient ones are
+    retried."""
 
     def __init__(self, output: RunningOutput) -> None:
         self._output = output
@@ -216,7 +217,7 @@ class _Tended:
 
 @contextmanager
 def _leased(output: Output) -> Iterator[tuple[Lifecycle, int]]:
-    """Hold the output's lease inside; its lifecycle, and the epoch of the lease."""
+    """Hold the output's lease inside the block; yield its lifecycle and the epoch of the lease."""
     lifecycle = Lifecycle(output.output)
     failpoints.reach("before_lease")
     lease = output.store.acquire_lease(on_lost=lifecycle.lose)

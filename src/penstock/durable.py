@@ -1,4 +1,4 @@
-"""What it takes on a disk for a file to be there after a power cut: its bytes, and its name."""
+"""Makes files survive a power failure: their bytes, and their names."""
 
 from __future__ import annotations
 

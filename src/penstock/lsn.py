@@ -66,14 +66,14 @@ class Lsn(int):
 
 
 class OrderKey(NamedTuple):
-    """Where a change stands: the start of its commit record, then its number among the transaction's changes."""
+    """The place of a change: the start of its commit record, then its number among the transaction's changes."""
 
     commit_lsn: Lsn
     ordinal: int
 
     @classmethod
     def parse(cls, text: str) -> OrderKey:
-        """Read what `str` gives."""
+        """Parse the output of `str`."""
         commit_lsn, ordinal = text.split("-")
         return cls(Lsn(int(commit_lsn, 16)), int(ordinal, 16))
 
@@ -95,7 +95,7 @@ class OrderKey(NamedTuple):
 
 
 def is_in(commit_lsn: int, boundary: int) -> bool:
-    """Whether the transaction that commits at `commit_lsn` is covered by `boundary`."""
+    """Return True if `boundary` covers the transaction that commits at `commit_lsn`."""
     return int(commit_lsn) < int(boundary)
 
 
@@ -105,20 +105,20 @@ def are_in(commit_lsn: NDArray[np.int64], boundary: int) -> NDArray[np.bool_]:
 
 
 def reaches(position: int, target: int) -> bool:
-    """Whether a boundary covers all that another boundary covers."""
+    """Return True if a boundary covers everything that another boundary covers."""
     return int(position) >= int(target)
 
 
 def furthest(first: Lsn, *others: Lsn) -> Lsn:
-    """The boundary that covers all the others."""
+    """Return the boundary that covers all the others."""
     return max((first, *others), key=int)
 
 
 def earliest(first: Lsn, *others: Lsn) -> Lsn:
-    """The boundary that all the others cover."""
+    """Return the boundary that all the others cover."""
     return min((first, *others), key=int)
 
 
 def distance(behind: Lsn, ahead: Lsn) -> int:
-    """Bytes of write-ahead log from one position to another; zero if the first is not behind."""
+    """Return the bytes of write-ahead log from one position to another; zero if the first is not behind."""
     return max(0, int(ahead) - int(behind))

@@ -1,4 +1,4 @@
-"""Outputs: how they start and stop, the commands they answer, and what others may see of them.
+"""Outputs: how they start and stop, the commands they answer, and the views they offer.
 
 An `Output` says what to run: a name, a store, and where to write. It does nothing by itself. A coordinator opens it
 over a stream and gets a `RunningOutput`, complete from the start: the threads of the output, their lifecycle and their
@@ -55,7 +55,7 @@ class Output(Protocol):
     def opened(
         self, stream: Stream, lifecycle: Lifecycle, epoch: int, published: Published
     ) -> AbstractContextManager[RunningOutput]:
-        """Run the output inside. Its lease, with this epoch, is held until after the block.
+        """Run the output inside the block. The caller holds its lease, with this epoch, until after the block.
 
         On the way out the output finishes its current batch, and everything it has opened is closed. No thread that
         writes outlives the block.
@@ -72,7 +72,7 @@ class RunningOutput(ABC):
         self.store = store
         self.lifecycle = lifecycle
         self.refresh_wanted = threading.Event()
-        """A command asks for a look at the publication."""
+        """Set when a command asks to refresh the publication."""
         self._threads: list[threading.Thread] = []
         self._commands: list[Command] = []
         self._pauses: list[Command] = []
@@ -82,11 +82,11 @@ class RunningOutput(ABC):
     @property
     @abstractmethod
     def status(self) -> ApplyStatus:
-        """How far it is."""
+        """The positions of the output."""
 
     @property
     def error(self) -> BaseException | None:
-        """What stopped it; None if nothing did."""
+        """The error that stopped it, or None."""
         return self.lifecycle.error
 
     @property
@@ -95,7 +95,7 @@ class RunningOutput(ABC):
         return self.lifecycle.resting
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until its threads have ended; False if they have not in time."""
+        """Wait until its threads have ended; return False on timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -104,7 +104,7 @@ class RunningOutput(ABC):
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; False if it has not come in time. Raises what stopped the output."""
+        """Wait for the end; return False on timeout. Raise the error that stopped the output."""
         if not self.join(timeout):
             return False
         if self.error is not None:
@@ -118,7 +118,7 @@ class RunningOutput(ABC):
         """
         self.lifecycle.stop.set()
         while not self.join(REMINDER_SECONDS):
-            logger.warning("output still finishes its current batch output=%s", self.output)
+            logger.warning("output is still finishing its current batch output=%s", self.output)
         # Without an answer, the next process would carry out a pause and start paused.
         with suppress(PenstockError):
             while self._pauses:
@@ -126,7 +126,7 @@ class RunningOutput(ABC):
                 del self._pauses[0]
 
     def start_thread(self, name: str, work: Callable[[], None]) -> None:
-        """Run `work` in a thread; what it raises stops the output."""
+        """Run `work` in a thread; an error in it stops the output."""
 
         def run() -> None:
             try:
@@ -142,7 +142,7 @@ class RunningOutput(ABC):
 
     @abstractmethod
     def refresh(self, published: Published) -> None:
-        """Follow what the publication has become."""
+        """Adapt to changes of the publication."""
 
     @abstractmethod
     def tend(self, *, source_answers: bool) -> None:
@@ -157,7 +157,7 @@ class RunningOutput(ABC):
         """Carry out the pending commands. A command that cannot be carried out is rejected and changes nothing."""
         self._commands += self.store.take_commands()
         while self._commands:
-            # It stays in the list until its answer is stored: no other process would take it from this one.
+            # The command stays in the list until its answer is stored: no other process would take it over.
             if self.error is not None:
                 self._refuse(self._commands[0], f"{self.output} has stopped: {_reason(self.error)}")
             else:
@@ -203,7 +203,7 @@ class RunningOutput(ABC):
     def _refuse(self, command: Command, reason: str) -> None:
         self.store.answer_command(command.number, CommandStatus.REFUSED, reason)
 
-    # Views: empty for an output that has none of them
+    # Views: empty if they do not apply to an output
 
     @property
     def phases(self) -> Mapping[str, TableReplicationPhase]:
@@ -227,7 +227,7 @@ class RunningOutput(ABC):
 
 
 def unknown_command(command: Command, hint: str = "") -> PenstockError:
-    """The refusal of a command that an output does not have."""
+    """Return the error for a command that an output does not support."""
     return PenstockError(f"this output does not know the command {command.kind.value!r}", hint=hint)
 
 

@@ -16,7 +16,7 @@ class Backoff:
     random: random.Random = field(default_factory=random.Random)
 
     def next_delay(self) -> float:
-        """The next delay in seconds; jitter keeps many clients from coming back at the same moment."""
+        """Return the next delay in seconds; jitter keeps many clients from coming back at the same moment."""
         ceiling = min(self.longest, self.first * 2 ** min(self.attempt, 32))
         self.attempt += 1
         return ceiling * self.random.uniform(0.5, 1.0)

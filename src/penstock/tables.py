@@ -71,7 +71,7 @@ class TablesSettings(StreamSettings):
 
     @property
     def output_id(self) -> str:
-        """What the output is called where those of other pipelines are too: in the store, and at the destination."""
+        """The name of the output among those of all pipelines, in the store and at the destination."""
         return self.id if self.output == DEFAULT_OUTPUT else f"{self.id}:{self.output}"
 
 
@@ -94,7 +94,7 @@ class TablesOutput:
 
     @contextmanager
     def opened(self, stream: Stream, lifecycle: Lifecycle, epoch: int, published: Published) -> Iterator[RunningTables]:
-        """Run it inside; see `penstock.output.Output`."""
+        """Run the output inside the block; see `penstock.output.Output`."""
         start = stream.start_of(self.output)
         with ExitStack() as stack:
             self.destination.startup(
@@ -132,7 +132,7 @@ class RunningTables(RunningOutput):
         self._board = Board(
             self.store,
             start,
-            # A table that has left is forgotten right below: its destination is not asked.
+            # A table that has left is forgotten right below, so the destination is not queried for it.
             lambda table_id: self._recorded(table_id) if table_id in published.tables else None,
             self._name_of,
         )
@@ -209,7 +209,7 @@ class RunningTables(RunningOutput):
             if table_id in published.tables:
                 logger.info("table was removed and added again, copying it again table=%s", self._name_of(table_id))
                 self._board.set_phase(table_id, resync(None))
-        # Last: what was not acted upon is noticed again, also by the next process.
+        # Last, so that a table that was not processed is noticed again, even by the next process.
         if now != seen:
             self.store.store_publication_membership(self._tables.publication, now)
         self._membership = now
@@ -225,11 +225,11 @@ class RunningTables(RunningOutput):
         return self._hold.active
 
     def carry_out(self, command: Command) -> bool:
-        """Verify, resync and rollback."""
+        """Carry out verify, resync and rollback."""
         match command.kind:
             case CommandKind.VERIFY:
                 self._hold.take(command)
-                return False  # answered when it has come true
+                return False  # answered when the boundary is reached
             case CommandKind.RESYNC:
                 self._board.resync(self._named(command.tables))
                 failpoints.reach("after_resync")
@@ -244,7 +244,7 @@ class RunningTables(RunningOutput):
         return True
 
     def _named(self, tables: tuple[str, ...]) -> list[int]:
-        """The tables of these names; all if there are none."""
+        """Return the tables with these names; all if there are none."""
         by_name = {self._name_of(table_id): table_id for table_id in self._board.phases()}
         unknown = [name for name in tables if name not in by_name]
         if unknown:
@@ -285,7 +285,7 @@ class RunningTables(RunningOutput):
         if self.lifecycle.stop.is_set():
             return
         history = [record.phase for record in self.store.get_table_replication_history(table_id)]
-        # A copy that got through since then is a new beginning for the back-off.
+        # A copy that succeeded since then resets the back-off.
         recent = itertools.takewhile(lambda past: not isinstance(past, SyncDone | Ready), reversed(history))
         after = next((past for past in recent if isinstance(past, Errored)), None)
 
@@ -301,14 +301,14 @@ class RunningTables(RunningOutput):
         return self._names.get(table_id, str(table_id))
 
     def _recorded(self, table_id: int) -> Lsn | None:
-        """Up to where a table is durable, by the destination's own record or by the store's."""
+        """Return up to where a table is durable, as recorded by the destination or by the store."""
         if self.destination.capabilities.records_position:
             return self.destination.position(table_id)
         return self.store.get_table_position(table_id)
 
 
 def _do_nothing(_: None) -> None:
-    """Run as a task to see whether tasks run."""
+    """Run as a task to check that tasks run."""
 
 
 def _lineage_name(lineage: Lineage) -> str:

@@ -120,14 +120,14 @@ class CatalogTable:
     """The table at the top, for partitioned tables and for partitions; the table itself if it is the top."""
     attributes: tuple[Attribute, ...]
     deferrable_key: bool = False
-    """Whether two rows may have the same primary key until their transaction ends."""
+    """True if two rows may have the same primary key until their transaction ends."""
 
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
 
     @property
     def has_identity(self) -> bool:
-        """Whether the server can send updates and deletes; once it is published, it refuses them otherwise."""
+        """True if the server can send updates and deletes; otherwise it refuses them once the table is published."""
         return self.replica_identity is ReplicaIdentity.FULL or bool(self.identity_attnums)
 
     @property

@@ -47,7 +47,7 @@ NO_TIMEOUTS: Mapping[str, str] = {
 """For long sessions: replication, and the session that keeps a snapshot."""
 
 CATALOG_LIMITS: Mapping[str, str] = {"lock_timeout": "2000", "statement_timeout": "30000"}
-"""For looks at the catalog while changes are applied: DDL on one table must not hold up the others."""
+"""For catalog queries while changes are applied: DDL on one table must not delay the others."""
 
 # The version that introduced a timeout; older servers refuse these in `options`.
 _LATER_TIMEOUTS = (("idle_session_timeout", 140000), ("transaction_timeout", 170000))

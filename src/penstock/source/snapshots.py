@@ -210,7 +210,7 @@ def _give_up(
 
 
 def _cancel(replication: pq.abc.PGconn, keeper: psycopg.Connection[Any]) -> None:
-    """Cancel the waiting command: the server would go on waiting, and retain WAL, long after we disconnect."""
+    """Cancel the waiting command: the server would keep waiting, and retain WAL, long after Penstock disconnects."""
     try:
         keeper.execute("select pg_catalog.pg_cancel_backend(%s)", [replication.backend_pid])
     except psycopg.Error:

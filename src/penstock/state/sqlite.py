@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class SqliteStore(Store):
-    """A store in a file, which is created if it is not there; its folder is not."""
+    """A store in a file, which is created if it does not exist; its folder must exist."""
 
     def __init__(self, path: str | Path, pipeline_id: str = "default", *, busy_seconds: float = BUSY_SECONDS) -> None:
         database = SqliteDatabase(Path(path), pipeline_id, busy_seconds=busy_seconds)

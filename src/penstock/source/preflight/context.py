@@ -1,4 +1,4 @@
-"""What the checks look at: loaded when first needed, and shared."""
+"""The facts that checks need, loaded on first use and shared."""
 
 from __future__ import annotations
 
