@@ -49,6 +49,8 @@ class Coordinator:
         self._is_started = False
         self._stack = ExitStack()
         self._unpublished: Mapping[str, PenstockError] = {}
+        self.looks = 0
+        """How often the publication and the catalog were looked at."""
 
     def __enter__(self) -> Coordinator:
         self.start()
@@ -172,6 +174,7 @@ class Coordinator:
         self._unpublished = stream.unpublished
         for each in tended:
             each.attempt(lambda output: output.refresh(published))
+        self.looks += 1
         return REFRESH_SECONDS
 
 

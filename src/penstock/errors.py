@@ -50,6 +50,7 @@ a secret or the value of a cell.
     │   ├── TableBusy               other writers keep committing to the table: retried
     │   ├── DestinationRefused      credentials, certificate or privileges refused
     │   ├── TableRejected           the destination cannot store a table or its changes
+    │   │   └── SchemaNotFollowed   a change of the schema that needs a new copy
     │   ├── TableOwned              another pipeline writes this table
     │   ├── IndexUnusable           a search index was deleted, replaced, or its alias points elsewhere
     │   └── NotComparable           a table that cannot be compared with the source
@@ -72,6 +73,8 @@ class Retry(Enum):
 
     TIMED = "timed"
     """Retry automatically, with back-off."""
+    COPY = "copy"
+    """Copy the table again: nothing else helps."""
     OPERATOR = "operator"
     """Stop and wait for the operator."""
 
@@ -264,6 +267,7 @@ class TableRewritten(SourceError):
 class ValuesNotSent(SourceError):
     """DDL gave existing rows values that the stream does not carry."""
 
+    retry = Retry.COPY
     default_hint = f"Copy the table again: {RESYNC}."
 
 
@@ -407,6 +411,13 @@ class DestinationRefused(DestinationError):
 
 class TableRejected(DestinationError):
     """The destination cannot store a table or its changes."""
+
+
+class SchemaNotFollowed(TableRejected):
+    """The schema of a table changed in a way that its rows at the destination cannot follow."""
+
+    retry = Retry.COPY
+    default_hint = f"Copy the table again, with its new columns: {RESYNC}."
 
 
 class TableOwned(DestinationError):

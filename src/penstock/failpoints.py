@@ -44,11 +44,13 @@ POINTS = {
     "after_ready": "Ready is stored",
     "after_acknowledge": "the spool's reader has advanced, the slot follows",
     "before_errored": "a table has failed",
+    "before_recopy": "a table has to be copied again because of its schema",
     "after_errored": "Errored is stored with its position",
     "before_lose_position": "the hold of an errored table has expired",
     "after_lose_position": "the lost position is stored, progress has not moved past it",
     "before_rollback": "a retry is due",
     "after_rollback": "SyncDone or Init is stored, the workers do not know it yet",
+    "after_recopy": "Init is stored because rows changed without a message",
     "after_resync": "Init is stored because of a resync",
     "after_removed": "the state of a table that left the publication is deleted",
 }

@@ -35,6 +35,7 @@ from penstock.source.publications import (
     load_membership,
     without_identity,
 )
+from penstock.source.shapes import TableShape, load_shapes
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
 from penstock.spool import Holds, Readers, SpoolReader, SpoolSettings
 from penstock.spool.folder import SpoolFolder
@@ -96,6 +97,8 @@ class Published:
     """Names by table id."""
     unpublished: Mapping[str, PenstockError]
     """Tables that should be published and cannot be, by name."""
+    shapes: Mapping[int, TableShape] = field(default_factory=dict[int, TableShape])
+    """By table id: whether rows changed although the stream does not say so."""
 
 
 class Stream:
@@ -137,7 +140,8 @@ class Stream:
             if self._settings.manage_publication:
                 self._publication.ensure(connection)
             membership = load_membership(connection, self._settings.publication)
-        return Published(membership, membership.names, self.unpublished)
+            shapes = load_shapes(connection, membership.names)
+        return Published(membership, membership.names, self.unpublished, shapes)
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock import failpoints
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
 from penstock.destinations.base import Destination, DestinationContext, Tasks
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SchemaNotFollowed
 from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
 from penstock.source.publications import changes_between
+from penstock.source.shapes import TableShape, silent_changes
 from penstock.state import (
     Command,
     CommandKind,
@@ -45,6 +46,9 @@ from penstock.workers import (
     CopyStatus,
     ErrorHold,
     Lifecycle,
+    Partitions,
+    Recopy,
+    SchemaChanges,
     SnapshotWait,
     SyncPool,
     TableSync,
@@ -68,6 +72,9 @@ class TablesSettings(StreamSettings):
     batches: BatchSettings = field(default_factory=BatchSettings)
     error_hold: ErrorHold = field(default_factory=ErrorHold)
     copy: CopySettings = field(default_factory=CopySettings)
+    schema_changes: SchemaChanges = field(default_factory=SchemaChanges)
+    of_tables: Mapping[str, SchemaChanges] = field(default_factory=dict[str, SchemaChanges])
+    """Instead of `schema_changes`, for single tables by their names."""
 
     @property
     def output_id(self) -> str:
@@ -148,6 +155,7 @@ class RunningTables(RunningOutput):
             error_hold=settings.error_hold,
             types=settings.types,
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),
+            schema_changes=self._schema_changes,
         )
         self._hold = ApplyHold(
             self._apply,
@@ -208,11 +216,63 @@ class RunningTables(RunningOutput):
         for table_id in change.readded if change else ():
             if table_id in published.tables:
                 logger.info("table was removed and added again, copying it again table=%s", self._name_of(table_id))
-                self._board.set_phase(table_id, resync(None))
+                self._board.set_phase(table_id, resync())
+        self._notice_silent_changes(published.shapes)
         # Last, so that a table that was not processed is noticed again, even by the next process.
         if now != seen:
             self.store.store_publication_membership(self._tables.publication, now)
         self._membership = now
+
+    def _notice_silent_changes(self, shapes: Mapping[int, TableShape]) -> None:
+        """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""
+        known = self.store.get_table_shapes()
+        phases = self._board.phases()
+        followed = {table_id for table_id, phase in phases.items() if isinstance(phase, SyncDone | Ready)}
+        changed = {
+            table_id: shapes[table_id]
+            for table_id in followed & shapes.keys()
+            if known.get(table_id) != shapes[table_id]
+        }
+        for table_id, shape in changed.items():
+            if table_id in known:
+                self._follow_shape(table_id, known[table_id], shape)
+        # Last, so that a table that was not processed is noticed again, even by the next process.
+        self.store.store_table_shapes(changed)
+
+    def _follow_shape(self, table_id: int, before: TableShape, now: TableShape) -> None:
+        policy = self._schema_changes(table_id)
+        changes = silent_changes(before, now)
+        if policy.partitions is Partitions.KEEP:
+            for change in (each for each in changes if each.leaves):
+                logger.info("rows are kept table=%s because=%s", self._name_of(table_id), change.text)
+            changes = [each for each in changes if not each.leaves]
+        if not changes or not self.destination.capabilities.updates_rows:
+            return
+        name, reason = self._name_of(table_id), changes[0].text
+        error = SchemaNotFollowed(f"{name}: {reason}", table=name)
+        if policy.recopy is Recopy.AUTOMATIC:
+            logger.warning("table is copied again table=%s reason=%s", name, reason)
+            self._board.set_phase(table_id, resync(error.message))
+            failpoints.reach("after_recopy")
+            return
+        positions = self._board.positions()
+
+        def fail(phase: TableReplicationPhase) -> Errored | None:
+            if table_id not in positions or not isinstance(phase, SyncDone | Ready):
+                return None
+            logger.error("table stopped table=%s reason=%s", name, reason, extra={"reported_as": "stopped"})
+            return errored(phase, error, position=positions[table_id])
+
+        self._board.alter(table_id, fail)
+
+    def _schema_changes(self, table_id: int) -> SchemaChanges:
+        policy = self._tables.of_tables.get(self._name_of(table_id), self._tables.schema_changes)
+        # A new copy would lose what a destination keeps on purpose: every change, or rows of former partitions.
+        shape = self.store.get_table_shapes().get(table_id)
+        keeps = policy.partitions is Partitions.KEEP and shape is not None and shape.is_partitioned
+        if keeps or not self.destination.capabilities.updates_rows:
+            return replace(policy, recopy=Recopy.STOP)
+        return policy
 
     def tend(self, *, source_answers: bool) -> None:
         """Answer comparisons whose boundary is reached; start table sync workers."""
@@ -278,6 +338,7 @@ class RunningTables(RunningOutput):
             batches=settings.batches,
             copy=settings.copy,
             types=settings.types,
+            schema_changes=self._schema_changes(table_id),
         )
         return self._workers[table_id]
 

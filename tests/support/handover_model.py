@@ -306,7 +306,7 @@ def _table_steps(
         errored = fail(phase, reason="", solution=None, retry_policy=RetryPolicy(), at=_SOME_TIME, position=at)
         yield f"fails at {at:d}", table._replace(phase=errored, applied=None), {"errors": world.errors + 1}
     if phase is not None and not isinstance(phase, Init) and world.resyncs < scenario.resyncs:
-        yield "resync", _reset(scenario, table, resync(None)), {"resyncs": world.resyncs + 1}
+        yield "resync", _reset(scenario, table, resync()), {"resyncs": world.resyncs + 1}
 
 
 def _copy_steps(
@@ -377,7 +377,7 @@ def _membership_steps(scenario: Scenario, world: World, index: int, table: Table
     elif table.phase is None:
         yield "discovered", _reset(scenario, table, discover(None))._replace(seen=version)
     elif Rule.COPY_READDED in scenario:
-        yield "was away, starts over", _reset(scenario, table, resync(None))._replace(seen=version)
+        yield "was away, starts over", _reset(scenario, table, resync())._replace(seen=version)
     else:
         yield "is there as ever", table._replace(seen=version)
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.config.documents import DocumentsChoice, documents_choice, tables_of
 from penstock.config.environment import Substitution, join
-from penstock.config.models import NO_SPARK, ConfigFile, DestinationSection
+from penstock.config.models import NO_SPARK, ConfigFile, DestinationSection, SchemaChangesSection
 from penstock.config.units import parse_duration
 from penstock.copy import CopySettings
 from penstock.destinations.base import Destination
@@ -33,7 +33,7 @@ from penstock.state import open_store
 from penstock.state.store import Store
 from penstock.tables import TablesSettings
 from penstock.values import TypeSettings
-from penstock.workers import BatchSettings, ErrorHold
+from penstock.workers import BatchSettings, ErrorHold, SchemaChanges
 
 REFERENCE = "docs/reference/config.md describes every key."
 _SQLITE = "sqlite:///"
@@ -307,6 +307,10 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         types=TypeSettings(
             out_of_range=file.types.out_of_range, numeric=file.types.numeric, unknown_types=file.types.unknown_types
         ),
+        schema_changes=_schema_changes(file.schema_changes),
+        of_tables={
+            name: _schema_changes(file.schema_changes, section.schema_changes) for name, section in file.tables.items()
+        },
     )
     return Config(
         path=path,
@@ -317,6 +321,14 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         state_url=_state_url(file, folder, spool),
         secrets=secrets,
     )
+
+
+def _schema_changes(*sections: SchemaChangesSection) -> SchemaChanges:
+    """The settings of these sections; what a later one says counts."""
+    said: dict[str, Any] = {}
+    for section in sections:
+        said |= {name: getattr(section, name) for name in section.model_fields_set}
+    return SchemaChanges(**said)
 
 
 def _tables(file: ConfigFile, folder: Path) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from penstock.documents.output import DocumentsSettings
 from penstock.documents.polling import XMIN, PollSettings
 from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
+from penstock.workers import Partitions, Recopy
 
 NO_SPARK = "none"
 """The master that runs tasks in this process."""
@@ -165,6 +166,20 @@ class TypesSection(Section):
     unknown_types: UnknownTypes = UnknownTypes.TEXT
 
 
+class SchemaChangesSection(Section):
+    """How tables follow changes of their schema."""
+
+    recopy: Recopy = Recopy.AUTOMATIC
+    recopy_max_bytes: Size | None = None
+    partitions: Partitions = Partitions.MIRROR
+
+
+class TableSection(Section):
+    """Settings of one table."""
+
+    schema_changes: SchemaChangesSection = SchemaChangesSection()
+
+
 class ConfigFile(Section):
     """A whole file."""
 
@@ -186,7 +201,9 @@ class ConfigFile(Section):
     sink: SinkSection | None = None
     polling: PollingSection | None = None
     types: TypesSection = TypesSection()
-    tables: dict[str, dict[str, Any]] = {}
+    schema_changes: SchemaChangesSection = SchemaChangesSection()
+    tables: dict[str, TableSection] = {}
+    """What differs for single tables, by their names."""
 
     @model_validator(mode="after")
     def _need_a_place_to_go(self) -> ConfigFile:
@@ -200,12 +217,4 @@ class ConfigFile(Section):
             raise ValueError("[sink] needs an [[index]]")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):
             raise ValueError(f"destination.name: {DOCUMENTS_OUTPUT!r} is the name of the output of [[index]]")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_what_is_reserved(self) -> ConfigFile:
-        for table, settings in self.tables.items():
-            if settings:
-                key = next(iter(settings))
-                raise ValueError(f'tables."{table}".{key}: settings for single tables are not supported yet')
         return self

@@ -26,6 +26,7 @@ from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import is_lock_timeout, translated
 from penstock.source.publications import published_attnums, published_tables, require_publication
+from penstock.source.shapes import TableShape, load_shapes
 from penstock.source.snapshots import Snapshot
 from penstock.values import TypeSettings
 
@@ -38,7 +39,7 @@ _LEAVES = """
         from tree t
         join pg_catalog.pg_inherits i on i.inhparent = t.oid
         join pg_catalog.pg_class c on c.oid = i.inhrelid
-        where t.relkind = 'p'
+        where t.relkind = 'p' and pg_catalog.to_jsonb(i) ->> 'inhdetachpending' is distinct from 'true'
     )
     select c.oid::int8, c.relfilenode::int8,
            coalesce(pg_catalog.pg_relation_size(c.oid), 0) / pg_catalog.current_setting('block_size')::int8,
@@ -77,6 +78,7 @@ def prepare_copy(
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
         schema, row_filter = _describe(connection, publication, table_id)
         leaves = load_leaves(connection, schema)
+        shape = load_shapes(connection, [table_id])[table_id]
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
     ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
     rows = CopyRows(
@@ -84,6 +86,7 @@ def prepare_copy(
         attempt=attempt or uuid.uuid4().hex,
         position=snapshot.position,
         ranges=ranges,
+        shape=shape,
     )
     logger.info(
         "copy planned table=%s attempt=%s position=%s heaps=%d ranges=%d bytes=%d",
@@ -161,6 +164,8 @@ class CopyRows:
     ranges: tuple[CopyRange, ...]
     """Each row is in exactly one. There may be none (a partitioned table without partitions), and an empty table has
     ranges without rows; create the table in both cases."""
+    shape: TableShape | None = None
+    """What the catalog said of it in the snapshot."""
 
     @property
     def schema(self) -> TableSchema:

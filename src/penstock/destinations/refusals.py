@@ -17,6 +17,7 @@ from penstock.errors import (
     LeaseLost,
     LineageChanged,
     PenstockError,
+    SchemaNotFollowed,
     TableBusy,
     TableOwned,
     TableRejected,
@@ -65,6 +66,11 @@ def busy(table: str) -> PenstockError:
 def rejected(table: str, what: str, *, hint: str = "") -> PenstockError:
     """The destination cannot store a table or its changes."""
     return TableRejected(f"{table} was rejected: {what}", hint=hint, table=table)
+
+
+def not_followed(table: str, what: str) -> PenstockError:
+    """The schema changed so that only a new copy has the right rows."""
+    return SchemaNotFollowed(f"{table}: {what}", table=table)
 
 
 def unusable(what: str, *, hint: str = "") -> PenstockError:

@@ -43,6 +43,8 @@ class RetryPolicy:
 class Init:
     """Discovered, or waiting to be copied again."""
 
+    reason: str | None = None
+    """Why Penstock copies it again by itself; None if it is new, or if somebody asked for the copy."""
     name: ClassVar[str] = "init"
     owner: ClassVar[Owner] = Owner.PIPELINE
 
@@ -141,9 +143,7 @@ TableReplicationPhase: TypeAlias = Init | DataSync | FinishedCopy | SyncWait | C
 StoredPhase: TypeAlias = Sound | Errored
 """The phases that are stored."""
 
-_PLAIN: dict[str, type[Init | DataSync | FinishedCopy | Ready]] = {
-    kind.name: kind for kind in (Init, DataSync, FinishedCopy, Ready)
-}
+_PLAIN: dict[str, type[DataSync | FinishedCopy | Ready]] = {kind.name: kind for kind in (DataSync, FinishedCopy, Ready)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,8 @@ def stored_form(phase: TableReplicationPhase) -> StoredPhase:
 
 def phase_to_json(phase: StoredPhase) -> dict[str, Any]:
     """Return the details of a phase besides its name, as JSON values."""
+    if isinstance(phase, Init):
+        return {} if phase.reason is None else {"reason": storable_text(phase.reason)}
     if isinstance(phase, SyncDone):
         return {"lsn": str(phase.lsn)}
     if isinstance(phase, Errored):
@@ -209,6 +211,8 @@ def storable_text(text: str) -> str:
 
 
 def _sound_from_json(name: str, details: dict[str, Any]) -> Sound:
+    if name == Init.name:
+        return Init(details.get("reason"))
     if name == SyncDone.name:
         return SyncDone(Lsn.parse(details["lsn"]))
     if name not in _PLAIN:

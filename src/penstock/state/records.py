@@ -117,6 +117,16 @@ class TablePositionRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class TableShapeRecord(Record):
+    """What the catalog said of a table when it was copied, or when its shape was last compared."""
+
+    table: ClassVar[str] = "table_shapes"
+    key: ClassVar[tuple[str, ...]] = ("table_id",)
+    table_id: int
+    shape: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class CommandRecord(Record):
     """A command; `token` distinguishes a repeated request from a second one."""
 
@@ -192,6 +202,7 @@ RECORDS: tuple[type[Record], ...] = (
     TableSchemaRecord,
     ProgressRecord,
     TablePositionRecord,
+    TableShapeRecord,
     CommandRecord,
     PublicationRecord,
     IndexBuildRecord,

@@ -12,6 +12,7 @@ from penstock.lsn import OrderKey
 from penstock.schema import TableSchema
 from penstock.schema.table import schema_from_json, schema_to_json
 from penstock.source.publications import Heap, Membership, RowVersion
+from penstock.source.shapes import TableShape, shape_from_json, shape_to_json
 from penstock.state.core import StoreCore
 from penstock.state.phases import Init, PhaseRecord, StoredPhase, TableReplicationPhase, phase_from_json, phase_to_json
 from penstock.state.records import (
@@ -23,6 +24,7 @@ from penstock.state.records import (
     PublicationRecord,
     TablePositionRecord,
     TableSchemaRecord,
+    TableShapeRecord,
     TableStateRecord,
     Transaction,
 )
@@ -62,6 +64,7 @@ class TableStore(StoreCore):
         # All versions of all tables or nothing: "the newest version not after X" has a wrong answer wherever a version
         # is missing (trap 16). Pruning keeps them few.
         self._schemas = self.cached(_read_versions)
+        self._shapes = self.cached(_read_shapes)
 
     # Phases
 
@@ -189,6 +192,21 @@ class TableStore(StoreCore):
 
         return sum(len(keys) for keys in self.write(work, publish).values())
 
+    # Shapes
+
+    def get_table_shapes(self) -> Mapping[int, TableShape]:
+        """Return the shapes that were last stored, by table."""
+        return self._shapes.get()
+
+    def store_table_shapes(self, shapes: Mapping[int, TableShape]) -> None:
+        """Store shapes, after everything that follows from them was stored."""
+        records = [TableShapeRecord(table_id, shape_to_json(shape)) for table_id, shape in shapes.items()]
+        if records:
+            self.write(
+                lambda transaction: transaction.put(records),
+                lambda _: self._shapes.publish(lambda cache: {**cache, **shapes}),
+            )
+
     # Publications
 
     def get_publication_membership(self, publication: str) -> Membership | None:
@@ -276,6 +294,11 @@ def _set_phases(
 def _clear_copy(transaction: Transaction, table_id: int) -> None:
     transaction.delete(TableSchemaRecord, table_id=table_id)
     transaction.delete(TablePositionRecord, table_id=table_id)
+    transaction.delete(TableShapeRecord, table_id=table_id)
+
+
+def _read_shapes(transaction: Transaction) -> Mapping[int, TableShape]:
+    return {record.table_id: shape_from_json(record.shape) for record in transaction.rows(TableShapeRecord)}
 
 
 def _read_states(transaction: Transaction) -> Mapping[int, StoredPhase]:

@@ -155,10 +155,9 @@ def retry_is_due(current: TableReplicationPhase, now: datetime) -> bool:
     return policy.retry is Retry.TIMED and policy.next_retry is not None and policy.next_retry <= now
 
 
-def resync(current: StoredPhase | None) -> Init:
-    """A new copy, on request or because changes were lost; legal in every phase."""
-    del current
-    return Init()
+def resync(reason: str | None = None) -> Init:
+    """A new copy, on request or for a `reason` that Penstock found; legal in every phase."""
+    return Init(reason)
 
 
 def after_crash(current: TableReplicationPhase) -> StoredPhase:

@@ -9,6 +9,7 @@ retried, gets batches of its own until it has caught up, so that no other table 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ from penstock.errors import PenstockError, Retry, TasksFailed
 from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
-from penstock.state import Errored, Ready, Store, SyncDone, TableReplicationPhase
-from penstock.state.transitions import lose_position
+from penstock.state import Errored, Init, Ready, Store, SyncDone, TableReplicationPhase
+from penstock.state.transitions import lose_position, resync
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
 from penstock.workers.board import Board
-from penstock.workers.failures import errored
+from penstock.workers.failures import Recopy, SchemaChanges, as_error, errored
 from penstock.workers.lifecycle import Lifecycle
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ JOB_FAILURES = 2
 """After this many failures in a row the tables of a batch are written one by one."""
 PRUNE_SECONDS = 60.0
 """How often schema versions that are no longer needed are deleted."""
+RECOPY_SECONDS = 600.0
+"""A table that is copied again and again within this time waits between the copies, with back-off."""
 _NEAR, _FAR = "near", "far"
 """The batch of the tables near P, and that of the tables far behind."""
 
@@ -60,6 +63,25 @@ class ApplyStatus:
     """Of the last applied transaction, in Unix microseconds."""
 
 
+class _CopiedAgain:
+    """When one table may be copied again by itself."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(first=1.0, longest=300.0)
+        self._last = -math.inf
+        self._next = -math.inf
+
+    def is_due(self) -> bool:
+        """Return True if it may be copied now; it is, then."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        if now - self._last > RECOPY_SECONDS:
+            self._backoff.reset()
+        self._last, self._next = now, now + self._backoff.next_delay()
+        return True
+
+
 class ApplyWorker:
     """The apply worker of one output; `run` is its thread."""
 
@@ -76,8 +98,12 @@ class ApplyWorker:
         error_hold: ErrorHold,
         types: TypeSettings | None = None,
         try_tasks: Callable[[], object],
+        schema_changes: Callable[[int], SchemaChanges] = lambda _: SchemaChanges(),
     ) -> None:
-        """`name` is the reader's in the spool. `try_tasks` runs an empty task and raises if tasks cannot run."""
+        """`name` is the reader's in the spool. `try_tasks` runs an empty task and raises if tasks cannot run.
+
+        `schema_changes` says how a table follows changes of its schema.
+        """
         self._name = name
         self._writer = BatchWriter(spool, store, destination, settings, types)
         self._board = board
@@ -86,6 +112,8 @@ class ApplyWorker:
         self._try_tasks = try_tasks
         self._settings = settings
         self._error_hold = error_hold
+        self._schema_changes = schema_changes
+        self._copied_again: dict[int, _CopiedAgain] = {}
         self._failed: dict[int, Errored] = {}
         self._job_failures = {_NEAR: 0, _FAR: 0}
         self._alone: set[int] = set()
@@ -251,12 +279,20 @@ class ApplyWorker:
         return written.durable
 
     def _fail(self, table_id: int, error: BaseException, position: Lsn) -> None:
-        def fail(phase: TableReplicationPhase) -> Errored | None:
+        named = as_error(error)
+        name = self._board.name_of(table_id)
+        copied = named.retry is Retry.COPY and self._schema_changes(table_id).recopy is Recopy.AUTOMATIC
+
+        def fail(phase: TableReplicationPhase) -> Init | Errored | None:
             if not isinstance(phase, SyncDone | Ready):
                 return None  # it was reset while its changes were being written
-            failed = errored(phase, error, position=position, after=self._failed.get(table_id))
+            if copied and self._copied_again.setdefault(table_id, _CopiedAgain()).is_due():
+                self._failed.pop(table_id, None)
+                logger.warning("table is copied again table=%s reason=%s", name, named.message)
+                failpoints.reach("before_recopy")
+                return resync(named.message)
+            failed = errored(phase, named, position=position, after=self._failed.get(table_id), timed=copied)
             text = "table stopped table=%s position=%s reason=%s"
-            name = self._board.name_of(table_id)
             logger.error(text, name, position, failed.reason, extra={"reported_as": "stopped"})
             self._failed[table_id] = failed
             failpoints.reach("before_errored")

@@ -135,7 +135,7 @@ class Board:
             copying = [self.name_of(table_id) for table_id in table_ids if table_id in self._attempts]
             if copying:
                 raise IllegalTransition(f"being copied now: {', '.join(copying)}")
-            self._set_phases({table_id: resync(None) for table_id in table_ids})
+            self._set_phases({table_id: resync() for table_id in table_ids})
 
     def roll_back(self, table_ids: Collection[int]) -> None:
         """Resume errored tables from where they stopped: all of them, or none if one cannot."""

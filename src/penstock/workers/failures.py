@@ -1,9 +1,11 @@
-"""Turns an error into the state of a table: reason, solution, and whether and when to retry."""
+"""Turns an error into the state of a table: reason, solution, whether and when to retry, and whether to copy again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 
 import psycopg
 
@@ -14,6 +16,34 @@ from penstock.retry import Backoff
 from penstock.source.faults import Place, from_exception
 from penstock.state import Errored, RetryPolicy, TableReplicationPhase
 from penstock.state.transitions import fail
+
+
+class Recopy(StrEnum):
+    """What happens to a table whose schema change only a new copy can follow."""
+
+    AUTOMATIC = "automatic"
+    """It is copied again; readers see the old rows until the copy is complete."""
+    STOP = "stop"
+    """It stops until `penstock resync` asks for the copy."""
+
+
+class Partitions(StrEnum):
+    """What happens to the rows of a partition that is attached, detached, dropped or truncated."""
+
+    MIRROR = "mirror"
+    """They come and go as in the source: the table is copied again."""
+    KEEP = "keep"
+    """The destination keeps rows that leave the source with their partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaChanges:
+    """How a table follows changes of its schema."""
+
+    recopy: Recopy = Recopy.AUTOMATIC
+    recopy_max_bytes: int | None = None
+    """A larger table stops instead."""
+    partitions: Partitions = Partitions.MIRROR
 
 
 def as_error(error: BaseException) -> PenstockError:
@@ -37,13 +67,14 @@ def errored(
     *,
     position: Lsn | None,
     after: Errored | None = None,
+    timed: bool = False,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Errored:
-    """Return the phase of a table that has failed."""
+    """Return the phase of a table that has failed; `timed` retries whatever the error says."""
     named = as_error(error)
     attempts = after.attempts + 1 if after else 0
     policy = RetryPolicy()
-    if named.retry is Retry.TIMED:
+    if timed or named.retry is Retry.TIMED:
         delay = Backoff(first=1.0, longest=300.0, attempt=attempts).next_delay()
         policy = RetryPolicy(Retry.TIMED, now() + timedelta(seconds=delay))
     return fail(

@@ -27,13 +27,14 @@ from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.progress import CopyCounter, CopyProgress, listening
 from penstock.destinations.base import Destination, Tasks
 from penstock.errors import (
+    RESYNC,
     DestinationUnavailable,
     PenstockError,
     PublicationChanged,
     QueryFailed,
     Retry,
+    SchemaNotFollowed,
     TableRewritten,
-    ValuesNotSent,
 )
 from penstock.lsn import Lsn, OrderKey, earliest, reaches
 from penstock.retry import Backoff
@@ -45,12 +46,13 @@ from penstock.source.slots import Blocker, warn_of_blockers
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
 from penstock.spool.folder import SpoolFolder
-from penstock.state import Store, TableSchemaVersion
+from penstock.state import Init, Store, TableSchemaVersion
 from penstock.state.transitions import finish_catchup, finish_copy, start_copy
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter
 from penstock.workers.board import Board
 from penstock.workers.copies import OnWait, SharedSnapshots, SyncPool
+from penstock.workers.failures import SchemaChanges
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,9 @@ class TableSync:
         batches: BatchSettings,
         copy: CopySettings,
         types: TypeSettings,
+        schema_changes: SchemaChanges,
     ) -> None:
+        self._schema_changes = schema_changes
         self._table_id = table_id
         self._reader = reader
         self._source = source
@@ -135,12 +139,24 @@ class TableSync:
         """Bring the table to SyncDone. Raises `Stopping` if the copy is no longer wanted, and any error."""
         self._board.claim(self._table_id, self.attempt)
         schema, size = self._describe()
+        self._refuse_large(schema, size)
         with pool.place(size, self._check_stop):
             try:
                 rows_position = self._copy_table(schema, pool.snapshots)
                 self._catch_up(rows_position)
             finally:
                 self._holds.release(self._reader, self._table_id)
+
+    def _refuse_large(self, schema: TableSchema, size: int | None) -> None:
+        """Raise if Penstock would copy the table again by itself although the config says that it is too large."""
+        phase, limit = self._board.phase(self._table_id), self._schema_changes.recopy_max_bytes
+        if isinstance(phase, Init) and phase.reason and limit is not None and (size is None or size > limit):
+            known = "an unknown number of" if size is None else f"{size:,}"
+            raise SchemaNotFollowed(
+                f"{phase.reason}; the table has {known} bytes, and recopy_max_bytes = {limit:,}",
+                hint=f"Copy the table again when it suits you: {RESYNC}.",
+                table=str(schema),
+            )
 
     def leave(self) -> None:
         """End the claim; called after `run`, and after its error was handled. Waits for a store that is unreachable."""
@@ -291,6 +307,8 @@ class TableSync:
 
     def _remember_schema(self, rows: CopyRows) -> None:
         self._store.store_table_schema(TableSchemaVersion(OrderKey(rows.position, 0), rows.schema))
+        if rows.shape is not None:
+            self._store.store_table_shapes({self._table_id: rows.shape})
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
@@ -300,6 +318,6 @@ class TableSync:
 
 def _for_a_copy(error: PenstockError) -> PenstockError:
     """Before the hand-over, an error that only a new copy resolves leads to one automatically."""
-    if isinstance(error, ValuesNotSent):
+    if error.retry is Retry.COPY:
         return TableRewritten(error.message, **error.facts)
     return error

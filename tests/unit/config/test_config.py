@@ -128,7 +128,7 @@ def test_every_key_arrives_in_the_settings(load, tmp_path):
         ('[copy]\nlock_timeout = "s3cret"', 'copy.lock_timeout: should be a duration like "500ms"'),
         ('[spark]\nmastr = "local"', 'spark.mastr: there is no such key; did you mean "master"?'),
         ('[spark]\nmaster = "none"\nmemory = "1g"', "no other keys are allowed"),
-        ('[tables."public.a"]\nmode = "history"', 'tables."public.a".mode: settings for single tables are not'),
+        ('[tables."public.a"]\nmode = "history"', 'tables."public.a".mode: there is no such key'),
         ('[[index]]\nname = "x"', "index.specification: is missing"),
         ('[[index]]\nspecifiction = "x"', 'did you mean "specification"?'),
         ('[[index]]\nspecification = "x"', "[[index]] needs a [sink]"),

@@ -50,7 +50,7 @@ def reachable(current: TableReplicationPhase) -> set[TableReplicationPhase]:
     """All that the named functions make of a phase, over a small world of positions."""
     lsn = LSNS
     calls = [
-        lambda: transitions.resync(phases.stored_form(current)),
+        lambda: transitions.resync(),
         lambda: transitions.start_copy(current),
         lambda: transitions.finish_copy(current),
         lambda: transitions.wait_for_apply(current),

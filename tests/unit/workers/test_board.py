@@ -100,7 +100,7 @@ def test_the_worker_of_a_removed_table_does_not_bring_it_back(board, store, at):
 def test_a_table_that_is_to_be_copied_anew_is_not_handed_over_by_the_old_worker(board, store):
     copy(board)
     board.wait_to_hand_over(TABLE, "one", S, S, timeout=0)
-    board.set_phase(TABLE, resync(None))
+    board.set_phase(TABLE, resync())
     with pytest.raises(Superseded):
         board.wait_to_hand_over(TABLE, "one", S, S, timeout=0)
     board.leave(TABLE, "one")

@@ -41,8 +41,7 @@ from penstock.destinations.delta.schema import (
     fit,
     schema_string,
 )
-from penstock.destinations.refusals import rejected
-from penstock.errors import RESYNC
+from penstock.destinations.refusals import not_followed, rejected
 from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.schema.table import schema_from_json, schema_to_json
 from penstock.schema.types import keeps_values
@@ -51,7 +50,6 @@ from penstock.values.datetimes import holds_times
 DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
 _TIMES, _BEGUN, _COPIED = "penstock.times", "penstock.attempt", "penstock.copied"
-_COPY_AGAIN = f"Copy the table again, with its new columns: {RESYNC}."
 
 
 class Mode(StrEnum):
@@ -121,7 +119,7 @@ class TableLayout:
     def evolved(self, schema: TableSchema, segment: pa.Schema) -> TableLayout:
         """Return the layout after a change of the source's schema, whose rows have these types.
 
-        Columns may be added. Any other change that readers would see raises `TableRejected`.
+        Columns may be added. Any other change that readers would see raises `SchemaNotFollowed`.
         """
         before = {column.attnum: column for column in self.source.columns}
         after = {column.attnum: column for column in schema.columns}
@@ -130,7 +128,7 @@ class TableLayout:
         # Without a key, rows may be found by all their cells, so a new key would identify them differently.
         is_matched = self.source.key or self.source.replica_identity is ReplicaIdentity.FULL
         if is_matched and {column.attnum for column in self.source.key} != {column.attnum for column in schema.key}:
-            raise rejected(str(schema), "its key changed", hint=_COPY_AGAIN)
+            raise not_followed(str(schema), "its key changed")
         types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
         fields: list[pa.Field] = list(self.schema)
         names = dict(self.names)
@@ -142,7 +140,7 @@ class TableLayout:
             if column.attnum in names:
                 fits = self.schema.field(names[column.attnum]).type == arrow_type
                 if not fits or not _keeps_values(before[column.attnum], column):
-                    raise rejected(str(schema), f"the type of column {column.name!r} changed", hint=_COPY_AGAIN)
+                    raise not_followed(str(schema), f"the type of column {column.name!r} changed")
                 continue
             names[column.attnum] = _free_name(types[column.attnum], [field.name for field in fields])
             fields.append(pa.field(names[column.attnum], arrow_type))
@@ -154,9 +152,9 @@ class TableLayout:
     def _refuse(self, before: Column, after: Column | None) -> None:
         table = str(self.source)
         if after is None:
-            raise rejected(table, f"column {before.name!r} was dropped, or is no longer published", hint=_COPY_AGAIN)
+            raise not_followed(table, f"column {before.name!r} was dropped, or is no longer published")
         if after.name != before.name:
-            raise rejected(table, f"column {before.name!r} was renamed to {after.name!r}", hint=_COPY_AGAIN)
+            raise not_followed(table, f"column {before.name!r} was renamed to {after.name!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,289 @@
+"""Changes of schemas and partitions: the mirror equals the source afterwards, and nobody types a command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.destinations.delta.destination import DeltaDestination
+from penstock.lsn import reaches
+from penstock.state import Errored, Init, open_store
+from penstock.workers import Partitions, Recopy, SchemaChanges
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.lake import LakeReadBack
+from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
+from tests.support.readback import check_equal
+
+PLAIN = "create table {t} (id int primary key, note text, n int)"
+ROWS = "insert into {t} (id, note, n) select i, 'n' || i, i from generate_series(1, 20) i"
+PARTED = """
+    create table {t} (id int, note text, n int, primary key (id)) partition by range (id);
+    create table {t}_low partition of {t} for values from (0) to (10);
+    create table {t}_mid partition of {t} for values from (10) to (20);
+    create table {t}_high partition of {t} for values from (20) to (1000)
+"""
+MOOD = "create type {t}_mood as enum ('sad', 'glad'); create table {t} (id {key}, note text, n int, m {t}_mood {last})"
+MOODS = (
+    "insert into {t} select i, 'n' || i, i, (array['sad', 'glad'])[i % 2 + 1]::{t}_mood from generate_series(1, 20) i"
+)
+
+STATEMENTS = {
+    "dropped": (PLAIN, ROWS, "alter table {t} drop column note"),
+    "renamed": (PLAIN, ROWS, "alter table {t} rename column note to remark"),
+    "widened": (PLAIN, ROWS, "alter table {t} alter n type bigint"),
+    "as_text": (PLAIN, ROWS, "alter table {t} alter n type text"),
+    "computed": (PLAIN, ROWS, "alter table {t} alter n type int using n * 2"),
+    "computed_text": (PLAIN, ROWS, "alter table {t} alter note type text using upper(note)"),
+    "another_key": (PLAIN, ROWS, "alter table {t} drop constraint {t}_pkey, add primary key (n)"),
+    "all_logged": (PLAIN, ROWS, "alter table {t} replica identity full"),
+    "readded": (PLAIN, ROWS, "alter table {t} drop column note; alter table {t} add column note text default 'x'"),
+    "exchanged": (
+        PLAIN + "; alter table {t} add other text",
+        ROWS + "; update {t} set other = 'o' || id",
+        """
+        begin; alter table {t} rename note to x; alter table {t} rename other to note;
+        alter table {t} rename x to other; commit
+        """,
+    ),
+    "volatile": (
+        PLAIN,
+        ROWS,
+        "alter table {t} add c uuid default gen_random_uuid(); alter table {t} alter c drop default",
+    ),
+    "serial": (
+        PLAIN,
+        ROWS,
+        "alter table {t} add c serial; alter table {t} alter c drop default, alter c drop not null",
+    ),
+    "identity": (
+        PLAIN,
+        ROWS,
+        """
+        alter table {t} add c int generated always as identity;
+        alter table {t} alter c drop identity, alter c drop not null
+        """,
+    ),
+    "constant": (
+        PLAIN,
+        ROWS,
+        "alter table {t} add c int default 7; alter table {t} alter c drop default; vacuum full {t}",
+    ),
+    "generated": (
+        PLAIN,
+        ROWS,
+        "alter table {t} add c int generated always as (n * 3) stored; alter table {t} alter c drop expression",
+    ),
+    "enum_key": (
+        MOOD.format(t="{t}", key="int", last=", primary key (id, m)"),
+        MOODS,
+        "alter type {t}_mood rename value 'sad' to 'low'",
+    ),
+    "enum": (
+        MOOD.format(t="{t}", key="int primary key", last=""),
+        MOODS,
+        "alter type {t}_mood rename value 'sad' to 'low'",
+    ),
+    "cidr": (
+        "create table {t} (c cidr primary key, note text, n int)",
+        """
+        insert into {t} select ('10.0.' || i || '.0/24')::cidr, 'x', i from generate_series(1, 20) i;
+        insert into {t} values ('10.9.9.9/32', 'x', 99)
+        """,
+        "alter table {t} alter c type inet",
+    ),
+    "detached": (PARTED, ROWS, "alter table {t} detach partition {t}_mid"),
+    "dropped_leaf": (PARTED, ROWS, "drop table {t}_mid"),
+    "truncated_leaf": (PARTED, ROWS, "truncate {t}_mid"),
+    "attached": (
+        PARTED + "; create table {t}_far (like {t})",
+        ROWS + "; insert into {t}_far select i, 'far', i from generate_series(1001, 1010) i",
+        "alter table {t} attach partition {t}_far for values from (1001) to (2000)",
+    ),
+    "attached_at_once": (
+        PARTED,
+        ROWS,
+        """
+        begin; create table {t}_far (like {t}); insert into {t}_far select i, 'f', i from generate_series(1001, 1010) i;
+        alter table {t} attach partition {t}_far for values from (1001) to (2000); commit
+        """,
+    ),
+}
+"""A table, its rows, and what happens to it."""
+QUIET = {
+    "new_leaf": (
+        PARTED,
+        ROWS,
+        """
+        create table {t}_far partition of {t} for values from (1001) to (2000);
+        insert into {t} values (1001, 'far', 1)
+        """,
+    ),
+    "vacuumed": (PLAIN, ROWS, "vacuum full {t}"),
+    "vacuumed_leaf": (PARTED, ROWS, "vacuum full {t}_mid"),
+    "vacuumed_default": (PLAIN, "alter table {t} add c int default 4; " + ROWS, "vacuum full {t}"),
+    "clustered": (PLAIN, ROWS, "cluster {t} using {t}_pkey"),
+    "added": (PLAIN, ROWS, "alter table {t} add c int"),
+    "not_null": (PLAIN, ROWS, "alter table {t} alter n set not null"),
+    "label": (MOOD.format(t="{t}", key="int primary key", last=""), MOODS, "alter type {t}_mood add value 'calm'"),
+    "analyzed": (PARTED, ROWS, "analyze {t}"),
+}
+"""The same, where no new copy is needed."""
+
+
+def run(database: Any, script: str, table: str) -> None:
+    with database.connect() as connection:
+        for statement in script.format(t=table).split(";"):
+            if statement.strip():
+                connection.execute(statement)
+
+
+class Site:
+    """A pipeline with one table per case, over Delta."""
+
+    def __init__(self, database: Any, folder: Path, cases: dict[str, tuple[str, str, str]]) -> None:
+        self.database = database
+        self.folder = folder
+        self.cases = cases
+        for name, (create, rows, _) in cases.items():
+            run(database, create, name)
+            run(database, rows, name)
+        self.store = open_store(f"sqlite:///{folder / 'state.db'}", "changes")
+
+    @contextmanager
+    def running(self, **changes: Any) -> Iterator[Alone]:
+        tables = tuple(f"public.{name}" for name in self.cases)
+        settings = tables_settings(self.database, self.folder, "changes", tables=tables, **changes)
+        with tables_alone(settings, self.store, DeltaDestination(self.folder / "lake"), ProcessTasks()) as pipeline:
+            yield pipeline
+
+    def change(self) -> None:
+        for name, (_, _, script) in self.cases.items():
+            run(self.database, script, name)
+
+    def write(self, number: int) -> None:
+        """A row for each table, in which only the columns that all of them have are named."""
+        for name, (_, rows, _) in self.cases.items():
+            key = "c" if name == "cidr" else "id"
+            value = f"'10.200.{number % 250}.0/24'" if name == "cidr" else str(number)
+            mood = ", m" if rows is MOODS else ""
+            label = ", 'glad'" if rows is MOODS else ""
+            n = f"'{number}'" if name == "as_text" else str(number)
+            self.database.execute(f"insert into {name} ({key}, n{mood}) values ({value}, {n}{label})")
+
+    def check(self, pipeline: Alone) -> None:
+        end = current_position(self.database)
+
+        def done() -> bool:
+            pipeline.wait(0)
+            phases = pipeline.phases
+            return {phase.name for phase in phases.values()} == {"ready"} and reaches(pipeline.status.applied, end)
+
+        wait_for(done, "all tables to be ready")
+        check_equal(self.database.dsn, LakeReadBack(self.folder / "lake"), list(self.cases))
+
+    def copies(self, name: str) -> int:
+        (table_id,) = self.database.execute(f"select '{name}'::regclass::oid::int8")[0]
+        history = self.store.get_table_replication_history(table_id)
+        return sum(record.phase.name == "data_sync" for record in history)
+
+    def wait_copied(self, pipeline: Alone, times: int) -> None:
+        def behind() -> dict[str, int]:
+            pipeline.wait(0)
+            return {name: count for name in self.cases if (count := self.copies(name)) < times}
+
+        wait_for(lambda: not behind(), "a new copy of every table")
+
+
+@pytest.mark.parametrize("ddl_trigger", [False, True], ids=["by the catalog", "by the trigger"])
+def test_what_the_stream_does_not_carry_is_copied_again_by_itself(
+    database: Any, tmp_path: Path, ddl_trigger: bool
+) -> None:
+    site = Site(database, tmp_path, STATEMENTS)
+    with site.running(ddl_trigger=ddl_trigger) as pipeline:
+        site.check(pipeline)
+        site.write(100)
+        site.check(pipeline)
+        site.change()
+        site.write(101)
+        site.wait_copied(pipeline, 2)
+        site.check(pipeline)
+        site.write(102)
+        site.check(pipeline)
+
+
+def test_what_happened_while_the_pipeline_was_down_is_noticed_at_its_start(database: Any, tmp_path: Path) -> None:
+    site = Site(database, tmp_path, STATEMENTS)
+    with site.running() as pipeline:
+        site.check(pipeline)
+    site.change()
+    with site.running() as pipeline:
+        site.write(101)
+        site.wait_copied(pipeline, 2)
+        site.check(pipeline)
+
+
+def test_what_the_stream_carries_needs_no_copy(database: Any, tmp_path: Path) -> None:
+    site = Site(database, tmp_path, QUIET)
+    with site.running() as pipeline:
+        site.check(pipeline)
+        for number in (100, 101):
+            site.change() if number == 100 else None
+            site.write(number)
+            looks = pipeline.coordinator.looks
+            wait_for(lambda looks=looks: pipeline.coordinator.looks > looks + 1, "two looks at the catalog")
+            site.check(pipeline)
+    site_copies = {name: site.copies(name) for name in QUIET}
+    assert site_copies == dict.fromkeys(QUIET, 1)
+
+
+def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None:
+    cases = {name: STATEMENTS[name] for name in ("dropped", "detached", "enum", "computed", "as_text")}
+    site = Site(database, tmp_path, cases)
+    stop = SchemaChanges(recopy=Recopy.STOP)
+    small = SchemaChanges(recopy_max_bytes=10)
+    with site.running(schema_changes=stop, of_tables={"public.as_text": small}) as pipeline:
+        site.check(pipeline)
+        site.change()
+        site.write(101)
+        wait_for(
+            lambda: pipeline.wait(0) or all(isinstance(phase, Errored) for phase in pipeline.phases.values()), "stops"
+        )
+        reasons = {name: phase.reason for name, phase in pipeline.phases.items()}
+    assert reasons["public.dropped"] == "public.dropped: column 'note' was dropped, or is no longer published"
+    assert reasons["public.detached"] == "public.detached: partition public.detached_mid was detached or dropped"
+    assert reasons["public.enum"] == "public.enum: type 'enum_mood' was altered"
+    assert reasons["public.computed"] == "public.computed: column 'n' was altered and all rows were rewritten"
+    assert reasons["public.as_text"].endswith(" bytes, and recopy_max_bytes = 10")
+
+
+def test_rows_of_partitions_that_leave_are_kept_if_asked(database: Any, tmp_path: Path) -> None:
+    cases = {name: STATEMENTS[name] for name in ("detached", "dropped_leaf", "truncated_leaf")}
+    site = Site(database, tmp_path, cases)
+    with site.running(schema_changes=SchemaChanges(partitions=Partitions.KEEP)) as pipeline:
+        site.check(pipeline)
+        site.change()
+        looks = pipeline.coordinator.looks
+        wait_for(lambda: pipeline.wait(0) or pipeline.coordinator.looks > looks + 1, "two looks at the catalog")
+        site.write(101)
+        end = current_position(database)
+        wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply")
+    lake = LakeReadBack(tmp_path / "lake")
+    assert {name: lake.read_table(f"public.{name}").num_rows for name in cases} == dict.fromkeys(cases, 21)
+    assert {name: site.copies(name) for name in cases} == dict.fromkeys(cases, 1)
+
+
+def test_the_phase_says_why_a_table_waits_to_be_copied_again(database: Any, tmp_path: Path) -> None:
+    site = Site(database, tmp_path, {"dropped": STATEMENTS["dropped"]})
+    with site.running() as pipeline:
+        site.check(pipeline)
+        site.change()
+        site.write(101)
+        site.wait_copied(pipeline, 2)
+        site.check(pipeline)
+    (table_id,) = database.execute("select 'dropped'::regclass::oid::int8")[0]
+    reasons = [r.phase.reason for r in site.store.get_table_replication_history(table_id) if isinstance(r.phase, Init)]
+    assert reasons == [None, "public.dropped: column 'note' was dropped, or is no longer published"]
