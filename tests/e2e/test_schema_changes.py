@@ -39,7 +39,6 @@ STATEMENTS = {
     "computed": (PLAIN, ROWS, "alter table {t} alter n type int using n * 2"),
     "computed_text": (PLAIN, ROWS, "alter table {t} alter note type text using upper(note)"),
     "another_key": (PLAIN, ROWS, "alter table {t} drop constraint {t}_pkey, add primary key (n)"),
-    "all_logged": (PLAIN, ROWS, "alter table {t} replica identity full"),
     "readded": (PLAIN, ROWS, "alter table {t} drop column note; alter table {t} add column note text default 'x'"),
     "exchanged": (
         PLAIN + "; alter table {t} add other text",
@@ -122,6 +121,7 @@ QUIET = {
         insert into {t} values (1001, 'far', 1)
         """,
     ),
+    "all_logged": (PLAIN, ROWS, "alter table {t} replica identity full"),
     "vacuumed": (PLAIN, ROWS, "vacuum full {t}"),
     "vacuumed_leaf": (PARTED, ROWS, "vacuum full {t}_mid"),
     "vacuumed_default": (PLAIN, "alter table {t} add c int default 4; " + ROWS, "vacuum full {t}"),

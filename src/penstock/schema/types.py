@@ -88,7 +88,5 @@ def keeps_values(before: tuple[PostgresType, int], after: tuple[PostgresType, in
             return limit is None or (limits is not None and limits[1] == limit[1] and limits[0] <= limit[0])
         case "interval", "interval":
             return modifier in (_UNLIMITED, old_modifier)
-        case "cidr", "inet":
-            return True
         case _:
             return (old.oid, old_modifier) == (new.oid, modifier)

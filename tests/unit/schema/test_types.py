@@ -47,7 +47,7 @@ def known(name: str) -> PostgresType:
         (("numeric", numeric(50, 2)), ("numeric", -1), True),
         (("varbit", 5), ("varbit", 9), True),
         (("varbit", 9), ("varbit", 5), False),
-        (("cidr", -1), ("inet", -1), True),
+        (("cidr", -1), ("inet", -1), False),
         (("inet", -1), ("cidr", -1), False),
     ],
 )
