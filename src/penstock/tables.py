@@ -267,10 +267,10 @@ class RunningTables(RunningOutput):
 
     def _schema_changes(self, table_id: int) -> SchemaChanges:
         policy = self._tables.of_tables.get(self._name_of(table_id), self._tables.schema_changes)
-        # A new copy would lose what a destination keeps on purpose: every change, or rows of former partitions.
+        # A new copy would lose what a destination keeps on purpose: changes, deleted rows, rows of former partitions.
         shape = self.store.get_table_shapes().get(table_id)
         keeps = policy.partitions is Partitions.KEEP and shape is not None and shape.is_partitioned
-        if keeps or not self.destination.capabilities.updates_rows:
+        if keeps or not self.destination.capabilities.loses_nothing_by_a_copy:
             return replace(policy, recopy=Recopy.STOP)
         return policy
 

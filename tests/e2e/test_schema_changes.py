@@ -32,7 +32,6 @@ MOODS = (
 )
 
 STATEMENTS = {
-    "dropped": (PLAIN, ROWS, "alter table {t} drop column note"),
     "renamed": (PLAIN, ROWS, "alter table {t} rename column note to remark"),
     "widened": (PLAIN, ROWS, "alter table {t} alter n type bigint"),
     "as_text": (PLAIN, ROWS, "alter table {t} alter n type text"),
@@ -122,6 +121,7 @@ QUIET = {
         """,
     ),
     "all_logged": (PLAIN, ROWS, "alter table {t} replica identity full"),
+    "dropped": (PLAIN, ROWS, "alter table {t} drop column note"),
     "vacuumed": (PLAIN, ROWS, "vacuum full {t}"),
     "vacuumed_leaf": (PARTED, ROWS, "vacuum full {t}_mid"),
     "vacuumed_default": (PLAIN, "alter table {t} add c int default 4; " + ROWS, "vacuum full {t}"),
@@ -241,7 +241,7 @@ def test_what_the_stream_carries_needs_no_copy(database: Any, tmp_path: Path) ->
 
 
 def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None:
-    cases = {name: STATEMENTS[name] for name in ("dropped", "detached", "enum", "computed", "as_text")}
+    cases = {name: STATEMENTS[name] for name in ("renamed", "detached", "enum", "computed", "as_text")}
     site = Site(database, tmp_path, cases)
     stop = SchemaChanges(recopy=Recopy.STOP)
     small = SchemaChanges(recopy_max_bytes=10)
@@ -253,7 +253,7 @@ def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None
             lambda: pipeline.wait(0) or all(isinstance(phase, Errored) for phase in pipeline.phases.values()), "stops"
         )
         reasons = {name: phase.reason for name, phase in pipeline.phases.items()}
-    assert reasons["public.dropped"] == "public.dropped: column 'note' was dropped, or is no longer published"
+    assert reasons["public.renamed"] == "public.renamed: column 'note' was renamed to 'remark'"
     assert reasons["public.detached"] == "public.detached: partition public.detached_mid was detached or dropped"
     assert reasons["public.enum"] == "public.enum: type 'enum_mood' was altered"
     assert reasons["public.computed"] == "public.computed: column 'n' was altered and all rows were rewritten"
@@ -277,13 +277,13 @@ def test_rows_of_partitions_that_leave_are_kept_if_asked(database: Any, tmp_path
 
 
 def test_the_phase_says_why_a_table_waits_to_be_copied_again(database: Any, tmp_path: Path) -> None:
-    site = Site(database, tmp_path, {"dropped": STATEMENTS["dropped"]})
+    site = Site(database, tmp_path, {"renamed": STATEMENTS["renamed"]})
     with site.running() as pipeline:
         site.check(pipeline)
         site.change()
         site.write(101)
         site.wait_copied(pipeline, 2)
         site.check(pipeline)
-    (table_id,) = database.execute("select 'dropped'::regclass::oid::int8")[0]
+    (table_id,) = database.execute("select 'renamed'::regclass::oid::int8")[0]
     reasons = [r.phase.reason for r in site.store.get_table_replication_history(table_id) if isinstance(r.phase, Init)]
-    assert reasons == [None, "public.dropped: column 'note' was dropped, or is no longer published"]
+    assert reasons == [None, "public.renamed: column 'note' was renamed to 'remark'"]

@@ -63,6 +63,8 @@ class Capabilities:
     """Readers see the old rows until a new copy is complete."""
     fills_added_columns: bool = False
     """Existing rows get the value of an added column if it is the same for all of them (`Column.missing`)."""
+    loses_nothing_by_a_copy: bool = False
+    """It has no rows but those of the source, so Penstock may copy a table again without being asked."""
 
 
 class Tasks(Protocol):

@@ -80,7 +80,9 @@ class MemoryDestination:
     """`type = "memory"`: tables in the process, for tests and experiments."""
 
     name = "memory"
-    capabilities = Capabilities(records_position=True, updates_rows=True, keeps_old_rows_while_copying=True)
+    capabilities = Capabilities(
+        records_position=True, updates_rows=True, keeps_old_rows_while_copying=True, loses_nothing_by_a_copy=True
+    )
 
     def __init__(self, tables: MemoryTables | None = None) -> None:
         self.storage = MemoryTables() if tables is None else tables

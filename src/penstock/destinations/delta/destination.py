@@ -110,6 +110,7 @@ class DeltaDestination:
             updates_rows=mirrors,
             keeps_old_rows_while_copying=True,
             fills_added_columns=mirrors,
+            loses_nothing_by_a_copy=self._mode is Mode.MIRROR,
         )
 
     def startup(self, context: DestinationContext) -> None:

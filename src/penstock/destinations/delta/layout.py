@@ -50,6 +50,7 @@ from penstock.values.datetimes import holds_times
 DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
 _TIMES, _BEGUN, _COPIED = "penstock.times", "penstock.attempt", "penstock.copied"
+_RETIRED = "penstock.retired"
 
 
 class Mode(StrEnum):
@@ -72,6 +73,8 @@ class TableLayout:
     """All columns, in the order and with the types of the log."""
     times: frozenset[int] = frozenset()
     """Columns that are times of day, which a Delta table stores as text."""
+    retired: frozenset[str] = frozenset()
+    """The names of dropped columns, in lower case: files may still have them, so a new column cannot use them."""
 
     def fit(self, rows: pa.Table) -> pa.Table:
         """Return rows with some of the columns, in the types of the lake; columns that need large offsets keep them."""
@@ -119,7 +122,8 @@ class TableLayout:
     def evolved(self, schema: TableSchema, segment: pa.Schema) -> TableLayout:
         """Return the layout after a change of the source's schema, whose rows have these types.
 
-        Columns may be added. Any other change that readers would see raises `SchemaNotFollowed`.
+        Columns may be added; except in `history` they may be dropped, which only changes the metadata. Any other change
+        that readers would see raises `SchemaNotFollowed`.
         """
         before = {column.attnum: column for column in self.source.columns}
         after = {column.attnum: column for column in schema.columns}
@@ -130,8 +134,10 @@ class TableLayout:
         if is_matched and {column.attnum for column in self.source.key} != {column.attnum for column in schema.key}:
             raise not_followed(str(schema), "its key changed")
         types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
-        fields: list[pa.Field] = list(self.schema)
-        names = dict(self.names)
+        dropped = {self.names[attnum] for attnum in before.keys() - after.keys()}
+        retired = self.retired | {name.lower() for name in dropped}
+        fields = [field for field in self.schema if field.name not in dropped]
+        names = {attnum: name for attnum, name in self.names.items() if name not in dropped}
         times = set(self.times)
         for column in schema.columns:
             segment_type = segment.field(types[column.attnum]).type
@@ -142,18 +148,23 @@ class TableLayout:
                 if not fits or not _keeps_values(before[column.attnum], column):
                     raise not_followed(str(schema), f"the type of column {column.name!r} changed")
                 continue
-            names[column.attnum] = _free_name(types[column.attnum], [field.name for field in fields])
+            name = _free_name(types[column.attnum], [field.name for field in fields])
+            if name.lower() in retired:
+                raise not_followed(
+                    str(schema), f"files still have an earlier column {column.name!r}, which was dropped"
+                )
+            names[column.attnum] = name
             fields.append(pa.field(names[column.attnum], arrow_type))
         if self.mode is Mode.HISTORY:
             old = pa.field(OLD, _old_type(schema, names, pa.schema(fields)))
             fields = [old if field.name == OLD else field for field in fields]
-        return TableLayout(schema, self.mode, names, pa.schema(fields), frozenset(times))
+        return TableLayout(schema, self.mode, names, pa.schema(fields), frozenset(times), retired)
 
     def _refuse(self, before: Column, after: Column | None) -> None:
         table = str(self.source)
-        if after is None:
+        if after is None and self.mode is Mode.HISTORY:
             raise not_followed(table, f"column {before.name!r} was dropped, or is no longer published")
-        if after.name != before.name:
+        if after is not None and after.name != before.name:
             raise not_followed(table, f"column {before.name!r} was renamed to {after.name!r}")
 
 
@@ -213,6 +224,7 @@ def to_metadata(state: TableState, id_: str, created: int, configuration: Mappin
         _SOURCE: compact_json(schema_to_json(layout.source)),
         _COLUMNS: compact_json({str(attnum): name for attnum, name in layout.names.items()}),
         _TIMES: compact_json(sorted(layout.times)),
+        _RETIRED: compact_json(sorted(layout.retired)),
     }
     return Metadata(id_, schema_string(layout.schema), {**configuration, **own}, (), created)
 
@@ -225,7 +237,8 @@ def from_metadata(metadata: Metadata) -> TableState | None:
     names = {int(attnum): name for attnum, name in json.loads(found[_COLUMNS]).items()}
     source = schema_from_json(json.loads(found[_SOURCE]))
     times = frozenset[int](json.loads(found[_TIMES]))
-    layout = TableLayout(source, Mode(found[_MODE]), names, arrow_schema(metadata.schema_string), times)
+    retired = frozenset[str](json.loads(found.get(_RETIRED, "[]")))
+    layout = TableLayout(source, Mode(found[_MODE]), names, arrow_schema(metadata.schema_string), times, retired)
     return TableState(found[OWNER], int(found[_TABLE_ID]), found[_BEGUN], found[_COPIED], layout)
 
 

@@ -22,10 +22,13 @@ from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableLayout, TableState
 from penstock.destinations.delta.table import LakeTable, Version
 from penstock.destinations.delta.tasks import Backfill, TableWork, backfills, constant_of
-from penstock.destinations.refusals import rejected, unreadable
+from penstock.destinations.refusals import not_followed, rejected, unreadable
 from penstock.errors import RESYNC
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
+
+FILL_BYTES = 256 << 20
+"""The largest table whose files are rewritten within a batch to fill an added column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ def plan_table(
     # A truncate leaves nothing of a mirror.
     gone = mode is Mode.MIRROR and any(isinstance(step, Truncation) for step in steps)
     fills = backfills(changes.table, storage, layout, files, constants) if constants and not gone else ()
+    size = sum(add.size for add in version.snapshot.files.values())
+    if fills and size > FILL_BYTES:
+        # All tables would wait for this one; a new copy leaves them alone.
+        raise not_followed(changes.table, f"a column was added with a default, and {size:,} bytes would be rewritten")
     end = position if reaches(position, batch.end) else batch.end
     return Plan(table, version, replace(version.state, layout=layout), end, work, fills)
 

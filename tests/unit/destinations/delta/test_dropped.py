@@ -1,0 +1,80 @@
+"""Columns that are dropped: the metadata forgets them, the files keep them, and no later column gets their values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+from penstock.destinations.naming import FOLDERS
+from penstock.errors import SchemaNotFollowed
+from penstock.schema import Column, TableSchema
+from penstock.testing.destinations import ScriptedSource
+from penstock.testing.destinations.contract import INT8, ORDERS
+from tests.unit.destinations.delta.orders import copied, order, started
+from tests.unit.destinations.delta.reading import read_rows
+from tests.unit.destinations.delta.test_backfill import OPTIONS
+
+KEY, NOTE, DUE = ORDERS.columns
+WITHOUT_NOTE = replace(ORDERS, columns=(KEY, DUE))
+
+
+def due(number: int) -> dict[str, Any]:
+    return {name: cell for name, cell in order(number).items() if name != "note"}
+
+
+def failure(destination: Any, source: ScriptedSource, begin: Any) -> Exception | None:
+    return destination.write_events(source.batch(begin, source.position)).result().of(ORDERS.table_id).error
+
+
+def drop(destination: Any, source: ScriptedSource) -> None:
+    """Rows change before and after the column is dropped, in one batch."""
+    begin = source.position
+    with source.transaction() as transaction:
+        transaction.update(ORDERS, order(1, "before"))
+        transaction.delete(ORDERS, {"id": 2})
+    with source.transaction() as transaction:
+        transaction.update(WITHOUT_NOTE, due(3))
+        transaction.insert(WITHOUT_NOTE, due(30))
+    assert failure(destination, source, begin) is None
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_column_is_gone_for_readers_and_the_rows_are_right(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = ScriptedSource(tmp_path / "segments")
+    destination = copied(tmp_path / "lake", source, **options)
+    drop(destination, source)
+    expected = [due(number) for number in (0, 1, 3, 4, 5, 6, 7, 8, 9, 30)]
+    assert sorted(read_rows(tmp_path / "lake", WITHOUT_NOTE) or [], key=lambda row: row["id"]) == expected
+    columns = [field.name for field in DeltaTable(tmp_path / "lake" / FOLDERS.table(ORDERS)).schema().fields]
+    assert columns == ["id", "due", *(["_deleted_at"] if options.get("mode") == "soft_delete" else [])]
+
+
+@pytest.mark.parametrize("name", ["note", "Note"])
+def test_a_column_of_the_same_name_does_not_get_the_old_values(tmp_path: Path, name: str) -> None:
+    source = ScriptedSource(tmp_path / "segments")
+    destination = copied(tmp_path / "lake", source)
+    drop(destination, source)
+    destination.shutdown()
+    destination = started(tmp_path / "lake")
+    again: TableSchema = replace(ORDERS, columns=(KEY, DUE, Column(name, 4, INT8)))
+    begin = source.position
+    with source.transaction() as transaction:
+        transaction.insert(again, due(31) | {name: 5})
+    error = failure(destination, source, begin)
+    assert isinstance(error, SchemaNotFollowed)
+    assert str(error).endswith(f"files still have an earlier column {name!r}, which was dropped")
+
+
+def test_history_keeps_its_columns_and_stops(tmp_path: Path) -> None:
+    source = ScriptedSource(tmp_path / "segments")
+    destination = copied(tmp_path / "lake", source, mode="history")
+    begin = source.position
+    with source.transaction() as transaction:
+        transaction.insert(WITHOUT_NOTE, due(30))
+    error = failure(destination, source, begin)
+    assert isinstance(error, SchemaNotFollowed)
+    assert "column 'note' was dropped" in str(error)
