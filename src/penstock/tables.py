@@ -242,11 +242,11 @@ class RunningTables(RunningOutput):
     def _follow_shape(self, table_id: int, before: TableShape, now: TableShape) -> None:
         policy = self._schema_changes(table_id)
         changes = silent_changes(before, now)
-        if policy.partitions is Partitions.KEEP:
+        if policy.partitions is Partitions.KEEP or not self.destination.capabilities.loses_nothing_by_a_copy:
             for change in (each for each in changes if each.leaves):
                 logger.info("rows are kept table=%s because=%s", self._name_of(table_id), change.text)
             changes = [each for each in changes if not each.leaves]
-        if not changes or not self.destination.capabilities.updates_rows:
+        if not changes:
             return
         name, reason = self._name_of(table_id), changes[0].text
         error = SchemaNotFollowed(f"{name}: {reason}", table=name)

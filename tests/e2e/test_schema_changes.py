@@ -75,6 +75,11 @@ STATEMENTS = {
         ROWS,
         "alter table {t} add c int generated always as (n * 3) stored; alter table {t} alter c drop expression",
     ),
+    "computed_default": (
+        PLAIN,
+        ROWS + "; alter table {t} add c int default 4",
+        "alter table {t} alter c drop default; alter table {t} alter c type int using n",
+    ),
     "enum_key": (
         MOOD.format(t="{t}", key="int", last=", primary key (id, m)"),
         MOODS,
@@ -124,7 +129,6 @@ QUIET = {
     "dropped": (PLAIN, ROWS, "alter table {t} drop column note"),
     "vacuumed": (PLAIN, ROWS, "vacuum full {t}"),
     "vacuumed_leaf": (PARTED, ROWS, "vacuum full {t}_mid"),
-    "vacuumed_default": (PLAIN, "alter table {t} add c int default 4; " + ROWS, "vacuum full {t}"),
     "clustered": (PLAIN, ROWS, "cluster {t} using {t}_pkey"),
     "added": (PLAIN, ROWS, "alter table {t} add c int"),
     "not_null": (PLAIN, ROWS, "alter table {t} alter n set not null"),

@@ -111,7 +111,7 @@ def main(path: Path) -> None:
         with Coordinator([output]) as coordinator:
             (running,) = coordinator
             while not stop.wait(_TELL_SECONDS) and not coordinator.wait(0):
-                _tell(running, session)
+                _tell(running, session, coordinator.looks)
 
 
 def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOutput:
@@ -186,7 +186,7 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
         stop_session(session)
 
 
-def _tell(pipeline: RunningOutput, session: Any) -> None:
+def _tell(pipeline: RunningOutput, session: Any, looks: int) -> None:
     phases = {name: phase.name for name, phase in pipeline.phases.items()}
     if isinstance(pipeline, RunningDocuments):
         phases = {name: build.status.value for name, build in pipeline.indexes.items()}
@@ -196,6 +196,7 @@ def _tell(pipeline: RunningOutput, session: Any) -> None:
         "applied": str(pipeline.status.applied),
         "batches": pipeline.status.batches,
         "phases": phases,
+        "looks": looks,
     }
     if session is not None:
         line["executors"] = session.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1

@@ -46,6 +46,8 @@ class Seen:
     batches: int = 0
     phases: Mapping[str, str] = field(default_factory=dict[str, str])
     executors: int = 0
+    looks: int = 0
+    """How often it has looked at the source's catalog since it started."""
 
     @classmethod
     def parse(cls, line: str) -> Seen:
@@ -57,6 +59,7 @@ class Seen:
             record["batches"],
             record["phases"],
             record.get("executors", 0),
+            record.get("looks", 0),
         )
 
 

@@ -308,6 +308,8 @@ class _Trial:
                 self._wait_ready(pipeline, count)
                 if end is not None:
                     pipeline.wait_applied(end)
+                    if self._settings.ddl is Ddl.REWRITES:
+                        self._wait_looks(pipeline)
                     # A table that was still behind catches up later.
                     self._wait_ready(pipeline, count)
                 return
@@ -331,6 +333,11 @@ class _Trial:
                 return
             self._report.resyncs += len(stopped)
             self._resync(pipeline, stopped)
+
+    def _wait_looks(self, pipeline: PipelineProcess) -> None:
+        """Wait until the pipeline has seen in the catalog what the stream does not carry."""
+        looks = pipeline.seen.looks
+        pipeline.wait_for("looks at the catalog", lambda seen: seen.looks > looks + 1)
 
     def _resync(self, pipeline: PipelineProcess, tables: Sequence[str]) -> None:
         with open_store(pipeline.settings.state_url, pipeline.settings.id) as store:

@@ -60,6 +60,8 @@ class Ddl(StrEnum):
     """Columns are added, some with a default for existing rows, and filled."""
     ANY = "any"
     """Added columns are also renamed or dropped."""
+    REWRITES = "rewrites"
+    """Added columns also get other types and values, and existing rows get values that the stream does not carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +251,10 @@ class Workload:
         }
         if self._ddl is not Ddl.NONE:
             actions |= {self._do_add_column: 3, self._do_fill_column: 8}
-        if self._ddl is Ddl.ANY:
+        if self._ddl in (Ddl.ANY, Ddl.REWRITES):
             actions |= {self._do_rename_column: 1, self._do_drop_column: 1}
+        if self._ddl is Ddl.REWRITES:
+            actions |= {self._do_retype_column: 1, self._do_compute_column: 1, self._do_add_computed_column: 1}
         if session.savepoints:
             actions |= {self._do_roll_back_to: 6, self._do_release: 3}
         ends = {self._end: 12}
@@ -376,6 +380,44 @@ class Workload:
         table = self._random.choice(self._tables)
         for name, _ in self._one_added(session, table):
             self._alter(session, table, "drop column {}", sql.Identifier(name))
+
+    def _do_retype_column(self, session: _Session) -> None:
+        """Give an added column another type."""
+        table, sample = self._random.choice(self._tables), self._random.choice([*_ADDED_SAMPLES.values()])
+        for name, _ in self._one_added(session, table):
+            self._drop_default(session, table, name)
+            self._alter(
+                session,
+                table,
+                "alter column {} type {} using {}",
+                *(sql.Identifier(name), sql.SQL(sample.type), self._literal(sample)),
+            )
+
+    def _do_compute_column(self, session: _Session) -> None:
+        """Compute an added column anew, with the type that it has."""
+        table = self._random.choice(self._tables)
+        for name, type_ in self._one_added(session, table):
+            sample = _ADDED_SAMPLES[type_]
+            self._drop_default(session, table, name)
+            self._alter(
+                session,
+                table,
+                "alter column {} type {} using {}",
+                *(sql.Identifier(name), sql.SQL(sample.type), self._literal(sample)),
+            )
+
+    def _do_add_computed_column(self, session: _Session) -> None:
+        """Add a column with a default that differs from row to row, and sometimes drop the default."""
+        table, name = self._random.choice(self._tables), self._new_column()
+        self._alter(session, table, "add column {} text default pg_catalog.md5(pg_catalog.random()::text)", name)
+        if self._random.random() < 0.5:
+            self._alter(session, table, "alter column {} drop default", name)
+
+    def _drop_default(self, session: _Session, table: PlannedTable, name: str) -> None:
+        self._alter(session, table, "alter column {} drop default", sql.Identifier(name))
+
+    def _literal(self, sample: Sample) -> sql.Composable:
+        return sql.SQL("{}::{}").format(sql.Literal(sample.value(self._random)), sql.SQL(sample.type))
 
     def _alter(self, session: _Session, table: PlannedTable, what: LiteralString, *parts: sql.Composable) -> None:
         statement = sql.SQL("alter table {} ").format(table.identifier) + sql.SQL(what).format(*parts)

@@ -40,7 +40,7 @@ _HEAPS = """
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
 """
 _COLUMNS = """
-    select a.attrelid::int8, a.attnum, a.attname, a.xmin::text, a.atthasmissing
+    select a.attrelid::int8, a.attnum, a.attname, a.xmin::text
     from pg_catalog.pg_attribute a
     where a.attrelid = any(%(tables)s::oid[]) and a.attnum > 0 and not a.attisdropped
 """
@@ -95,8 +95,6 @@ class ColumnVersion(NamedTuple):
 
     name: str
     version: str
-    has_missing: bool
-    """Older rows do not store the column; a rewrite of the table ends this, and makes another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +193,8 @@ def _changed_values(before: TableShape, now: TableShape) -> Iterator[SilentChang
         earlier = before.columns.get(attnum)
         if earlier is None:
             yield SilentChange(f"column {column.name!r} was added and all rows were rewritten")
-        elif column.version != earlier.version and column.has_missing == earlier.has_missing:
+        elif column.version != earlier.version:
+            # Also VACUUM FULL of a table with a column that was added with a default: the rewrite stores it in the rows.
             yield SilentChange(f"column {column.name!r} was altered and all rows were rewritten")
     for part, content in before.types.items():
         if now.types.get(part, content) != content:

@@ -10,7 +10,7 @@ from penstock.source.shapes import ColumnVersion, Heap, TableShape, shape_from_j
 
 PLAIN = TableShape(
     {7: Heap(70, "public.t", counted=True, born=True)},
-    {1: ColumnVersion("id", "500", False), 2: ColumnVersion("note", "500", False)},
+    {1: ColumnVersion("id", "500"), 2: ColumnVersion("note", "500")},
     {"mood 9 label 90": "sad", "point 8 attributes": "1 23,2 23"},
 )
 PARTED = replace(
@@ -50,8 +50,8 @@ def test_partitions_that_come_with_rows_or_go() -> None:
 @pytest.mark.parametrize(
     ("column", "expected"),
     [
-        (ColumnVersion("note", "501", False), ["column 'note' was altered and all rows were rewritten"]),
-        (ColumnVersion("remark", "501", False), ["column 'remark' was altered and all rows were rewritten"]),
+        (ColumnVersion("note", "501"), ["column 'note' was altered and all rows were rewritten"]),
+        (ColumnVersion("remark", "501"), ["column 'remark' was altered and all rows were rewritten"]),
     ],
 )
 def test_a_column_that_was_altered_matters_only_with_its_rows(column: ColumnVersion, expected: list[str]) -> None:
@@ -60,14 +60,8 @@ def test_a_column_that_was_altered_matters_only_with_its_rows(column: ColumnVers
     assert texts(PLAIN, rewritten(altered)) == expected
 
 
-def test_a_rewrite_that_stores_an_added_constant_is_no_change() -> None:
-    before = replace(PLAIN, columns={**PLAIN.columns, 3: ColumnVersion("c", "501", True)})
-    after = replace(PLAIN, columns={**PLAIN.columns, 3: ColumnVersion("c", "502", False)})
-    assert texts(before, rewritten(after)) == []
-
-
 def test_a_column_that_came_with_a_rewrite_may_have_values_that_were_not_sent() -> None:
-    added = replace(PLAIN, columns={**PLAIN.columns, 3: ColumnVersion("c", "501", False)})
+    added = replace(PLAIN, columns={**PLAIN.columns, 3: ColumnVersion("c", "501")})
     assert texts(PLAIN, added) == []
     assert texts(PLAIN, rewritten(added)) == ["column 'c' was added and all rows were rewritten"]
 
