@@ -318,8 +318,10 @@ class _Trial:
                     raise
 
     def _wait_ready(self, pipeline: PipelineProcess, count: int) -> None:
-        """Wait until all tables are ready; stopped ones are copied again until they are."""
-        if self._settings.ddl is Ddl.NONE:
+        """Wait until all tables are ready. Where a new copy would lose something, stopped ones are resynced."""
+        settings = self._settings
+        follows_all = settings.destination == "delta" and settings.options.get("mode", "mirror") == "mirror"
+        if settings.ddl is Ddl.NONE or follows_all:
             pipeline.wait_phases("ready", count, 2 * HANG_SECONDS)
             return
         while True:

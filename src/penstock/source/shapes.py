@@ -194,7 +194,7 @@ def _changed_values(before: TableShape, now: TableShape) -> Iterator[SilentChang
         if earlier is None:
             yield SilentChange(f"column {column.name!r} was added and all rows were rewritten")
         elif column.version != earlier.version:
-            # Also VACUUM FULL of a table with a column that was added with a default: the rewrite stores it in the rows.
+            # Or VACUUM FULL has stored the default of an added column in the rows; the catalog looks the same then.
             yield SilentChange(f"column {column.name!r} was altered and all rows were rewritten")
     for part, content in before.types.items():
         if now.types.get(part, content) != content:
