@@ -17,6 +17,7 @@ import pytest
 from penstock import failpoints
 from penstock.destinations.parquet import ParquetReader
 from penstock.state import CommandKind, open_store
+from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import Background, current_position
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
@@ -39,6 +40,8 @@ STREAMING = ("after_write", "before_progress", "after_progress", "after_acknowle
 FAILING = ("before_errored", "after_errored", "before_rollback", "after_rollback")
 OVERDUE = ("before_lose_position", "after_lose_position")
 ASKED = ("after_resync", "after_removed")
+ALTERED = ("before_recopy", "after_recopy")
+"""A destination that keeps every change never gets there: a Delta table does."""
 
 
 def writes(seed: int) -> Callable[[Any], None]:
@@ -125,7 +128,7 @@ def killed(request, database, tmp_path):
 
 
 def test_every_point_is_tried_here() -> None:
-    assert sorted(sum(STARTING, ()) + STREAMING + FAILING + OVERDUE + ASKED) == sorted(failpoints.POINTS)
+    assert sorted(sum(STARTING, ()) + STREAMING + FAILING + OVERDUE + ASKED + ALTERED) == sorted(failpoints.POINTS)
 
 
 @pytest.mark.trap(3, 4, 9, 19, 20, 23, 28)
@@ -183,6 +186,34 @@ def test_killed_while_a_table_is_reset_or_removed(killed):
     killed.run_until_ready()
     killed.writer.__exit__()
     killed.finish()
+
+
+@pytest.mark.trap(15, 17)
+def test_killed_while_a_changed_table_is_reset(database, tmp_path):
+    database.execute(
+        "create table seen (id int primary key, note text); create table silent (id int primary key, n int)"
+    )
+    for table in ("seen", "silent"):
+        database.execute(f"insert into {table} select i, i from generate_series(1, 20) i")
+    pipeline = PipelineProcess(
+        DriveSettings(dsn=database.dsn, folder=str(tmp_path), slot=f"e2e_{database.name[-12:]}", destination="delta")
+    )
+    try:
+        pipeline.start(armed="before_recopy=kill")
+        pipeline.wait_phases("ready", 2)
+        database.execute("alter table seen rename note to remark")
+        database.execute("insert into seen values (100, 'after')")
+        assert pipeline.wait_ended() == -signal.SIGKILL
+        database.execute("alter table silent alter n type int using n + 1")
+        pipeline.start(armed="after_recopy=kill")
+        assert pipeline.wait_ended() == -signal.SIGKILL
+        pipeline.start()
+        pipeline.wait_applied(current_position(database))
+        pipeline.wait_phases("ready", 2)
+        assert pipeline.stop() == 0
+    finally:
+        pipeline.close()
+    check_equal(database.dsn, LakeReadBack(pipeline.settings.lake), ["seen", "silent"])
 
 
 @pytest.mark.trap(18)
