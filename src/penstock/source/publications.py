@@ -138,7 +138,7 @@ _MEMBERSHIP_SCHEMAS = """
 """
 
 _MEMBERS = """
-    select n.nspname, c.relname
+    select c.oid::int8, n.nspname, c.relname
     from pg_catalog.pg_publication_rel r
     join pg_catalog.pg_publication p on p.oid = r.prpubid
     join pg_catalog.pg_class c on c.oid = r.prrelid
@@ -147,7 +147,7 @@ _MEMBERS = """
 """
 
 _CANDIDATES = """
-    select n.nspname, c.relname,
+    select c.oid::int8, n.nspname, c.relname,
            array(
                select pn.nspname || '.' || pc.relname
                from pg_catalog.pg_partition_ancestors(c.oid) a
@@ -252,6 +252,16 @@ class Membership:
     names: Mapping[int, str]
     heaps: Mapping[str, frozenset[Heap]] = field(default_factory=dict[str, frozenset[Heap]])
     """Of some tables, by name: shows that a partition with rows was attached or detached."""
+    namespaces: Mapping[int, str] = field(default_factory=dict[int, str], compare=False)
+    """The part of each name before the dot, which may contain dots itself."""
+
+    def table_names(self) -> dict[int, TableName]:
+        """Return the names in two parts."""
+        found: dict[int, TableName] = {}
+        for table_id, name in self.names.items():
+            namespace = self.namespaces.get(table_id, name.partition(".")[0])
+            found[table_id] = TableName(namespace, name[len(namespace) + 1 :])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,13 +363,14 @@ def ensure_publication(
     if not manage:
         assert publication is not None
         return EnsuredPublication(publication)
-    wanted = find_tables(connection, patterns, exclude)
+    # By oid: tables may be renamed between two queries.
+    wanted = _find_tables(connection, patterns, exclude)
     created = publication is None
-    members: set[TableName] = set()
+    members: dict[int, TableName] = {}
     if publication is None:
         try:
-            publication = create_publication(connection, name, wanted, via_root=via_root)
-            members = set(wanted)
+            publication = create_publication(connection, name, list(wanted.values()), via_root=via_root)
+            members = wanted
         except SourceError:
             # Perhaps because of one table: they are added one by one below. Otherwise this raises the same error.
             publication = create_publication(connection, name, [], via_root=via_root)
@@ -371,10 +382,11 @@ def ensure_publication(
             )
         with translated(connection, f"inspect publication {name!r}"):
             cursor = connection.cursor(row_factory=tuple_row)
-            members = {TableName(*row) for row in cursor.execute(_MEMBERS, [name]).fetchall()}
+            rows = cursor.execute(_MEMBERS, [name]).fetchall()
+            members = {oid: TableName(namespace, table) for oid, namespace, table in rows}
     refused: dict[str, SourceError] = {}
-    missing = [table for table in wanted if table not in members and str(table) not in later]
-    surplus = sorted(members - set(wanted))
+    missing = [table for oid, table in wanted.items() if oid not in members and str(table) not in later]
+    surplus = sorted(table for oid, table in members.items() if oid not in wanted)
     added, removed = missing, surplus
     try:
         with translated(connection, f"alter publication {name!r}"), connection.transaction():
@@ -385,7 +397,7 @@ def ensure_publication(
     except SourceError:
         added = _alter_one_by_one(connection, name, "add", missing, refused)
         removed = _alter_one_by_one(connection, name, "drop", surplus, refused)
-    now = (members - set(removed)) | set(added)
+    now = (set(members.values()) - set(removed)) | set(added)
     return EnsuredPublication(
         publication,
         created=created,
@@ -429,12 +441,19 @@ def find_tables(
     connection: psycopg.Connection[Any], patterns: Sequence[str], exclude: Sequence[str] = ()
 ) -> list[TableName]:
     """The tables of the database that match the patterns and can be published."""
+    return list(_find_tables(connection, patterns, exclude).values())
+
+
+def _find_tables(
+    connection: psycopg.Connection[Any], patterns: Sequence[str], exclude: Sequence[str]
+) -> dict[int, TableName]:
     with translated(connection, "list the tables"), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_CANDIDATES).fetchall()
-    candidates = {TableName(namespace, name): tuple(above) for namespace, name, above in rows}
+    candidates = {TableName(namespace, name): (oid, above) for oid, namespace, name, above in rows}
     chosen = select_tables(candidates, patterns, exclude)
     names = {str(table) for table in chosen}
-    return [table for table in chosen if not names.intersection(candidates[table])]
+    found = {table: candidates[table] for table in chosen}
+    return {oid: table for table, (oid, above) in found.items() if not names.intersection(above)}
 
 
 def without_identity(connection: psycopg.Connection[Any], tables: Iterable[str]) -> list[str]:
@@ -463,13 +482,18 @@ def load_membership(connection: psycopg.Connection[Any], publication: str) -> Me
         return load_membership(connection, publication)
     entries: dict[int, set[RowVersion]] = {}
     names: dict[int, str] = {}
+    namespaces: dict[int, str] = {}
     for relation, namespace, name, oid, version in rows:
         names[relation] = f"{namespace}.{name}"
+        namespaces[relation] = namespace
         versions = entries.setdefault(relation, set())
         if oid is not None:
             versions.add(RowVersion(oid, version))
     return Membership(
-        RowVersion(*own), {relation: frozenset(versions) for relation, versions in entries.items()}, names
+        RowVersion(*own),
+        {relation: frozenset(versions) for relation, versions in entries.items()},
+        names,
+        namespaces=namespaces,
     )
 
 

@@ -9,7 +9,8 @@ import psycopg
 import pytest
 
 from penstock.errors import ConfigError, PermissionDenied, PublicationMissing
-from penstock.source import Role, SourceSettings, connect, load_table
+from penstock.source import Role, SourceSettings, connect, load_table, publications
+from penstock.source.patterns import select_tables
 from penstock.source.publications import (
     changes_between,
     create_publication,
@@ -42,6 +43,30 @@ def test_a_missing_publication_is_named(connection: Connection) -> None:
     with pytest.raises(PublicationMissing):
         ensure_publication(connection, "nope", ["*"], manage=False)
     assert inspect_publication(connection, "nope") is None
+
+
+def test_a_table_that_is_renamed_meanwhile_stays_a_member(
+    any_database: Any, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its changes are lost until it is added again, and its copy is thrown away."""
+    any_database.execute("create table t (id int primary key)")
+    ensure_publication(connection, "pub", ["public.*"])
+    before = load_membership(connection, "pub")
+
+    def select_and_rename(*arguments: Any) -> Any:
+        found = select_tables(*arguments)
+        any_database.execute("alter table t rename to t_2025; create table t (id int primary key)")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(publications, "select_tables", select_and_rename)
+        ensure_publication(connection, "pub", ["public.*"])
+    assert not changes_between(before, load_membership(connection, "pub"))
+    ensure_publication(connection, "pub", ["public.*"])
+    after = load_membership(connection, "pub")
+    assert changes_between(before, after).added == after.tables.keys() - before.tables.keys()
+    assert not changes_between(before, after).readded
+    assert sorted(map(str, after.table_names().values())) == ["public.t", "public.t_2025"]
 
 
 def test_a_managed_publication_follows_its_patterns(any_database: Any, connection: Connection) -> None:
