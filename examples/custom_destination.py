@@ -28,7 +28,7 @@ from penstock.schema import TableSchema
 
 TABLES = """
 create table if not exists tables (
-  name text primary key, table_id integer, pipeline text, lineage text, position text, columns text);
+  name text, table_id integer primary key, pipeline text, lineage text, position text, columns text);
 create table if not exists rows (table_id integer, key text, content text);
 create index if not exists rows_by_key on rows (table_id, key);
 """
@@ -65,7 +65,9 @@ class SqliteRows(RowDestination):
     def clear(self, table: TableSchema, attempt: str) -> None:
         """Prepare for a copy. Readers see nothing before `flush`, so the old rows stay readable until then."""
         self._database.execute("delete from rows where table_id = ?", (table.table_id,))
-        self._database.execute("delete from tables where name = ? or table_id = ?", (str(table), table.table_id))
+        self._database.execute("delete from tables where table_id = ?", (table.table_id,))
+        # A table that was renamed, and lost its name to this one, gets another name with its next change.
+        self._database.execute("update tables set name = null where name = ?", (str(table),))
         record = (str(table), table.table_id, self._context.pipeline_id, self._context.lineage, _columns(table))
         self._database.execute("insert into tables values (?, ?, ?, ?, null, ?)", record)
 
@@ -143,6 +145,7 @@ class SqliteRows(RowDestination):
     def _take_columns(self, table: TableSchema) -> None:
         """Follow columns by their number, because names can change."""
         self._require_copy(table.table_id)
+        self._database.execute("update tables set name = ? where table_id = ?", (str(table), table.table_id))
         (text,) = self._database.execute("select columns from tables where table_id = ?", (table.table_id,)).fetchone()
         if text == _columns(table):
             return
