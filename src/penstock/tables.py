@@ -17,7 +17,8 @@ from typing import Any
 from penstock import failpoints
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
-from penstock.destinations.base import Destination, DestinationContext, Tasks
+from penstock.destinations.base import Destination, DestinationContext, FolderDestination, Tasks
+from penstock.destinations.folders import RenameRules, TableFolders
 from penstock.errors import PenstockError, SchemaNotFollowed
 from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
@@ -29,7 +30,9 @@ from penstock.source.shapes import TableShape, silent_changes
 from penstock.state import (
     Command,
     CommandKind,
+    DataSync,
     Errored,
+    Init,
     Ready,
     Store,
     SyncDone,
@@ -75,6 +78,7 @@ class TablesSettings(StreamSettings):
     schema_changes: SchemaChanges = field(default_factory=SchemaChanges)
     of_tables: Mapping[str, SchemaChanges] = field(default_factory=dict[str, SchemaChanges])
     """Instead of `schema_changes`, for single tables by their names."""
+    rename_tables: RenameRules = field(default_factory=RenameRules)
 
     @property
     def output_id(self) -> str:
@@ -103,6 +107,7 @@ class TablesOutput:
     def opened(self, stream: Stream, lifecycle: Lifecycle, epoch: int, published: Published) -> Iterator[RunningTables]:
         """Run the output inside the block; see `penstock.output.Output`."""
         start = stream.start_of(self.output)
+        folders = self._folders()
         with ExitStack() as stack:
             self.destination.startup(
                 DestinationContext(
@@ -114,25 +119,44 @@ class TablesOutput:
                     tasks=self.tasks,
                     session=self.session,
                     source_rows=SourceFetch(self.settings.source, self.settings.types),
+                    **({} if folders is None else {"take_folder": folders.take}),
                 )
             )
             stack.callback(self.destination.shutdown)
-            running = RunningTables(self, lifecycle, start.position, published)
+            running = RunningTables(self, lifecycle, start.position, published, folders)
             stack.callback(running.drain)
             running.start()
             yield running
+
+    def _folders(self) -> TableFolders | None:
+        """Return what decides where tables go; None for a destination without folders."""
+        if not isinstance(self.destination, FolderDestination):
+            return None
+        return TableFolders(self.settings.rename_tables, self.destination.folder_of)
 
 
 class RunningTables(RunningOutput):
     """Tables that are copied and followed, in threads of this process."""
 
-    def __init__(self, output: TablesOutput, lifecycle: Lifecycle, start: Lsn, published: Published) -> None:
+    def __init__(
+        self,
+        output: TablesOutput,
+        lifecycle: Lifecycle,
+        start: Lsn,
+        published: Published,
+        folders: TableFolders | None = None,
+    ) -> None:
         settings = output.settings
         super().__init__(settings.output, settings, output.store, lifecycle)
         self._tables = settings
         self.destination = output.destination
         self._tasks = output.tasks
         self._names: dict[int, str] = dict(published.tables)
+        self._folders = folders
+        self._told: dict[int, str] = {}
+        """The names that the destination was told."""
+        self._waiting: dict[int, int] = {}
+        """Tables that wait until another one has left their folder, as last logged."""
         self._pool = SyncPool(settings.max_table_sync_workers)
         self._workers: dict[int, TableSync] = {}
         self._membership = self.store.get_publication_membership(settings.publication)
@@ -218,6 +242,7 @@ class RunningTables(RunningOutput):
                 logger.info("table was removed and added again, copying it again table=%s", self._name_of(table_id))
                 self._board.set_phase(table_id, resync())
         self._notice_silent_changes(published.shapes)
+        self._follow_names(published)
         # Last, so that a table that was not processed is noticed again, even by the next process.
         if now != seen:
             self.store.store_publication_membership(self._tables.publication, now)
@@ -274,6 +299,39 @@ class RunningTables(RunningOutput):
             return replace(policy, recopy=Recopy.STOP)
         return policy
 
+    def _follow_names(self, published: Published) -> None:
+        """Have the tables copied again that were renamed and belong into another folder; tell readers all names."""
+        folders = self._folders
+        if folders is None:
+            return
+        policies = {table_id: self._schema_changes(table_id) for table_id in published.tables}
+        keeping = {
+            table_id
+            for table_id, policy in policies.items()
+            if policy.recopy is Recopy.STOP or policy.recopy_max_bytes is not None
+        }
+        folders.publish(published.membership.table_names(), keeping)
+        self._finish_copies(folders)
+        phases = self._board.phases()
+        for table_id, (folder, target) in folders.misplaced().items():
+            if not isinstance(phases.get(table_id), Init | Errored | None):
+                text = "table was renamed, copying it to another folder table=%s from=%s to=%s"
+                logger.info(text, self._name_of(table_id), folder, target)
+                self._board.set_phase(table_id, resync())
+        assert isinstance(self.destination, FolderDestination)
+        for table_id, name in published.tables.items():
+            if isinstance(phases.get(table_id), SyncDone | Ready) and self._told.get(table_id) != name:
+                try:
+                    self.destination.name_table(table_id, name)
+                    self._told[table_id] = name
+                except (OSError, PenstockError) as error:
+                    # Changes do not depend on it, and it is tried again.
+                    logger.warning("cannot record the name of a table table=%s error=%s", name, type(error).__name__)
+
+    def _finish_copies(self, folders: TableFolders) -> None:
+        phases = self._board.phases()
+        folders.finish([each for each, phase in phases.items() if not isinstance(phase, Init | DataSync | Errored)])
+
     def tend(self, *, source_answers: bool) -> None:
         """Answer comparisons whose boundary is reached; start table sync workers."""
         self._hold.answer()
@@ -315,12 +373,29 @@ class RunningTables(RunningOutput):
 
     def _start_workers(self) -> None:
         waiting = [table_id for table_id in self._board.to_copy() if not self._pool.is_running(table_id)]
+        waiting = self._with_folders(waiting)
         free = self._pool.free
         if len(waiting) > free > 0:
             with connect(self._tables.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
                 waiting = sort_by_size(connection, waiting)
         for table_id in waiting[:free]:
             self._pool.start(table_id, self._worker(table_id), self._sync_failed)
+
+    def _with_folders(self, table_ids: list[int]) -> list[int]:
+        """Leave out tables whose folder has the rows of a table that has not moved yet."""
+        folders = self._folders
+        if folders is None or not table_ids:
+            return table_ids
+        self._finish_copies(folders)
+        to_copy = self._board.to_copy()
+        waits = {table_id: folders.waits_for(table_id, to_copy) for table_id in table_ids}
+        found = {table_id: other for table_id, other in waits.items() if other is not None}
+        for table_id, other in found.items():
+            if self._waiting.get(table_id) != other:
+                text = "copy waits until another table has left its folder table=%s other=%s"
+                logger.info(text, self._name_of(table_id), self._name_of(other))
+        self._waiting = found
+        return [table_id for table_id in table_ids if table_id not in found]
 
     def _worker(self, table_id: int) -> TableSync:
         settings = self._tables

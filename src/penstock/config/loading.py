@@ -23,10 +23,12 @@ from penstock.config.models import NO_SPARK, ConfigFile, DestinationSection, Sch
 from penstock.config.units import parse_duration
 from penstock.copy import CopySettings
 from penstock.destinations.base import Destination
+from penstock.destinations.folders import RenameRules
 from penstock.destinations.registry import create_destination
 from penstock.errors import ConfigError, PenstockError
 from penstock.observe import scrub
 from penstock.source.connections import SourceSettings
+from penstock.source.patterns import TablePattern
 from penstock.source.slots import check_slot_name
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
@@ -304,6 +306,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         copy=CopySettings(
             lock_timeout=file.copy_.lock_timeout.total_seconds(), max_bytes_per_second=file.copy_.max_bytes_per_second
         ),
+        rename_tables=_rename_rules(file),
         types=TypeSettings(
             out_of_range=file.types.out_of_range, numeric=file.types.numeric, unknown_types=file.types.unknown_types
         ),
@@ -327,8 +330,16 @@ def _schema_changes(*sections: SchemaChangesSection) -> SchemaChanges:
     """The settings of these sections; what a later one says counts."""
     said: dict[str, Any] = {}
     for section in sections:
-        said |= {name: getattr(section, name) for name in section.model_fields_set}
+        said |= {name: getattr(section, name) for name in section.model_fields_set - {"rename_table"}}
     return SchemaChanges(**said)
+
+
+def _rename_rules(file: ConfigFile) -> RenameRules:
+    written = {name: section.schema_changes.rename_table for name, section in file.tables.items()}
+    own = {name: rule for name, rule in written.items() if rule is not None}
+    for name in own:
+        TablePattern(name)  # raises if it is not a name
+    return RenameRules(file.schema_changes.rename_table, own)
 
 
 def _tables(file: ConfigFile, folder: Path) -> tuple[str, ...]:

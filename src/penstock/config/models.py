@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from penstock.config.units import Duration, Size
+from penstock.destinations.folders import RenameTable
 from penstock.documents.base import FailurePolicy
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.polling import XMIN, PollSettings
@@ -172,6 +173,7 @@ class SchemaChangesSection(Section):
     recopy: Recopy = Recopy.AUTOMATIC
     recopy_max_bytes: Size | None = None
     partitions: Partitions = Partitions.MIRROR
+    rename_table: RenameTable | None = None
 
 
 class TableSection(Section):

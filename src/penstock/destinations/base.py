@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import pyarrow as pa
 
 from penstock.changes.batch import EventBatch
+from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import concerns_all_tables
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn
@@ -161,6 +162,8 @@ class DestinationContext:
     """The Spark session, or None."""
     source_rows: SourceRows | None = None
     """For new rows with omitted values; None if the source cannot be queried."""
+    take_folder: Callable[[TableSchema], str] = FOLDERS.table
+    """Returns the folder for a copy that begins now. A `FolderDestination` calls this in `drop_table_for_copy`."""
 
     def knows(self, lineage: str) -> bool:
         """Return True if positions of this lineage are valid."""
@@ -286,6 +289,26 @@ class Destination(Protocol):
 
     def shutdown(self) -> None:
         """Stop; called once, after the last result. Changes that were accepted but not durable will be sent again."""
+        ...
+
+
+@runtime_checkable
+class FolderDestination(Protocol):
+    """A destination that keeps each table in a folder; `penstock.destinations.folders` decides in which one."""
+
+    def folder_of(self, table_id: int) -> str | None:
+        """Return the folder that has the rows of a table, relative to the destination; None if there is none."""
+        ...
+
+    def name_table(self, table_id: int, name: str) -> None:
+        """Record the current name of a table for its readers; called after `startup`, when the name may have changed.
+
+        Does nothing for a table that has no rows yet, or whose name is recorded.
+        """
+        ...
+
+    def locations(self, pipeline_id: str) -> Mapping[int, str]:
+        """Return the path or URL of each table of a pipeline, by table id. Called without `startup`."""
         ...
 
 

@@ -130,9 +130,15 @@ class MemoryDestination:
             if found.position is None:
                 found.mirror, found.position, found.lineage = mirror, rows.position, self._started.lineage
                 found.table = str(schema)
-                # A table that was dropped and created again has the same name and another number.
-                for table_id in [each for each, other in self.storage.tables.items() if other is not found]:
-                    if self.storage.tables[table_id].table == found.table:
+                # A table that was dropped and created again has the name, and another number. A table that only lost
+                # its name to this one is still the pipeline's.
+                known = self._started.store.get_table_replication_states()
+                for table_id, other in list(self.storage.tables.items()):
+                    if other is found or other.table != found.table:
+                        continue
+                    if table_id in known:
+                        other.table = f"oid {table_id}"  # until its next change says what it is called now
+                    else:
                         del self.storage.tables[table_id]
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
@@ -178,7 +184,7 @@ class MemoryDestination:
             mirror = found.mirror.copy()
             for event in table_events(batch, table, position):
                 mirror.apply(event)
-            found.mirror, found.lineage = mirror, self._started.lineage
+            found.mirror, found.lineage, found.table = mirror, self._started.lineage, str(mirror.schema)
             found.position = position if reaches(position, batch.end) else batch.end
 
     def _owned(self, schema: TableSchema) -> MemoryTable | None:

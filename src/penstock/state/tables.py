@@ -11,6 +11,7 @@ from penstock.errors import IllegalTransition
 from penstock.lsn import OrderKey
 from penstock.schema import TableSchema
 from penstock.schema.table import schema_from_json, schema_to_json
+from penstock.source.patterns import TableName
 from penstock.source.publications import Heap, Membership, RowVersion
 from penstock.source.shapes import TableShape, shape_from_json, shape_to_json
 from penstock.state.core import StoreCore
@@ -226,6 +227,18 @@ class TableStore(StoreCore):
         record = PublicationRecord(publication, _membership_to_json(membership))
         self.write(lambda transaction: transaction.put([record]))
 
+    def get_table_names(self) -> dict[int, TableName]:
+        """Return the names that the tables had when the publication was last loaded. Reads the database.
+
+        They may be newer than those in the tables' schemas: a schema is that of a table's last change.
+        """
+
+        def work(transaction: Transaction) -> dict[int, TableName]:
+            stored = [_membership_from_json(each.membership) for each in transaction.rows(PublicationRecord)]
+            return {table_id: name for each in stored for table_id, name in each.table_names().items()}
+
+        return self.read(work)
+
     # Deleting
 
     def clear_table_copy_state(self, table_id: int) -> None:
@@ -341,7 +354,11 @@ def _membership_to_json(membership: Membership) -> dict[str, Any]:
     return {
         "publication": version(membership.publication),
         "tables": {
-            str(table_id): {"name": membership.names[table_id], "rows": sorted(version(each) for each in rows)}
+            str(table_id): {
+                "name": membership.names[table_id],
+                "namespace": membership.namespaces.get(table_id),
+                "rows": sorted(version(each) for each in rows),
+            }
             for table_id, rows in membership.tables.items()
         },
         "heaps": {
@@ -357,4 +374,5 @@ def _membership_from_json(stored: dict[str, Any]) -> Membership:
         {table_id: frozenset(RowVersion(*row) for row in table["rows"]) for table_id, table in tables.items()},
         {table_id: table["name"] for table_id, table in tables.items()},
         {name: frozenset(Heap(*heap) for heap in heaps) for name, heaps in stored.get("heaps", {}).items()},
+        {table_id: table["namespace"] for table_id, table in tables.items() if table.get("namespace") is not None},
     )

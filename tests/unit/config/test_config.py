@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config import load_config
 from penstock.config.units import parse_duration, parse_size
+from penstock.destinations.folders import RenameRules, RenameTable
 from penstock.errors import ConfigError
 from penstock.state.sqlite import SqliteStore
 from penstock.tables import OnLostSlot
@@ -129,6 +130,8 @@ def test_every_key_arrives_in_the_settings(load, tmp_path):
         ('[spark]\nmastr = "local"', 'spark.mastr: there is no such key; did you mean "master"?'),
         ('[spark]\nmaster = "none"\nmemory = "1g"', "no other keys are allowed"),
         ('[tables."public.a"]\nmode = "history"', 'tables."public.a".mode: there is no such key'),
+        ('[schema_changes]\nrename_table = "s3cret"', "schema_changes.rename_table: should be 'follow' or 'keep'"),
+        ('[tables."a.b.c".schema_changes]\nrename_table = "keep"', "invalid table pattern: 'a.b.c'"),
         ('[[index]]\nname = "x"', "index.specification: is missing"),
         ('[[index]]\nspecifiction = "x"', 'did you mean "specification"?'),
         ('[[index]]\nspecification = "x"', "[[index]] needs a [sink]"),
@@ -152,6 +155,20 @@ def test_all_errors_are_told_at_once(load):
     assert "has 2 errors" in message
     assert "pipeline.id: should have 1 to 100 letters" in message
     assert "source.url: is missing" in message
+
+
+def test_each_table_can_have_its_own_rule_for_renames(load):
+    config = load(
+        SMALLEST
+        + """
+[schema_changes]
+rename_table = "follow"
+[tables."public.a".schema_changes]
+rename_table = "keep"
+"""
+    )
+    assert config.pipeline.rename_tables == RenameRules(RenameTable.FOLLOW, {"public.a": RenameTable.KEEP})
+    assert load(SMALLEST).pipeline.rename_tables == RenameRules()
 
 
 def test_empty_table_sections_are_fine(load):

@@ -279,7 +279,38 @@ def test_a_renamed_table_keeps_its_folder_until_it_is_copied_again(lake: Path, s
     assert destination.write_events(source.batch()).result().tables == {}
     rows = ParquetReader(lake).mirror("audit.renamed").rows()
     assert sorted(row["level"] for row in rows) == [9, 10]
-    assert levels(lake) == [1, 2, 3]
+    # The folder that it left is no longer listed; nothing in it is removed.
+    assert ParquetReader(lake).tables() == ["audit.renamed"]
+    assert len(list((lake / "audit/lines").rglob("*.parquet"))) == 3
+
+
+def test_a_table_that_takes_over_a_folder_is_not_mistaken_for_the_one_before(
+    lake: Path, source: ScriptedSource
+) -> None:
+    """Tables that exchanged their names: each goes to the folder of the other."""
+    one, other = LINES, replace(LINES, table_id=LINES.table_id + 1, name="others")
+    destination = started(lake)
+    copy(destination, source, one, [line(1)])
+    copy(destination, source, other, [line(2)])
+    for schema, attempt in ((replace(one, name="others"), "a"), (replace(other, name="lines"), "b")):
+        destination.drop_table_for_copy(schema, attempt)
+    # Until the copies are complete, readers see what was there, also after a crash.
+    destination = started(lake)
+    assert levels(lake) == [1]
+    assert destination.folder_of(one.table_id) == "audit/lines"
+    assert destination.folder_of(other.table_id) == "audit/others"
+    for schema, attempt, level in ((replace(one, name="others"), "c", 1), (replace(other, name="lines"), "d", 2)):
+        destination.drop_table_for_copy(schema, attempt)
+        destination.write_table_rows(schema, source.copy(schema, [line(level)], attempt=attempt))
+    assert levels(lake) == [2]
+    assert started(lake).folder_of(one.table_id) == "audit/others"
+    assert ParquetReader(lake).tables() == ["audit.lines", "audit.others"]
+
+
+def test_a_table_of_another_server_has_no_folder(lake: Path, source: ScriptedSource) -> None:
+    copy(started(lake), source, LINES, [line(1)])
+    assert started(lake).folder_of(LINES.table_id) == "audit/lines"
+    assert started(lake, make_context(lineage="another/1")).folder_of(LINES.table_id) is None
 
 
 def test_a_batch_without_tables_runs_no_job(lake: Path, source: ScriptedSource) -> None:

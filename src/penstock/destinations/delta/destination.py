@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from penstock.destinations.delta.planner import Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import Storage, open_storage
-from penstock.destinations.delta.table import Batch, Catalog, LakeTable
+from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place
 from penstock.destinations.delta.tasks import apply_changes, backfill
 from penstock.destinations.delta.write import WrittenFiles
 from penstock.destinations.naming import FOLDERS
@@ -125,15 +126,17 @@ class DeltaDestination:
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""
         require_mounted(self._storage.local_path(_MARKER))
-        catalog = self._started_catalog
-        folder, before = FOLDERS.table(schema), catalog.folder(schema.table_id)
+        folder, before = self._started.take_folder(schema), self._started_catalog.place(schema.table_id)
         table = self._table(schema.table_id, str(schema), folder)
         self._fence(table, schema, attempt)
-        if before is not None and before != folder:
+        if before is not None and before.folder != folder:
             # The table was renamed: fence off writers of its old folder, too.
-            self._fence(self._table(schema.table_id, str(schema), before), schema, attempt, create=False)
-        catalog.note(schema.table_id, folder)
+            old = self._table(schema.table_id, str(schema), before.folder)
+            with suppress(TableOwned):
+                self._fence(old, schema, attempt, only_own=True)
         with self._lock:
+            # A table that gave its folder to this one is copied to another folder.
+            self._tables = {table_id: other for table_id, other in self._tables.items() if other.folder != folder}
             self._tables[schema.table_id] = table
 
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
@@ -145,6 +148,7 @@ class DeltaDestination:
         if version.state.is_copied:
             if table.position(version) != rows.position:
                 raise fenced_copy(str(schema), rows.attempt)
+            self._record_place(table, schema)
             return
         layout = new_layout(schema, self._mode, rows.arrow_schema, texts=True)
         target = CopyTarget(str(schema), table.log.storage, layout, rows.attempt, rows.position)
@@ -157,6 +161,7 @@ class DeltaDestination:
                 layout = new_layout(schema, self._mode, rows.arrow_schema)
             state = replace(version.state, table_id=schema.table_id, copied=rows.attempt, layout=layout)
             table.commit_copy(version, state, rows.position, [file.add for file in files], self._configuration())
+        self._record_place(table, schema)
         count = sum(file.row_count for file in files)
         logger.info("table copied table=%s rows=%d files=%d", schema, count, len(files))
 
@@ -180,6 +185,30 @@ class DeltaDestination:
             return None if table is None else table.position(table.require())
         except (IllegalTransition, TableOwned):
             return None
+
+    def folder_of(self, table_id: int) -> str | None:
+        """See `FolderDestination`."""
+        place = self._started_catalog.place(table_id)
+        if place is None or place.system not in ("", self._system):
+            return None
+        table = self._known(table_id, place.table or str(table_id))
+        try:
+            version = None if table is None else table.look()
+        except TableOwned:
+            return None
+        # Another table may have taken the folder over.
+        return place.folder if version is not None and version.state.table_id == table_id else None
+
+    def name_table(self, table_id: int, name: str) -> None:
+        """See `FolderDestination`."""
+        place = self._started_catalog.place(table_id)
+        if place is not None and place.system in ("", self._system):
+            self._started_catalog.record(table_id, replace(place, table=name))
+
+    def locations(self, pipeline_id: str) -> Mapping[int, str]:
+        """See `FolderDestination`."""
+        places = Catalog(self._storage, pipeline_id).places()
+        return {table_id: self._storage.child(place.folder).url for table_id, place in places.items()}
 
     @property
     def keeps_versions(self) -> bool:
@@ -277,6 +306,7 @@ class DeltaDestination:
         if table is None:
             self._refuse_foreign(changes)
             raise not_copied(changes.table)
+        table.name = changes.table
         return plan_table(
             batch,
             changes,
@@ -306,20 +336,22 @@ class DeltaDestination:
         with ThreadPoolExecutor(min(_COMMIT_THREADS, len(ready)), thread_name_prefix="delta-commit") as pool:
             return list(pool.map(commit, ready))
 
-    def _fence(self, table: LakeTable, schema: TableSchema, attempt: str, *, create: bool = True) -> None:
+    def _fence(self, table: LakeTable, schema: TableSchema, attempt: str, *, only_own: bool = False) -> None:
+        """Let no earlier attempt write to a folder; with `only_own`, only if the folder is still the table's own."""
         for _ in range(_ROUNDS):
             version = table.look()
             if version is not None and version.state.begun == attempt:
                 return
+            if only_own and (version is None or version.state.table_id != schema.table_id):
+                return
             if version is None:
-                if not create:
-                    return
                 # The types of its columns are known when it is copied.
                 layout = new_layout(schema, self._mode, segment_layout(schema).arrow_schema)
                 state = TableState(self._started.pipeline_id, schema.table_id, attempt, "", layout)
                 done = table.fence(state, None, self._configuration())
             else:
-                done = table.fence(replace(version.state, begun=attempt), version.snapshot, {})
+                state = replace(version.state, begun=attempt, table_id=schema.table_id)
+                done = table.fence(state, version.snapshot, {})
             if done:
                 return
         raise busy(str(schema))
@@ -329,16 +361,31 @@ class DeltaDestination:
             table = self._tables.get(table_id)
         if table is not None:
             return table
-        folder = self._started_catalog.folder(table_id)
-        if folder is None:
+        place = self._started_catalog.place(table_id)
+        if place is None:
             return None
-        table = self._table(table_id, name, folder)
+        table = self._table(table_id, name, place.folder)
         with self._lock:
             return self._tables.setdefault(table_id, table)
 
     def _table(self, table_id: int, name: str, folder: str) -> LakeTable:
         log = DeltaLog(self._storage.child(folder), name)
-        return LakeTable(log, name, table_id, self._started, self._deletion_vectors)
+        return LakeTable(log, name, table_id, self._started, self._deletion_vectors, folder)
+
+    def _record_place(self, table: LakeTable, schema: TableSchema) -> None:
+        """Record that the rows of a table are in the folder that they were copied to."""
+        catalog = self._started_catalog
+        folder, before = table.folder, catalog.place(schema.table_id)
+        catalog.record(schema.table_id, Place(folder, str(schema), self._system))
+        if before is not None and before.folder != folder:
+            logger.info(
+                "table moved, its old folder is left as it was table=%s from=%s to=%s", schema, before.folder, folder
+            )
+
+    @property
+    def _system(self) -> str:
+        """The server of the tables, which a failover does not change."""
+        return self._started.lineage.partition("/")[0]
 
     def _refuse_foreign(self, changes: TableChanges) -> None:
         schema = next((step.schema for step in changes.steps if isinstance(step, Rows)), None)

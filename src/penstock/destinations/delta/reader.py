@@ -21,7 +21,7 @@ from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import Pin, pin_version, release_pin
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage, open_storage
-from penstock.destinations.delta.table import noted_folders
+from penstock.destinations.delta.table import all_places
 from penstock.destinations.naming import FOLDERS
 from penstock.errors import NotComparable
 from penstock.schema import TableSchema
@@ -74,11 +74,12 @@ class DeltaReader:
 
     def _folders(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        for folder in noted_folders(self._storage):
-            snapshot = DeltaLog(self._storage.child(folder), folder).refresh()
+        for table_id, place in all_places(self._storage):
+            snapshot = DeltaLog(self._storage.child(place.folder), place.folder).refresh()
             state = None if snapshot is None else from_metadata(snapshot.metadata)
-            if state is not None and state.copied:
-                found[str(state.layout.source)] = folder
+            # The rows of another table that has taken over the folder are listed under that table's place.
+            if state is not None and state.copied and state.layout.source.table_id == table_id:
+                found[place.table or str(state.layout.source)] = place.folder
         return found
 
 
@@ -140,12 +141,12 @@ class PinnedVersion:
 
 def pin_table(lake: Storage, schema: TableSchema) -> PinnedVersion | None:
     """Pin the newest version of a table; None if there is none with a complete copy."""
-    # A renamed table keeps its folder, which is found by the table's number.
-    for folder in (FOLDERS.table(schema), *noted_folders(lake)):
+    # A table that kept its folder when it was renamed is found by its number.
+    for folder in (FOLDERS.table(schema), *(place.folder for _, place in all_places(lake))):
         storage = lake.child(folder)
         snapshot = DeltaLog(storage, str(schema)).refresh()
         state = None if snapshot is None else from_metadata(snapshot.metadata)
-        if snapshot is None or state is None or not state.copied or state.table_id != schema.table_id:
+        if snapshot is None or state is None or not state.copied or state.layout.source.table_id != schema.table_id:
             continue
         if state.layout.mode is Mode.HISTORY:
             raise NotComparable(

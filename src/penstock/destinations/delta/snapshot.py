@@ -46,7 +46,8 @@ class Verdict(Enum):
     OWN_POSITION = auto()
     """The same application has recorded a position: read it, skip the changes it covers, and write the rest again."""
     SUPERSEDED = auto()
-    """The same pipeline has copied the table again, or reads another lineage: this writer must stop."""
+    """The same pipeline has copied this table again, or another one to this folder, or reads another lineage: this
+    writer must stop."""
     FOREIGN = auto()
     """Another program has changed data or metadata: the table stops."""
 
@@ -73,7 +74,7 @@ class Commit:
     def verdict(self, application: Application) -> Verdict:
         """Return what the commit means for the table's writer."""
         found = [Application.parse(action.app_id) for action in self.actions if isinstance(action, Txn)]
-        own = [each for each in found if each is not None and _same_table(each, application)]
+        own = [each for each in found if each is not None and each.pipeline == application.pipeline]
         if own:
             return Verdict.OWN_POSITION if application in own else Verdict.SUPERSEDED
         return Verdict.FOREIGN if self.changes_rows else Verdict.MAINTENANCE
@@ -160,10 +161,6 @@ def removed_files(actions: Iterable[Action]) -> Iterator[tuple[str, int]]:
             vector = None if action.vector is None else vector_file(action.vector)
             if vector is not None:
                 yield vector, time
-
-
-def _same_table(one: Application, other: Application) -> bool:
-    return one.pipeline == other.pipeline and one.table == other.table
 
 
 def _vector_id(action: Add | Remove) -> str | None:

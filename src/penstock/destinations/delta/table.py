@@ -10,7 +10,8 @@ import json
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from urllib.parse import quote
 
 from penstock.destinations.base import DestinationContext
@@ -26,6 +27,7 @@ from penstock.destinations.refusals import fenced_copy, foreign_table, not_copie
 from penstock.lsn import Lsn
 
 _FOLDER = "_penstock/tables"
+_READ_THREADS = 8
 _RACES = 100
 """How many races in a row may be lost; each time another writer has made progress."""
 
@@ -55,9 +57,18 @@ class Batch:
 class LakeTable:
     """A table of the lake. Calls for one table never overlap."""
 
-    def __init__(self, log: DeltaLog, name: str, table_id: int, context: DestinationContext, vectors: bool) -> None:
+    def __init__(
+        self,
+        log: DeltaLog,
+        name: str,
+        table_id: int,
+        context: DestinationContext,
+        vectors: bool,
+        folder: str = "",
+    ) -> None:
         self.log = log
         self.name = name
+        self.folder = folder
         self._table_id = table_id
         self._context = context
         self._vectors = vectors
@@ -202,44 +213,73 @@ class LakeTable:
         return to_metadata(state, before.id, before.created_time or now_milliseconds(), kept)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a table is."""
+
+    folder: str
+    table: str = ""
+    """Its current name in the source."""
+    system: str = ""
+    """The server whose table it is: another server may give its number to another table."""
+
+
 @dataclass(slots=True)
 class Catalog:
-    """The folders of one pipeline's tables."""
+    """The places of one pipeline's tables, recorded in the lake."""
 
     storage: Storage
     """The storage of the lake."""
     pipeline_id: str
-    _known: dict[int, str] = field(default_factory=dict[int, str])
+    _known: dict[int, Place] = field(default_factory=dict[int, Place])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def folder(self, table_id: int) -> str | None:
-        """Return the folder of a table; None if this pipeline has not copied it here."""
+    def place(self, table_id: int) -> Place | None:
+        """Return where the rows of a table are; None if it was never copied here."""
         with self._lock:
             known = self._known.get(table_id)
         if known is None:
-            content = self.storage.get(self._path(table_id))
+            content = self.storage.get(f"{self._path}/{table_id}.json")
             if content is None:
                 return None
-            known = str(json.loads(content)["folder"])
+            known = Place(**json.loads(content))
             with self._lock:
                 self._known[table_id] = known
         return known
 
-    def note(self, table_id: int, folder: str) -> None:
-        """Record the folder of a table."""
-        if self.folder(table_id) != folder:
-            self.storage.put(self._path(table_id), json.dumps({"folder": folder}).encode())
+    def record(self, table_id: int, place: Place) -> None:
+        """Record where the rows of a table are."""
+        if self.place(table_id) != place:
+            self.storage.put(f"{self._path}/{table_id}.json", json.dumps(asdict(place)).encode())
             with self._lock:
-                self._known[table_id] = folder
+                self._known[table_id] = place
 
-    def _path(self, table_id: int) -> str:
-        return f"{_FOLDER}/{quote(self.pipeline_id, safe='')}/{table_id}.json"
+    def places(self) -> dict[int, Place]:
+        """Read all places."""
+        return {table_id: place for _, table_id, place in _read_places(self.storage, self._path)}
+
+    @property
+    def _path(self) -> str:
+        return f"{_FOLDER}/{quote(self.pipeline_id, safe='')}"
 
 
-def noted_folders(storage: Storage) -> list[str]:
-    """Return the folders of all tables of a lake, of all pipelines."""
-    notes = [storage.get(file.path) for file in storage.list(_FOLDER) if file.path.endswith(".json")]
-    return sorted({str(json.loads(note)["folder"]) for note in notes if note is not None})
+def all_places(storage: Storage) -> list[tuple[int, Place]]:
+    """Read the places of the tables of all pipelines of a lake, by table id, in the order of pipelines and tables."""
+    return [
+        (table_id, place) for _, table_id, place in sorted(_read_places(storage, _FOLDER), key=lambda each: each[0])
+    ]
+
+
+def _read_places(storage: Storage, folder: str) -> list[tuple[str, int, Place]]:
+    paths = [file.path for file in storage.list(folder) if file.path.endswith(".json")]
+    # Each read of an object store waits for its answer.
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="delta-catalog") as pool:
+        contents = list(pool.map(storage.get, paths))
+    return [
+        (path, int(path.rpartition("/")[2].removesuffix(".json")), Place(**json.loads(content)))
+        for path, content in zip(paths, contents, strict=True)
+        if content is not None
+    ]
 
 
 def _file_actions(snapshot: Snapshot, batch: Batch, now: int) -> list[Action]:

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import uuid
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
 from penstock.changes.steps import Segment
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.batch_events import leave_out
+from penstock.destinations.naming import FOLDERS
 from penstock.destinations.parquet.folder import (
     FORMAT,
     DataFile,
@@ -24,6 +26,7 @@ from penstock.destinations.parquet.folder import (
     ManifestStep,
     NewSchema,
     Origin,
+    Owner,
     RootFolder,
     TableFolder,
     make_folder,
@@ -96,6 +99,9 @@ class ParquetDestination:
         self._writer = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._folders: dict[int, TableFolder] = {}
+        """Where each table is written."""
+        self._rows: dict[int, TableFolder] = {}
+        """Where readers find it; another folder while the table is moving."""
         self._tables: dict[int, _Table] = {}
         self._context: DestinationContext | None = None
 
@@ -123,23 +129,30 @@ class ParquetDestination:
             last = generations[-1].last()
             if last is None or last[1].kind is not ManifestKind.FENCED:
                 self._folders[generations[-1].origin().table_id] = folder
+        for folder, owner, current in self._root.readable():
+            if owner.pipeline_id == context.pipeline_id and self._is_of_this_server(current):
+                self._rows[current.origin().table_id] = folder
 
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""
         require_mounted(self._root.marker)
         context = self._started
-        folder = self._root.table(schema.namespace, schema.name)
+        folder = self._root.table(context.take_folder(schema))
         owner = folder.claim(context.pipeline_id, schema)
         if owner.pipeline_id != context.pipeline_id:
             raise foreign_table(str(schema), owner.pipeline_id, context.pipeline_id)
         with self._lock:
             before = self._folders.get(schema.table_id)
+            # A table that gave its folder to this one is copied to another folder.
+            self._folders = {table_id: other for table_id, other in self._folders.items() if other != folder}
+            self._tables = {table_id: other for table_id, other in self._tables.items() if other.folder != folder}
             self._folders[schema.table_id] = folder
             self._tables.pop(schema.table_id, None)
         generation = folder.begin_generation(Origin(schema.table_id, attempt))
         older = [each for each in folder.generations() if each.number < generation.number]
-        # A renamed table kept its folder until now.
-        older += before.generations() if before is not None and before != folder else []
+        if before is not None and before != folder and _is_last(before, schema.table_id):
+            # The table was renamed: fence off writers of its old folder, too.
+            older += before.generations()
         for each in older:
             each.fence(self._manifest(ManifestKind.FENCED, attempt, Lsn(0), Lsn(0)))
 
@@ -163,6 +176,7 @@ class ParquetDestination:
         if manifest.kind is not ManifestKind.COPY or manifest.position != rows.position:
             raise fenced_copy(str(schema), rows.attempt)
         folder.remove_generations(generation)
+        self._record_rows(schema, folder)
         logger.info("table copied table=%s rows=%d", schema, sum(file.rows for file in manifest.files))
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
@@ -203,6 +217,26 @@ class ParquetDestination:
             return None
         return last[1].position
 
+    def folder_of(self, table_id: int) -> str | None:
+        """See `FolderDestination`."""
+        folder = self._rows.get(table_id)
+        return None if folder is None else folder.path.relative_to(self._root.path).as_posix()
+
+    def name_table(self, table_id: int, name: str) -> None:
+        """See `FolderDestination`."""
+        folder = self._rows.get(table_id)
+        owner = None if folder is None else folder.owner()
+        if folder is not None and owner is not None and owner.table != name and _is_last(folder, table_id):
+            folder.rename(Owner(owner.pipeline_id, name))
+
+    def locations(self, pipeline_id: str) -> Mapping[int, str]:
+        """See `FolderDestination`."""
+        return {
+            current.origin().table_id: str(folder.path)
+            for folder, owner, current in self._root.readable()
+            if owner.pipeline_id == pipeline_id
+        }
+
     @property
     def keeps_versions(self) -> bool:
         """See `ReadableDestination`: files are never changed."""
@@ -210,8 +244,10 @@ class ParquetDestination:
 
     def pin(self, schema: TableSchema) -> PinnedParquet | None:
         """See `ReadableDestination`."""
-        generation = self._root.table(schema.namespace, schema.name).current()
-        return None if generation is None else pin_generation(generation)
+        for _, _, current in self._root.readable():
+            if current.origin().table_id == schema.table_id:
+                return pin_generation(current)
+        return None
 
     def shutdown(self) -> None:
         """See `Destination`."""
@@ -319,15 +355,38 @@ class ParquetDestination:
 
     def _refuse_foreign(self, changes: TableChanges) -> None:
         schema = next((step.schema for step in changes.steps if isinstance(step, Rows)), None)
-        owner = None if schema is None else self._root.table(schema.namespace, schema.name).owner()
+        owner = None if schema is None else self._root.table(FOLDERS.table(schema)).owner()
         if owner is not None and owner.pipeline_id != self._started.pipeline_id:
             raise foreign_table(changes.table, owner.pipeline_id, self._started.pipeline_id)
+
+    def _record_rows(self, schema: TableSchema, folder: TableFolder) -> None:
+        """Record that a copy is complete: the table is in this folder, and no longer in the one before."""
+        with self._lock:
+            before = self._rows.get(schema.table_id)
+            self._rows = {table_id: other for table_id, other in self._rows.items() if other != folder}
+            self._rows[schema.table_id] = folder
+        self.name_table(schema.table_id, str(schema))
+        if before is not None and before != folder and before.is_left() and _is_last(before, schema.table_id):
+            before.release()
+            paths = [each.path.relative_to(self._root.path) for each in (before, folder)]
+            logger.info("table moved, its old folder is left as it was table=%s from=%s to=%s", schema, *paths)
+
+    def _is_of_this_server(self, generation: Generation) -> bool:
+        """Return False for a table of another server, which may have given its number to another table."""
+        last = generation.last()
+        return last is not None and last[1].lineage.partition("/")[0] == self._started.lineage.partition("/")[0]
 
     @property
     def _started(self) -> DestinationContext:
         if self._context is None:
             raise RuntimeError("startup was not called")
         return self._context
+
+
+def _is_last(folder: TableFolder, table_id: int) -> bool:
+    """Return True if no other table was copied to the folder since."""
+    generations = folder.generations()
+    return bool(generations) and generations[-1].origin().table_id == table_id
 
 
 def _parts(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:

@@ -1,7 +1,8 @@
 """The folder of a Parquet destination, and the manifests that decide what is in it.
 
     <path>/_penstock.json                   the format
-    <path>/public/orders/owner.json         the pipeline that writes the table
+    <path>/public/orders/owner.json         the pipeline that writes the table, and the table's name;
+                                            left.json if the table has moved to another folder
       generations/00000001/
         generation.json                     the attempt of the copy that this generation begins with
         log/000000000000.json …             manifests
@@ -39,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.changes.steps import Segment, Truncation
-from penstock.destinations.naming import FOLDERS
 from penstock.durable import sync_folder
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
@@ -238,6 +238,27 @@ class TableFolder:
         assert owner is not None
         return owner
 
+    def rename(self, owner: Owner) -> None:
+        """Record another name of the table."""
+        temporary = self.path / f".owner.json.{uuid.uuid4().hex}"
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump({"pipeline": owner.pipeline_id, "table": owner.table}, file, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path / "owner.json")
+        sync_folder(self.path)
+
+    def is_left(self) -> bool:
+        """Return True if nothing follows here: the table is being copied, or was copied, to another folder."""
+        generations = self.generations()
+        last = generations[-1].last() if generations else None
+        return last is not None and last[1].kind is ManifestKind.FENCED
+
+    def release(self) -> None:
+        """Give the folder up; its files stay."""
+        (self.path / "owner.json").rename(self.path / "left.json")
+        sync_folder(self.path)
+
     def generations(self) -> list[Generation]:
         """Return all generations, oldest first."""
         found = (self.path / "generations").glob("[0-9]*/generation.json")
@@ -283,9 +304,21 @@ class RootFolder:
         """The file that states the format of the tables."""
         return self.path / "_penstock.json"
 
-    def table(self, namespace: str, name: str) -> TableFolder:
-        """Return the folder of a table, whether or not it exists."""
-        return TableFolder(self.path / FOLDERS.name(namespace, name))
+    def table(self, folder: str) -> TableFolder:
+        """Return the folder with this path, whether or not it exists."""
+        return TableFolder(self.path / folder)
+
+    def readable(self) -> list[tuple[TableFolder, Owner, Generation]]:
+        """Return the tables with a complete copy: folder, owner, and the generation that readers see.
+
+        A table that is moving to another folder is listed in the old one until the copy in the new one is complete.
+        """
+        found = [(folder, folder.owner(), folder.current()) for folder in self.tables()]
+        copied = [(folder, owner, current) for folder, owner, current in found if owner and current]
+        tables = {folder: (owner.pipeline_id, current.origin().table_id) for folder, owner, current in copied}
+        left = {folder for folder in tables if folder.is_left()}
+        followed = {table for folder, table in tables.items() if folder not in left}
+        return [each for each in copied if each[0] not in left or tables[each[0]] not in followed]
 
     def tables(self) -> list[TableFolder]:
         """Return the tables that a pipeline has claimed."""

@@ -44,8 +44,11 @@ class ParquetReader:
 
     def tables(self) -> list[str]:
         """Return the tables with a complete copy."""
-        owned = [(folder, folder.owner()) for folder in self._root.tables()]
-        return sorted(owner.table for folder, owner in owned if owner is not None and folder.current() is not None)
+        return sorted(owner.table for _, owner, _ in self._root.readable())
+
+    def folder(self, table: str) -> str:
+        """Return the path of a table."""
+        return str(self._generation(table).path.parent.parent)
 
     def positions(self) -> dict[str, Lsn]:
         """Return the position of each table."""
@@ -93,12 +96,9 @@ class ParquetReader:
         return mirror
 
     def _generation(self, table: str) -> Generation:
-        for folder in self._root.tables():
-            owner = folder.owner()
-            if owner is not None and owner.table == table:
-                generation = folder.current()
-                if generation is not None:
-                    return generation
+        for _, owner, generation in self._root.readable():
+            if owner.table == table:
+                return generation
         raise KeyError(table)
 
 

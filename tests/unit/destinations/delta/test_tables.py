@@ -14,8 +14,9 @@ from deltalake import write_deltalake
 from penstock.changes.events import Unchanged
 from penstock.changes.segment import UNREPRESENTABLE_TYPE
 from penstock.destinations.delta.destination import DeltaDestination
+from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.naming import FOLDERS
-from penstock.errors import ConfigError, PenstockError, TableOwned, TableRejected
+from penstock.errors import ConfigError, IllegalTransition, PenstockError, TableOwned, TableRejected
 from penstock.schema import Column, PostgresType
 from penstock.testing.destinations import ScriptedSource, make_context
 from penstock.testing.destinations.contract import INT8, LINES, ORDERS, TEXT
@@ -169,6 +170,53 @@ def test_a_table_that_others_made_is_left_alone(lake: Path, source: ScriptedSour
     write_deltalake(str(folder), row)
     with pytest.raises(TableOwned):
         started(lake).drop_table_for_copy(ORDERS, "attempt-1")
+
+
+def test_tables_that_exchanged_their_names_take_over_each_others_folders(lake: Path, source: ScriptedSource) -> None:
+    destination = copied(lake, source)
+    other = replace(ORDERS, table_id=ORDERS.table_id + 1, name="others")
+    destination.drop_table_for_copy(other, "attempt-1")
+    destination.write_table_rows(other, source.copy(other, [order(7)]))
+    here, there = replace(ORDERS, name="others"), replace(other, name="orders")
+    zombie, late = started(lake), update(source, 1, note="late")
+    assert zombie.position(ORDERS.table_id) is not None
+    for schema in (here, there):
+        destination.drop_table_for_copy(schema, f"attempt-{schema.table_id}")
+    # Until the copies are complete readers see what was there, and nobody adds to it.
+    assert DeltaReader(lake).tables() == ["public.orders", "public.others"]
+    assert notes(lake) == expected()
+    assert isinstance(write(zombie, late).error, IllegalTransition)
+    for schema, number in ((here, 5), (there, 6)):
+        rows = source.copy(schema, [order(number)], attempt=f"attempt-{schema.table_id}")
+        destination.write_table_rows(schema, rows)
+    assert (read_rows(lake, here), read_rows(lake, there)) == ([order(5)], [order(6)])
+    with source.transaction() as transaction:
+        transaction.update(here, order(5, "here"))
+        transaction.update(there, order(6, "there"))
+    assert started(lake).write_events(source.batch()).result().tables == {}
+    assert (read_rows(lake, here), read_rows(lake, there)) == ([order(5, "here")], [order(6, "there")])
+    assert started(lake).folder_of(ORDERS.table_id) == "public/others"
+    assert {Path(place).name for place in destination.locations("contract").values()} == {"orders", "others"}
+
+
+def test_a_copy_that_was_superseded_by_another_table_is_not_committed(lake: Path, source: ScriptedSource) -> None:
+    destination = copied(lake, source)
+    destination.drop_table_for_copy(ORDERS, "attempt-2")
+    other = replace(ORDERS, table_id=ORDERS.table_id + 1)
+    destination.drop_table_for_copy(other, "attempt-3")
+    late = started(lake)
+    with pytest.raises(IllegalTransition):
+        late.write_table_rows(ORDERS, source.copy(ORDERS, [order(9)], attempt="attempt-2"))
+    assert notes(lake) == expected()
+
+
+def test_a_table_of_another_server_has_no_folder(lake: Path, source: ScriptedSource) -> None:
+    """Another server may give the number of a table to another one."""
+    copied(lake, source)
+    assert started(lake).folder_of(ORDERS.table_id) == "public/orders"
+    elsewhere = DeltaDestination(lake, maintenance=False)
+    elsewhere.startup(make_context(lineage="another/1"))
+    assert elsewhere.folder_of(ORDERS.table_id) is None
 
 
 def test_a_renamed_table_goes_on_and_moves_with_its_next_copy(lake: Path, source: ScriptedSource) -> None:
