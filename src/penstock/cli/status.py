@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -16,9 +16,10 @@ from rich.text import Text
 
 from penstock.cli.display import make_table, wide_console
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, configured
-from penstock.config import Config
+from penstock.config import Config, OutputChoice
 from penstock.config.units import format_bytes, format_seconds
-from penstock.errors import for_table
+from penstock.errors import PenstockError, for_table
+from penstock.observe import scrub
 from penstock.operations.signals import Ended, Ending
 from penstock.operations.status import (
     IndexState,
@@ -31,6 +32,7 @@ from penstock.operations.status import (
     driver_facts,
     pipeline_status,
     status_facts,
+    table_locations,
     table_states,
 )
 from penstock.operations.stores import chosen_outputs, existing_store, require_shared_state, running
@@ -71,10 +73,10 @@ def status(
 
 
 def tables(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, as_json: AsJson = False) -> None:
-    """Show the phase and position of every table, and what to do about stopped ones.
+    """Show the phase, position and location of every table, and what to do about stopped ones.
 
-    Reads only the stored state: works whether the pipeline runs or not, and changes nothing. `penstock status` also
-    queries the server.
+    Reads the stored state, and the destination for the locations: works whether the pipeline runs or not, and changes
+    nothing. `penstock status` also queries the server.
 
     Examples:
 
@@ -84,21 +86,31 @@ def tables(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, as
     with configured(config_path) as config:
         require_shared_state(config)
         driver: LeaseInfo | None = None
-        found: list[TableState] = []
+        found: list[tuple[TableState, str | None]] = []
         for each in chosen_outputs(config, output):
             with existing_store(config, each) as store:
                 if store is not None:
                     driver = running(store) or driver
-                    found += table_states(config, each, store)
+                    places = _locations(config, each)
+                    found += [(state, places.get(state.id)) for state in table_states(config, each, store)]
         if as_json:
             facts = {
                 "pipeline": config.pipeline.id,
                 "running": driver_facts(driver),
-                "tables": [asdict(state) for state in found],
+                "tables": [asdict(state) | {"location": location} for state, location in found],
             }
             typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         else:
             _print_tables(config, driver, found)
+
+
+def _locations(config: Config, output: OutputChoice) -> Mapping[int, str]:
+    try:
+        return table_locations(config, output)
+    except (OSError, PenstockError) as error:
+        reason = error.message if isinstance(error, PenstockError) else error.strerror
+        typer.echo(scrub(f"the destination does not show where the tables are: {reason}", config.secrets), err=True)
+        return {}
 
 
 def render(found: PipelineStatus) -> RenderableType:
@@ -243,15 +255,17 @@ def _phase(table: TableStatus) -> str:
     return f"{table.phase} {table.copy['fraction']:.0%}, {table.copy['rows_done']:,} rows copied"
 
 
-def _print_tables(config: Config, driver: LeaseInfo | None, found: Sequence[TableState]) -> None:
+def _print_tables(config: Config, driver: LeaseInfo | None, located: Sequence[tuple[TableState, str | None]]) -> None:
     console = wide_console()
+    found = [state for state, _ in located]
     if found:
-        several = len(config.outputs) > 1
-        table = make_table("table", *["output"] * several, "phase", "position")
-        for each in found:
+        several, placed = len(config.outputs) > 1, any(location for _, location in located)
+        table = make_table("table", *["output"] * several, "phase", "position", *["location"] * placed)
+        for each, location in located:
             phase = Text(each.phase, style=STYLES.get(each.phase, "yellow"))
             output = [Text(each.output)] * several
-            table.add_row(Text(each.table), *output, phase, Text(each.position or ""))
+            place = [Text(location or "", overflow="fold")] * placed
+            table.add_row(Text(each.table), *output, phase, Text(each.position or ""), *place)
         console.print(table)
         console.print()
     for each in found:

@@ -18,12 +18,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import PenstockError, SnapshotBlocked
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
+from penstock.source.patterns import TableName
 from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.state import Command, CommandKind, CommandStatus, Ready, Store, SyncDone
@@ -202,11 +203,15 @@ def _schemas_at(store: Store, position: Lsn, left_out: Mapping[str, str]) -> dic
     """Return the followed tables, except those left out, with their schemas at a position."""
     store.load_table_replication_states()
     store.load_table_schemas()
+    names = store.get_table_names()
     found: dict[int, TableSchema] = {}
     for table_id, phase in store.get_table_replication_states().items():
         version = store.get_table_schema(table_id, OrderKey(position, 0))
-        if isinstance(phase, SyncDone | Ready) and version is not None and str(version.schema) not in left_out:
-            found[table_id] = version.schema
+        if isinstance(phase, SyncDone | Ready) and version is not None:
+            # A schema has the name that the table had at its last change.
+            name = names.get(table_id, TableName(version.schema.namespace, version.schema.name))
+            if str(name) not in left_out:
+                found[table_id] = replace(version.schema, namespace=name.namespace, name=name.name)
     return found
 
 

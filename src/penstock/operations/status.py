@@ -15,6 +15,7 @@ from typing import Any
 import psycopg
 
 from penstock.config import Config, DocumentsChoice, IndexChoice, OutputChoice
+from penstock.destinations.base import FolderDestination
 from penstock.documents.mapping import fingerprint, is_built_from
 from penstock.documents.quarantine import open_quarantine
 from penstock.errors import RESYNC, Retry, ServerUnavailable, SourceError
@@ -208,6 +209,12 @@ def table_states(
         for table_id, phase in store.get_table_replication_states().items()
     ]
     return sorted(found, key=lambda state: state.table)
+
+
+def table_locations(config: Config, output: OutputChoice) -> Mapping[int, str]:
+    """The path or URL of each table at the destination, by table id; none if it does not keep tables in folders."""
+    destination = config.create_destination(output)
+    return destination.locations(output.settings.output_id) if isinstance(destination, FolderDestination) else {}
 
 
 def driver_facts(driver: LeaseInfo | None) -> dict[str, Any] | None:

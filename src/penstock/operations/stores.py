@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from psycopg.rows import tuple_row
@@ -16,6 +17,8 @@ from penstock.source.faults import translated
 from penstock.source.patterns import TableName, select_tables
 from penstock.state import LeaseInfo, Store
 from penstock.state.postgres import DEFAULT_SCHEMA
+
+_CONNECT_SECONDS = 5.0
 
 
 @contextmanager
@@ -75,20 +78,24 @@ def require_stopped(config: Config, store: Store, *, hint: str | None = None) ->
 
 
 def table_names(config: Config, store: Store) -> dict[int, str]:
-    """The names of the tables that have a state: from stored schemas, else from the source if it answers."""
-    names = {version.table_id: str(version.schema) for version in store.get_table_schemas()}
-    unnamed = [table_id for table_id in store.get_table_replication_states() if table_id not in names]
+    """The names of the tables that have a state, as the pipeline last saw them; else from the source if it answers."""
+    known = {version.table_id: str(version.schema) for version in store.get_table_schemas()}
+    # A schema has the name that a table had at its last change.
+    known |= {table_id: str(name) for table_id, name in store.get_table_names().items()}
+    table_ids = list(store.get_table_replication_states())
+    unnamed = [table_id for table_id in table_ids if table_id not in known]
     if unnamed:
-        try:
-            names |= _load_names(config.pipeline.source, unnamed)
-        except SourceError:
-            names |= {table_id: f"oid {table_id}" for table_id in unnamed}
-    return names
+        known |= {table_id: f"oid {table_id}" for table_id in unnamed} | _load_names(config.pipeline.source, unnamed)
+    return {table_id: known[table_id] for table_id in table_ids}
 
 
 def choose_tables(config: Config, store: Store, wanted: Sequence[str]) -> list[str]:
     """The tables that match names or patterns, by the names that the pipeline uses; `orders` is `public.orders`."""
-    names = sorted(table_names(config, store).values())
+    stored = table_names(config, store)
+    if wanted and (running(store) is None or not set(wanted) <= set(stored.values())):
+        # Tables may have been renamed since the pipeline last looked.
+        stored |= _load_names(config.pipeline.source, list(stored))
+    names = sorted(stored.values())
     known = {TableName(*name.split(".", 1)): name for name in names if "." in name}
     chosen: dict[str, None] = {}
     for each in wanted:
@@ -106,13 +113,17 @@ def choose_tables(config: Config, store: Store, wanted: Sequence[str]) -> list[s
 
 
 def _load_names(source: SourceSettings, table_ids: list[int]) -> dict[int, str]:
+    """The current names of the tables that exist; none if the source does not answer."""
     query = (
         "select c.oid::int8, n.nspname || '.' || c.relname from pg_catalog.pg_class c"
         " join pg_catalog.pg_namespace n on n.oid = c.relnamespace where c.oid = any(%s::oid[])"
     )
-    with connect(source, Role.CATALOG) as connection, translated(connection, "ask for the names of tables"):
-        found = dict(_rows(connection, query, [table_ids]))
-    return {table_id: found.get(table_id, f"oid {table_id}") for table_id in table_ids}
+    quick = replace(source, connect_timeout=_CONNECT_SECONDS)
+    try:
+        with connect(quick, Role.CATALOG) as connection, translated(connection, "ask for the names of tables"):
+            return dict(_rows(connection, query, [table_ids]))
+    except SourceError:
+        return {}
 
 
 def _exists(config: Config) -> bool:
