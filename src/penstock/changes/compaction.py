@@ -172,9 +172,10 @@ def compact(changes: ChangeColumns, key: Sequence[str], *, keep_deleted: bool = 
     return _compact_keyed(changes, key, keep_deleted) if key else _compact_multiset(changes, keep_deleted)
 
 
-def keys_of(table: pa.Table, texts: Texts, names: Sequence[str]) -> pa.Array:
-    """The keys of rows, from these columns."""
-    return row_keys([_array(table.column(name)) for name in names], [texts.get(name) for name in names])
+def keys_of(table: pa.Table, texts: Texts, names: Sequence[str], *, whole: bool = False) -> pa.Array:
+    """The keys of rows, from these columns; with `whole`, they are the whole row of a table without a key."""
+    columns = [_array(table.column(name)) for name in names]
+    return row_keys(columns, [texts.get(name) for name in names], whole=whole)
 
 
 def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: bool) -> NetChanges:
@@ -269,7 +270,8 @@ def _compact_multiset(changes: ChangeColumns, keep_deleted: bool) -> NetChanges:
         return NetChanges(nothing, np.zeros(0, np.int64), table, texts, added, None, gone_at, origins)
     used = np.concatenate([added, removed])
     taken = pa.array(used)
-    keys = keys_of(table.take(taken), {name: column.take(taken) for name, column in texts.items()}, names)
+    taken_texts = {name: column.take(taken) for name, column in texts.items()}
+    keys = keys_of(table.take(taken), taken_texts, names, whole=True)
     encoded = keys.dictionary_encode()
     codes = encoded.indices.to_numpy().astype(np.int64)
     plus, minus = codes[: len(added)], codes[len(added) :]

@@ -1,8 +1,9 @@
 """Keys of rows, computed column at a time: one value per row, equal exactly if all cells are the same.
 
-The key of one integer column is that integer. Any other key is a byte string: a part of fixed width (for each cell
-whether it is NULL, and its value or the length of its value), then the values of variable width. NaN equals itself, 0
-differs from −0, and an unrepresentable value counts as its text.
+The key of one integer column is that integer: columns of a key are never NULL. Any other key is a byte string, and so
+is the key of a whole row, whose cells may be NULL: a part of fixed width (for each cell whether it is NULL, and its
+value or the length of its value), then the values of variable width. NaN equals itself, 0 differs from −0, and an
+unrepresentable value counts as its text.
 
 Byte strings are found by a 64-bit fingerprint. Fingerprints can collide, so code that matches by them compares the
 bytes as well.
@@ -29,19 +30,19 @@ _VALUE, _TEXT = 1, 2
 """The state of a cell; 0 for NULL."""
 
 
-def row_keys(columns: Sequence[pa.Array], texts: Sequence[pa.Array | None] | None = None) -> pa.Array:
-    """One key per row: `int64`, or `large_binary` without NULL.
+def row_keys(
+    columns: Sequence[pa.Array], texts: Sequence[pa.Array | None] | None = None, *, whole: bool = False
+) -> pa.Array:
+    """One key per row, never NULL: `int64`, or `large_binary`.
 
     `texts` has for each column the texts of cells that their type cannot hold, NULL elsewhere; None if there are none.
+    `whole` says that the columns are a whole row, not a key: the result is `large_binary`, whatever the columns hold.
     """
-    if is_plain([column.type for column in columns]):
-        return pc.cast(columns[0], pa.int64())
-    return _encode(columns, texts or [None] * len(columns))
-
-
-def is_plain(types: Sequence[pa.DataType]) -> bool:
-    """True if keys of these types are integers."""
-    return len(types) == 1 and pa.types.is_integer(types[0])
+    if whole or len(columns) != 1 or not pa.types.is_integer(columns[0].type):
+        return _encode(columns, texts or [None] * len(columns))
+    if columns[0].null_count:
+        raise ValueError("a key that is NULL")
+    return pc.cast(columns[0], pa.int64())
 
 
 def fingerprints(keys: pa.Array) -> NDArray[np.int64]:

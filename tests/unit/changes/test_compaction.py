@@ -45,7 +45,7 @@ class Lake:
     def _apply(self, step: Rows) -> None:
         key = [name for name, column in zip(self.names, self.schema.columns, strict=True) if column in self.schema.key]
         net = compact(read_changes([step], self.schema), key)
-        keys = keys_of(self.rows, self.texts, key or self.names).to_pylist()
+        keys = keys_of(self.rows, self.texts, key or self.names, whole=not key).to_pylist()
         touched = net.touched.to_pylist()
         places: dict[Any, list[int]] = {}
         for row, each in enumerate(keys):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from penstock.changes.compaction import keys_of
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, split_texts
 from penstock.destinations.delta.actions import Add, VectorDescriptor
+from penstock.destinations.delta.layout import TableLayout
 from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.statistics import StatisticsCollector
 from penstock.destinations.delta.storage import Storage
@@ -186,13 +187,12 @@ def read_rows(
     return fit(pa.concat_tables(parts), wanted)
 
 
-def read_keys(
-    storage: Storage, file: str, schema: pa.Schema, columns: Sequence[str], rows: NDArray[np.int64] | None = None
-) -> pa.Array:
-    """Return the keys of rows, built from these columns."""
-    wanted = schema if UNREPRESENTABLE in schema.names else schema.append(_TEXTS)
+def read_keys(storage: Storage, file: str, layout: TableLayout, rows: NDArray[np.int64] | None = None) -> pa.Array:
+    """Return the keys by which rows are found again."""
+    columns = layout.match_columns
+    wanted = layout.schema if layout.has_texts else layout.schema.append(_TEXTS)
     table = read_rows(storage, file, wanted, [*columns, UNREPRESENTABLE], rows).combine_chunks()
-    return keys_of(table, split_texts(table), columns)
+    return keys_of(table, split_texts(table), columns, whole=not layout.key)
 
 
 def dead_rows(storage: Storage, file: LiveFile) -> Vector:

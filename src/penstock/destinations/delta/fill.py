@@ -82,7 +82,10 @@ def _ask(
     texts = {name: column.take(places) for name, column in texts.items()}
     complete = net.completed(KnownRows(rows, found.select(list(columns)), texts))
     written = complete.select(rows)
-    same = pc.equal(keys_of(written.table, written.texts, layout.columns), keys_of(found, texts, layout.columns))
+    same = pc.equal(
+        keys_of(written.table, written.texts, layout.columns, whole=True),
+        keys_of(found, texts, layout.columns, whole=True),
+    )
     changed = rows[~same.to_numpy(zero_copy_only=False)]
     if len(changed):
         logger.info("rows left out until their next change table=%s rows=%d", layout.source, len(changed))

@@ -125,9 +125,9 @@ class IndexFolder:
     digest: str
 
     @classmethod
-    def of(cls, storage: Storage, columns: Sequence[pa.Field]) -> IndexFolder:
-        """Return the folder for keys built from these columns."""
-        text = "\n".join(f"{field.name}\t{field.type}" for field in columns)
+    def of(cls, storage: Storage, columns: Sequence[pa.Field], *, whole: bool = False) -> IndexFolder:
+        """Return the folder for keys built from these columns; `whole` as in `row_keys`."""
+        text = "\n".join(f"{field.name}\t{field.type}" for field in columns) + ("\nwhole" if whole else "")
         return cls(storage, hashlib.sha256(text.encode()).hexdigest()[:8])
 
     def path(self, file: str) -> str:
@@ -284,7 +284,8 @@ def find_rows(
 
 def index_folder(storage: Storage, layout: TableLayout) -> IndexFolder:
     """Return the folder of a table's indexes."""
-    return IndexFolder.of(storage, [layout.schema.field(name) for name in layout.match_columns])
+    columns = [layout.schema.field(name) for name in layout.match_columns]
+    return IndexFolder.of(storage, columns, whole=not layout.key)
 
 
 def prepare_index(storage: Storage, layout: TableLayout, file: str) -> None:
@@ -295,7 +296,7 @@ def prepare_index(storage: Storage, layout: TableLayout, file: str) -> None:
 
 def _open(storage: Storage, layout: TableLayout, folder: IndexFolder, file: str) -> KeyIndex:
     def build() -> bytes:
-        return build_index(read_keys(storage, file, layout.schema, layout.match_columns), keep_keys=bool(layout.key))
+        return build_index(read_keys(storage, file, layout), keep_keys=bool(layout.key))
 
     return folder.open(file, build)
 
@@ -319,7 +320,7 @@ def _are_same(
 ) -> NDArray[np.bool_]:
     """Return which rows really match and are not soft-deleted."""
     numbers, places = np.unique(rows, return_inverse=True)
-    there = read_keys(storage, file, layout.schema, layout.match_columns, numbers)
+    there = read_keys(storage, file, layout, numbers)
     same = pc.equal(there.take(pa.array(places)), keys.take(pa.array(codes))).to_numpy(zero_copy_only=False)
     if DELETED_AT in layout.schema.names and DELETED_AT not in layout.columns:
         deleted = read_rows(storage, file, layout.schema, [DELETED_AT], numbers).column(0)

@@ -178,10 +178,6 @@ class CurrentReader:
         pairs = zip(self.schema.columns, field_names(self.schema), strict=True)
         return [name for column, name in pairs if column.attnum in numbers]
 
-    @property
-    def _identity(self) -> list[str]:
-        return self.key or list(self.types.names)
-
     def _read_copied(self, path: str) -> Iterator[pa.Table]:
         """Yield the rows of a file of the copy, with the table's current columns."""
         renamed = {name: new for name, new in zip(self.copied_names, self.types.names, strict=True) if name is not None}
@@ -201,7 +197,7 @@ class CurrentReader:
         return pa.Table.from_arrays(arrays, names=[*self.types.names, UNREPRESENTABLE])
 
     def _keys(self, rows: pa.Table) -> pa.Array:
-        return keys_of(rows, split_texts(rows), self._identity)
+        return keys_of(rows, split_texts(rows), self.key or list(self.types.names), whole=not self.key)
 
     def _untouched(self, rows: pa.Table, net: NetChanges, left: NDArray[np.int64] | None) -> pa.Table:
         """Return the rows of the copy that still exist; without a key, `left` counts how many of each to remove."""
