@@ -161,7 +161,7 @@ class Assembler:
     def _decode(self, extent: Extent) -> None:
         """Hand the rows and marks of an extent to the sink, in the order of each table."""
         parts: list[DecodedPart | Mark] = list(self._block.marks[: extent.marks])
-        parts += self._block.decode(self._relations.lanes, self._settings.types.out_of_range, extent)
+        parts += self._block.decode(self._relations.lanes, extent)
         # A mark comes before the row with its number.
         for part in sorted(parts, key=lambda part: (part.row, isinstance(part, DecodedPart))):
             if isinstance(part, Mark):

@@ -19,7 +19,6 @@ from penstock.capture.waves import WaveRows, decode_rows
 from penstock.changes.steps import Message, Truncation
 from penstock.changes.wire import Buffer
 from penstock.lsn import Lsn, OrderKey
-from penstock.values import OutOfRange
 
 WAVE_ROWS = 32_768
 WAVE_BYTES = 8 << 20
@@ -146,7 +145,7 @@ class Block:
         """The number of lanes with rows in the block."""
         return len(np.unique(_concatenate(self.indexes).lane)) if self.indexes else 0
 
-    def decode(self, lanes: list[Lane], policy: OutOfRange, extent: Extent) -> Iterator[DecodedPart]:
+    def decode(self, lanes: list[Lane], extent: Extent) -> Iterator[DecodedPart]:
         """Decode the rows of an extent, lane by lane; each part is in the order of the stream.
 
         A lane is split where its table was truncated or had rows of another shape, so that a part is entirely before or
@@ -182,7 +181,6 @@ class Block:
                             commit_time[chosen.transaction[part]], xid[chosen.transaction[part]],
                         ),
                         lanes[lane].layout,
-                        policy,
                     )
                     for part in _waves(chosen.end - chosen.message)
                 ]  # fmt: skip

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from penstock.changes.segment import OLD, UNREPRESENTABLE, Operation, SegmentLayout
 from penstock.changes.wire import Buffer, Cells, DecodedColumns, Flags, Positions, Records
-from penstock.values import OutOfRange
 
 _NULL, _UNCHANGED, _TEXT = 1, 2, 3
 _KIND = np.zeros(256, np.uint8)
@@ -44,7 +43,7 @@ class WaveRows:
     xid: NDArray[np.int64]
 
 
-def decode_rows(buffer: Buffer, rows: WaveRows, layout: SegmentLayout, policy: OutOfRange) -> pa.Table:
+def decode_rows(buffer: Buffer, rows: WaveRows, layout: SegmentLayout) -> pa.Table:
     """Decode the rows of one table into columns in the layout of segments.
 
     Under the policy `error`, texts are kept as under `keep`: the apply worker stops that table, and capture continues
@@ -52,7 +51,7 @@ def decode_rows(buffer: Buffer, rows: WaveRows, layout: SegmentLayout, policy: O
     """
     count = len(rows.start)
     records = Records(rows.message, rows.end, f"row of {layout.schema}")
-    decoded = DecodedColumns(str(layout.schema), count, OutOfRange.KEEP if policy is OutOfRange.ERROR else policy)
+    decoded = DecodedColumns(str(layout.schema), count, raises=False)
     cursor = rows.start.copy()
     marker = buffer.bytes[cursor]
     with_old = np.flatnonzero((rows.operation == ord("U")) & ((marker == _KEY) | (marker == _OLD_ROW)))

@@ -138,13 +138,14 @@ def build_batch(
     positions: Mapping[int, Lsn],
     schemas: Mapping[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
-    refuse_unrepresentable: bool = False,
+    refused: Callable[[TableSchema], tuple[str, ...]] | None = None,
 ) -> EventBatch:
     """Build the batch between two boundaries, of the tables in `positions` and from their positions on.
 
     `schemas` are those that tables have at the destination; where rows have another one, a change of the schema comes
-    before them. With `refuse_unrepresentable` reading a row with a cell that its type cannot hold raises: the batch is
-    handed over all the same, so that this concerns its table alone, and where the data work is done.
+    before them. `refused` gives the columns of a table for which reading a row with a cell that its type cannot hold
+    raises: the batch is handed over all the same, so that this concerns its table alone, and where the data work is
+    done.
     """
     entries = [entry for entry in entries if not reaches(begin, entry.end) and not reaches(entry.begin, end)]
     steps: dict[int, list[TableStep]] = {}
@@ -163,8 +164,8 @@ def build_batch(
                 segment = step.between(after, end)
                 if segment is None:
                     continue
-                if refuse_unrepresentable:
-                    segment = replace(segment, refuses=True)
+                if refused is not None and segment.unrepresentable:
+                    segment = replace(segment, refuses=refused(schema_of(segment.table_id, segment.version)))
                 _append_rows(steps.setdefault(step.table_id, []), segment, current, schema_of)
             names[step.table_id] = step.table
     timed = [entry for entry in entries if entry.transactions]

@@ -18,7 +18,7 @@ An omitted value is NULL in its own column: only `_unchanged` distinguishes it f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,9 +26,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import ValueOutOfRange
+from penstock.errors import RESYNC, ConfigError, ValueOutOfRange
 from penstock.schema import Column, ReplicaIdentity, TableSchema
-from penstock.values import Codec, TypeSettings, codec_for
+from penstock.values import Codec, NumericPolicy, OutOfRange, TypeSettings, codec_for, merging_setting
 
 OP = "_op"
 COMMIT_LSN = "_commit_lsn"
@@ -44,6 +44,8 @@ UNREPRESENTABLE_TYPE = pa.map_(pa.string(), pa.string())
 Texts = Mapping[str, pa.Array]
 """Column → the server's texts of the cells that the column's type cannot hold, NULL elsewhere. Columns without such
 cells are left out. A file has all texts of a row in one map; here each text can follow its cell."""
+_EXACT = {"numeric": NumericPolicy.STRING, "out_of_range": OutOfRange.KEEP}
+"""Values of settings that never make different values the same."""
 _ENTRY_TYPE = pa.struct([pa.field("key", pa.string(), nullable=False), pa.field("value", pa.string())])
 
 
@@ -63,6 +65,8 @@ class SegmentColumn:
     field_name: str
     codec: Codec
     index: int
+    policy: OutOfRange = OutOfRange.KEEP
+    """What happens to values that the codec rejects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ def segment_layout(schema: TableSchema, settings: TypeSettings | None = None) ->
     settings = settings or TypeSettings()
     names = field_names(schema)
     columns = tuple(
-        SegmentColumn(column, name, codec_for(column.type, column.type_modifier, settings), index)
+        _segment_column(column, name, index, settings.of(str(schema), column.name))
         for index, (column, name) in enumerate(zip(schema.columns, names, strict=True))
     )
     full = schema.replica_identity is ReplicaIdentity.FULL
@@ -103,6 +107,39 @@ def segment_layout(schema: TableSchema, settings: TypeSettings | None = None) ->
         fields.append(pa.field(OLD, old_type))
     fields += [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
     return SegmentLayout(schema, columns, old_columns, pa.schema(fields))
+
+
+def _segment_column(column: Column, name: str, index: int, settings: TypeSettings) -> SegmentColumn:
+    codec = codec_for(column.type, column.type_modifier, settings)
+    return SegmentColumn(column, name, codec, index, settings.out_of_range)
+
+
+def inexact_keys(schema: TableSchema, settings: TypeSettings) -> Iterator[ConfigError]:
+    """Find columns that identify rows, and in which a setting can make different values the same.
+
+    Rows are identified by the columns of the key; with `REPLICA IDENTITY FULL` and without a key, by all columns.
+    """
+    table = str(schema)
+    whole = schema.columns if schema.replica_identity is ReplicaIdentity.FULL else ()
+    for column in schema.key or whole:
+        chosen = settings.of(table, column.name)
+        setting = merging_setting(column.type, column.type_modifier, chosen)
+        if setting is not None:
+            place = f'[tables."{table}".types.columns."{column.name}"]'
+            yield ConfigError(
+                f'{table}: {setting} = "{getattr(chosen, setting)}" cannot be used for column {column.name!r}, which '
+                "identifies rows: different rows would become the same",
+                hint=f'Set {setting} = "{_EXACT[setting]}" in {place}, restart the pipeline, then copy the table '
+                f"again: {RESYNC}.",
+                table=table,
+                column=column.name,
+            )
+
+
+def require_exact_key(schema: TableSchema, settings: TypeSettings) -> None:
+    """Raise if a setting can make rows of a table the same; see `inexact_keys`."""
+    for error in inexact_keys(schema, settings):
+        raise error
 
 
 def field_names(schema: TableSchema) -> tuple[str, ...]:
@@ -130,11 +167,20 @@ def count_unrepresentable(rows: pa.Table) -> int:
     return rows.num_rows - rows.column(UNREPRESENTABLE).null_count
 
 
-def require_representable(rows: pa.Table, table: str, table_id: int) -> None:
-    """Raise if rows have unrepresentable values (policy `error`). The error names the columns, never a value."""
-    if count_unrepresentable(rows):
-        entries = pc.list_flatten(rows.column(UNREPRESENTABLE).cast(pa.list_(_ENTRY_TYPE)))
-        columns = sorted(set(pc.struct_field(entries, 0).unique().to_pylist()))
+def refused_columns(schema: TableSchema, settings: TypeSettings) -> tuple[str, ...]:
+    """The columns, by their names in segments, whose unrepresentable values stop the table (policy `error`)."""
+    columns = segment_layout(schema, settings).columns
+    return tuple(column.field_name for column in columns if column.policy is OutOfRange.ERROR)
+
+
+def require_representable(rows: pa.Table, table: str, table_id: int, refused: Collection[str]) -> None:
+    """Raise if rows have unrepresentable values in one of the columns `refused`. The error names columns, no value."""
+    if not count_unrepresentable(rows):
+        return
+    entries = pc.list_flatten(rows.column(UNREPRESENTABLE).cast(pa.list_(_ENTRY_TYPE)))
+    found: set[str] = set(pc.struct_field(entries, 0).unique().to_pylist())
+    columns = sorted(name for name in found if name in refused or name.removeprefix(f"{OLD}.") in refused)
+    if columns:
         raise ValueOutOfRange(
             f"{table} has values that the column type cannot hold: {', '.join(columns)}",
             hint='Choose another out_of_range policy ("keep" loses nothing) and run `penstock rollback`; or fix the '

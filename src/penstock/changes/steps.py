@@ -43,8 +43,8 @@ class Segment:
     """Changes before this boundary are left out; None if there are none in the file."""
     until: Lsn | None = None
     """Changes after this boundary are left out; None if there are none in the file."""
-    refuses: bool = False
-    """Reading a row with an unrepresentable value raises (`out_of_range = "error"`)."""
+    refuses: tuple[str, ...] = ()
+    """Reading a row with an unrepresentable value in one of these columns raises (`out_of_range = "error"`)."""
 
     def between(self, after: Lsn | None, until: Lsn | None = None) -> Segment | None:
         """The part between two boundaries; None if the keys show that there is none."""
@@ -65,7 +65,7 @@ class Segment:
     def read(self, columns: list[str] | None = None) -> pa.Table:
         """The rows between the boundaries. Raises `ValueOutOfRange` if one has a value that is refused."""
         whole = self.after is None and self.until is None
-        checked = self.refuses and self.unrepresentable > 0
+        checked = bool(self.refuses) and self.unrepresentable > 0
         wanted = columns
         if wanted is not None:
             needed = [*([] if whole else [COMMIT_LSN]), *([UNREPRESENTABLE] if checked else [])]
@@ -75,7 +75,7 @@ class Segment:
         if not whole:
             table = self._narrow(table)
         if checked:
-            require_representable(table, self.table, self.table_id)
+            require_representable(table, self.table, self.table_id, self.refuses)
         return table if columns is None or table.column_names == columns else table.select(columns)
 
     def _narrow(self, table: pa.Table) -> pa.Table:

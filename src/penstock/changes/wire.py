@@ -109,13 +109,16 @@ def _even_numbers() -> pa.Int64Array:
 
 
 class DecodedColumns:
-    """Columns in the types of segments, and the texts of values that these cannot hold, under a policy."""
+    """Columns in the types of segments, and the texts of values that these cannot hold, under each column's policy.
 
-    __slots__ = ("_count", "_policy", "_table", "_texts")
+    Without `raises`, texts are kept under the policy `error` as under `keep`.
+    """
 
-    def __init__(self, table: str, count: int, policy: OutOfRange) -> None:
+    __slots__ = ("_count", "_raises", "_table", "_texts")
+
+    def __init__(self, table: str, count: int, *, raises: bool = True) -> None:
         self._table = table
-        self._policy = policy
+        self._raises = raises
         self._texts: dict[str, pa.Array] = {}
         self._count = count
 
@@ -151,7 +154,9 @@ class DecodedColumns:
         """Decoded values under the policy; `text` gives the server's text of those that were rejected."""
         if decoded.rejected is None:
             return decoded.array
-        found = apply_policy(decoded, text(), self._policy, table=self._table, column=column.column.name)
+        keeps = column.policy is OutOfRange.ERROR and not self._raises
+        policy = OutOfRange.KEEP if keeps else column.policy
+        found = apply_policy(decoded, text(), policy, table=self._table, column=column.column.name)
         if found.kept is not None:
             self._texts[name or column.field_name] = found.kept if spread is None else found.kept.take(spread)
         return found.array
@@ -162,10 +167,10 @@ class DecodedColumns:
 
 
 def decode_columns(
-    columns: Sequence[SegmentColumn], cells: Sequence[pa.Array], row_count: int, policy: OutOfRange, table: str
+    columns: Sequence[SegmentColumn], cells: Sequence[pa.Array], row_count: int, table: str
 ) -> list[pa.Array]:
     """Whole columns in the types of segments, then `_unrepresentable`. What is no `TEXT` is a value already."""
-    decoded = DecodedColumns(table, row_count, policy)
+    decoded = DecodedColumns(table, row_count)
     arrays = [decoded.decode(column, array) for column, array in zip(columns, cells, strict=True)]
     maps = decoded.unrepresentable()
     return [*arrays, pa.nulls(row_count, UNREPRESENTABLE_TYPE) if maps is None else maps]

@@ -48,6 +48,7 @@ def check(
             tuple(exclude or ()) or source.exclude,
             # A publication named on the command line must exist.
             manage_publication=source.manage_publication and publication is None,
+            types=source.types,
         )
         report = run_preflight(source.settings, request)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ import typer
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError, ServerUnavailable
 from penstock.source import SourceSettings
+from penstock.values import TypeSettings
 
 DEFAULT_PATH = Path("penstock.toml")
 
@@ -82,6 +83,7 @@ class ChosenSource:
     tables: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     manage_publication: bool = False
+    types: TypeSettings = field(default_factory=TypeSettings)
 
 
 @contextmanager
@@ -109,6 +111,7 @@ def chosen_source(context: typer.Context, url: str | None, config_path: Path | N
                 settings.tables,
                 settings.exclude,
                 settings.manage_publication,
+                settings.types,
             )
     else:
         raise ConfigError(

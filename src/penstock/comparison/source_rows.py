@@ -76,8 +76,7 @@ class SourceReader:
         types += [pa.int64()] if self.with_transactions else []
         cells = parse_csv(text, types, str(self.heap.schema))
         read = [column.combine_chunks() for column in cells.columns[: len(columns)]]
-        policy, table = self.heap.types.out_of_range, str(self.heap.schema)
-        arrays = decode_columns(columns, read, cells.num_rows, policy, table)
+        arrays = decode_columns(columns, read, cells.num_rows, str(self.heap.schema))
         fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
         fields.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE))
         if self.with_transactions:

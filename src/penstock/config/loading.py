@@ -19,7 +19,13 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.config.documents import DocumentsChoice, documents_choice, tables_of
 from penstock.config.environment import Substitution, join
-from penstock.config.models import NO_SPARK, ConfigFile, DestinationSection, SchemaChangesSection
+from penstock.config.models import (
+    NO_SPARK,
+    ConfigFile,
+    DestinationSection,
+    SchemaChangesSection,
+    TypeChoices,
+)
 from penstock.config.units import parse_duration
 from penstock.copy import CopySettings
 from penstock.destinations.base import Destination
@@ -34,7 +40,7 @@ from penstock.spool import SpoolSettings
 from penstock.state import open_store
 from penstock.state.store import Store
 from penstock.tables import TablesSettings
-from penstock.values import TypeSettings
+from penstock.values import TypeOverride, TypeSettings
 from penstock.workers import BatchSettings, ErrorHold, SchemaChanges
 
 REFERENCE = "docs/reference/config.md describes every key."
@@ -307,9 +313,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
             lock_timeout=file.copy_.lock_timeout.total_seconds(), max_bytes_per_second=file.copy_.max_bytes_per_second
         ),
         rename_tables=_rename_rules(file),
-        types=TypeSettings(
-            out_of_range=file.types.out_of_range, numeric=file.types.numeric, unknown_types=file.types.unknown_types
-        ),
+        types=_type_settings(file),
         schema_changes=_schema_changes(file.schema_changes),
         of_tables={
             name: _schema_changes(file.schema_changes, section.schema_changes) for name, section in file.tables.items()
@@ -340,6 +344,25 @@ def _rename_rules(file: ConfigFile) -> RenameRules:
     for name in own:
         TablePattern(name)  # raises if it is not a name
     return RenameRules(file.schema_changes.rename_table, own)
+
+
+def _type_settings(file: ConfigFile) -> TypeSettings:
+    settings = TypeSettings(
+        out_of_range=file.types.out_of_range, numeric=file.types.numeric, unknown_types=file.types.unknown_types
+    )
+    overrides: list[TypeOverride] = []
+    for table, section in file.tables.items():
+        if not section.types.model_fields_set:
+            continue
+        own = _overridden(settings, section.types)
+        overrides.append(TypeOverride(table, None, own))
+        columns = section.types.columns.items()
+        overrides += [TypeOverride(table, column, _overridden(own, choices)) for column, choices in columns]
+    return replace(settings, overrides=tuple(overrides))
+
+
+def _overridden(settings: TypeSettings, choices: TypeChoices) -> TypeSettings:
+    return replace(settings, **choices.model_dump(exclude_none=True, exclude={"columns"}))
 
 
 def _tables(file: ConfigFile, folder: Path) -> tuple[str, ...]:

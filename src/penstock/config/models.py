@@ -159,6 +159,20 @@ class PollingSection(Section):
     overlap: Duration = timedelta(seconds=PollSettings().overlap)
 
 
+class TypeChoices(Section):
+    """The keys of [types] for a single column; None for those of its table."""
+
+    numeric: NumericPolicy | None = None
+    out_of_range: OutOfRange | None = None
+    unknown_types: UnknownTypes | None = None
+
+
+class TableTypesSection(TypeChoices):
+    """The keys of [types] for a single table; None for those of all tables."""
+
+    columns: dict[str, TypeChoices] = {}
+
+
 class TypesSection(Section):
     """What types and values become that Arrow cannot represent."""
 
@@ -179,6 +193,7 @@ class SchemaChangesSection(Section):
 class TableSection(Section):
     """Settings of one table."""
 
+    types: TableTypesSection = TableTypesSection()
     schema_changes: SchemaChangesSection = SchemaChangesSection()
 
 

@@ -24,7 +24,7 @@ from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, Segm
 from penstock.changes.wire import Buffer, Cells, DecodedColumns, Flags, Records
 from penstock.errors import DecodeError
 from penstock.schema import PostgresType, TableSchema, TypeKind, resolve_domain
-from penstock.values import Codec, Decoded, OutOfRange, TypeSettings
+from penstock.values import Codec, Decoded, TypeSettings
 from penstock.values.datetimes import (
     DAY,
     EPOCH_DAYS,
@@ -136,7 +136,6 @@ class TupleLayout:
     columns: tuple[SegmentColumn, ...]
     forms: tuple[WireForm, ...]
     arrow_schema: pa.Schema
-    policy: OutOfRange
 
 
 def tuple_layout(schema: TableSchema, settings: TypeSettings) -> TupleLayout:
@@ -148,7 +147,6 @@ def tuple_layout(schema: TableSchema, settings: TypeSettings) -> TupleLayout:
         columns=columns,
         forms=tuple(wire_form(column.column.type, column.codec) for column in columns),
         arrow_schema=pa.schema([*fields, pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)]),
-        policy=settings.out_of_range,
     )
 
 
@@ -168,7 +166,7 @@ def decode_tuples(raw: bytes | bytearray, lengths: NDArray[np.int64], layout: Tu
     counts = buffer.read(">i2", records.start)
     records.require(counts == len(layout.columns), records.start, "a wrong number of fields")
     cursor = records.start + 2
-    decoded = DecodedColumns(layout.table, len(lengths), layout.policy)
+    decoded = DecodedColumns(layout.table, len(lengths))
     arrays: list[pa.Array] = []
     for column, form in zip(layout.columns, layout.forms, strict=True):
         length = buffer.read(">i4", cursor)

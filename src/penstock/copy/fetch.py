@@ -54,7 +54,7 @@ class SourceFetch:
                         value = result.get_value(row, number)
                         values.append(None if value is None else value.decode())
         arrays = [pa.array(values, TEXT) for values in cells]
-        decoded = decode_columns(columns, arrays, len(arrays[0]), self.types.out_of_range, str(schema))
+        decoded = decode_columns(columns, arrays, len(arrays[0]), str(schema))
         return pa.table(decoded, names=[*(column.field_name for column in columns), UNREPRESENTABLE])
 
 

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
+from psycopg.rows import tuple_row
 
+from penstock.changes.segment import inexact_keys
 from penstock.config import Config, IndexChoice
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint
+from penstock.errors import ConfigError
 from penstock.operations.stores import existing_store, running
 from penstock.source import Role, connect
+from penstock.source.catalog import load_tables, load_types, schema_from_catalog
+from penstock.source.faults import translated
 from penstock.source.preflight import Report, Request, run_preflight
 from penstock.source.publications import find_tables, inspect_publication, published_tables, without_identity
 from penstock.source.slots import inspect_slot
 from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
 from penstock.tables import OnLostSlot
+from penstock.values import TypeSettings
 
 _REFUSED = "NO REPLICA IDENTITY: once it is published, the server rejects its updates and deletes"
+_OIDS = """
+    select c.oid::int8
+    from pg_catalog.pg_class c
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where n.nspname || '.' || c.relname = any(%s::text[]) and c.relkind in ('r', 'p')
+"""
 POLLED = "not needed: changes are polled"
 
 
@@ -71,6 +83,7 @@ def make_plan(config: Config) -> Plan:
         slot, from_start = (POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
         tables = {} if polled else _tables(connection, config)
         refused = set(without_identity(connection, tables))
+        inexact = _inexact_keys(connection, tables, settings.types)
         indexes = config.documents.indexes if config.documents is not None else ()
         catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
         return Plan(
@@ -92,6 +105,7 @@ def make_plan(config: Config) -> Plan:
                 name: {
                     output: _fate(None if table_id is None else known.get(table_id), from_start)
                     + (f"; {_REFUSED}" if name in refused else "")
+                    + (f"; WOULD STOP: {inexact[name]}" if name in inexact else "")
                     for output, known in phases.items()
                     if config.documents is None or output != config.documents.name
                 }
@@ -111,6 +125,7 @@ def check_source(config: Config) -> Report:
         settings.tables,
         settings.exclude,
         manage_publication=settings.manage_publication,
+        types=settings.types,
     )
     return run_preflight(settings.source, request)
 
@@ -169,6 +184,19 @@ def _tables(connection: psycopg.Connection[Any], config: Config) -> dict[str, in
         return dict(published)
     wanted = [str(table) for table in find_tables(connection, settings.tables, settings.exclude)]
     return {name: published.get(name) for name in wanted}
+
+
+def _inexact_keys(
+    connection: psycopg.Connection[Any], tables: Iterable[str], types: TypeSettings
+) -> dict[str, ConfigError]:
+    """The tables that would stop because a setting in [types] makes different keys the same, each with its error."""
+    with translated(connection, "read the columns of keys"), connection.cursor(row_factory=tuple_row) as cursor:
+        oids = [oid for (oid,) in cursor.execute(_OIDS, [list(tables)]).fetchall()]
+    catalog = load_tables(connection, oids).values()
+    known = load_types(connection, {each.type_oid for table in catalog for each in table.live_attributes})
+    schemas = [schema_from_catalog(table, known) for table in catalog]
+    found = {str(schema): next(inexact_keys(schema, types), None) for schema in schemas}
+    return {name: error for name, error in found.items() if error is not None}
 
 
 def _builds(store: Store | None) -> Mapping[str, IndexBuild]:

@@ -5,8 +5,15 @@ Importing the families registers them.
 
 from penstock.values import arrays, datetimes, numbers, text  # noqa: F401
 from penstock.values.codec import MAX_TEXT_BYTES, Codec, Decoded, codec_for
-from penstock.values.policy import PolicyResult, apply_policy
-from penstock.values.settings import CompositePolicy, NumericPolicy, OutOfRange, TypeSettings, UnknownTypes
+from penstock.values.policy import PolicyResult, apply_policy, merging_setting
+from penstock.values.settings import (
+    CompositePolicy,
+    NumericPolicy,
+    OutOfRange,
+    TypeOverride,
+    TypeSettings,
+    UnknownTypes,
+)
 
 __all__ = [
     "MAX_TEXT_BYTES",
@@ -16,8 +23,10 @@ __all__ = [
     "NumericPolicy",
     "OutOfRange",
     "PolicyResult",
+    "TypeOverride",
     "TypeSettings",
     "UnknownTypes",
     "apply_policy",
     "codec_for",
+    "merging_setting",
 ]

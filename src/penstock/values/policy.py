@@ -1,7 +1,8 @@
-"""Applies a policy to values that their column's type cannot hold."""
+"""Applies a policy to values that their column's type cannot hold; says which settings a key does not allow."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -11,10 +12,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.errors import ValueOutOfRange
+from penstock.schema import PostgresType
 from penstock.values.cells import matches
-from penstock.values.codec import Decoded
+from penstock.values.codec import Decoded, codec_for
 from penstock.values.datetimes import DAY, FIRST_DAY, LAST_DAY
-from penstock.values.settings import OutOfRange
+from penstock.values.settings import NumericPolicy, OutOfRange, TypeSettings
 
 
 class PolicyResult(NamedTuple):
@@ -59,6 +61,22 @@ def apply_policy(
             return _clamp(decoded, decoded.rejected, text)
         case OutOfRange.KEEP | OutOfRange.TEXT:
             return PolicyResult(decoded.array, _keep(text, np.flatnonzero(decoded.rejected)))
+
+
+def merging_setting(type_: PostgresType, modifier: int, settings: TypeSettings) -> str | None:
+    """Return the name of a setting that can make different values of a column the same; None if there is none.
+
+    Such a column cannot be part of a key. KEEP, ERROR and TEXT never change a value.
+    """
+    chosen = codec_for(type_, modifier, settings).arrow_type
+    exact = codec_for(type_, modifier, replace(settings, numeric=NumericPolicy.STRING)).arrow_type
+    if settings.numeric is NumericPolicy.DOUBLE and exact != chosen:
+        return "numeric"
+    # A type with values that Arrow cannot hold is text under TEXT.
+    exact = codec_for(type_, modifier, replace(settings, out_of_range=OutOfRange.TEXT)).arrow_type
+    has_bounds = _bounds(chosen) is not None
+    merges = settings.out_of_range is OutOfRange.NULL or (settings.out_of_range is OutOfRange.CLAMP and has_bounds)
+    return "out_of_range" if merges and exact != chosen else None
 
 
 def _keep(text: pa.LargeStringArray, positions: NDArray[np.intp]) -> pa.StringArray | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from penstock.errors import ConfigError
@@ -58,9 +58,38 @@ class TypeSettings:
     numeric: NumericPolicy = NumericPolicy.STRING
     unknown_types: UnknownTypes = UnknownTypes.TEXT
     composites: CompositePolicy = CompositePolicy.TEXT
+    overrides: tuple[TypeOverride, ...] = ()
+    """Tables and columns with settings of their own."""
+
+    def of(self, table: str, column: str) -> TypeSettings:
+        """Return the settings of a column, without overrides: its own, else its table's, else these."""
+        chosen = self
+        for override in self.overrides:
+            if override.table == table and override.column in (None, column):
+                chosen = override.settings
+                if override.column is not None:
+                    break
+        return replace(chosen, overrides=())
+
+    @property
+    def can_refuse(self) -> bool:
+        """True if the policy of some column is `ERROR`."""
+        every = (self, *(override.settings for override in self.overrides))
+        return any(each.out_of_range is OutOfRange.ERROR for each in every)
 
     def __post_init__(self) -> None:
         if self.composites is CompositePolicy.STRUCT:
             raise ConfigError(
                 'composites = "struct" is not supported yet', hint='Use composites = "text"; the text loses nothing.'
             )
+
+
+@dataclass(frozen=True, slots=True)
+class TypeOverride:
+    """The settings of one table, or of one of its columns."""
+
+    table: str
+    """Namespace and name, with a dot between them."""
+    column: str | None
+    """None for all columns that have no override of their own."""
+    settings: TypeSettings

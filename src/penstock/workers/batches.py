@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.changes.batch import EventBatch, SchemaChange, TableChanges, build_batch
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, build_batch
+from penstock.changes.segment import refused_columns, require_exact_key
 from penstock.destinations.base import Destination, TableResult
-from penstock.errors import PenstockError, ValuesNotSent
+from penstock.errors import ConfigError, PenstockError, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.schema import TableSchema
 from penstock.spool import Entry, SpoolReader
 from penstock.state import Store, TableSchemaVersion
-from penstock.values import OutOfRange, TypeSettings
+from penstock.values import TypeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class BatchWriter:
         self._settings = settings
         self._accepted: dict[int, Lsn] = {}
         """How far the destination has accepted changes that are not durable yet; they are not sent again."""
-        self._refuses = types is not None and types.out_of_range is OutOfRange.ERROR
+        self._types = types or TypeSettings()
 
     def take(self, after: Lsn, limit: Lsn, tables: Sequence[int] | None = None) -> list[Entry]:
         """Return the entries between two boundaries that fit into a batch; at least one if there is any."""
@@ -82,13 +83,13 @@ class BatchWriter:
             positions=unsent,
             schemas=self._schemas_at(unsent),
             schema_of=self.reader.load_schema,
-            refuse_unrepresentable=self._refuses,
+            refused=self._refused_columns if self._types.can_refuse else None,
         )
         durable = dict.fromkeys(positions, end)
         failed = {
             changes.table_id: error
             for changes in batch.tables
-            if (error := _values_not_sent(changes, self._destination))
+            if (error := _inexact_key(changes, self._types) or _values_not_sent(changes, self._destination))
         }
         for table_id in failed:
             durable.pop(table_id)
@@ -137,10 +138,24 @@ class BatchWriter:
                 self._accepted[table_id] = batch.end
         return outcomes
 
+    def _refused_columns(self, schema: TableSchema) -> tuple[str, ...]:
+        return refused_columns(schema, self._types)
+
     def _schemas_at(self, positions: Mapping[int, Lsn]) -> dict[int, TableSchema]:
         """Return the schemas that the tables have at the destination: those stored for their positions."""
         stored = (self._store.get_table_schema(table_id, OrderKey(lsn, 0)) for table_id, lsn in positions.items())
         return {version.table_id: version.schema for version in stored if version is not None}
+
+
+def _inexact_key(changes: TableChanges, types: TypeSettings) -> PenstockError | None:
+    """Return why rows of a table cannot be told apart: a setting changes values of its key."""
+    try:
+        for step in changes.steps:
+            if isinstance(step, Rows):
+                require_exact_key(step.schema, types)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:

@@ -23,6 +23,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from penstock import failpoints
+from penstock.changes.segment import require_exact_key
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.progress import CopyCounter, CopyProgress, listening
 from penstock.destinations.base import Destination, Tasks
@@ -194,6 +195,7 @@ class TableSync:
                 settings=self._copy,
                 attempt=self.attempt,
             )
+            require_exact_key(rows.schema, self._types)
             counter = self._counter = CopyCounter(rows)
             self._check_stop()
             with self._tasks.copying(), listening(counter.take):

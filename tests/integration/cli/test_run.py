@@ -207,6 +207,21 @@ def test_a_table_whose_updates_the_server_will_refuse_is_named(site: Site):
     assert "the server refuses updates and deletes of public.keyless until they have one" in result.stderr
 
 
+def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
+    site.database.execute("create table days (id date primary key, note text)")
+    site.configure(more='[types]\nout_of_range = "clamp"')
+    plan = site.run("run", "--plan")
+    wanted = "out_of_range = \"clamp\" cannot be used for column 'id'"
+    assert f"would be copied; WOULD STOP: public.days: {wanted}" in plan.stdout
+    check = site.run("check", "--json")
+    assert check.returncode == 1
+    (finding,) = [each for each in json.loads(check.stdout)["checks"] if each["id"] == "exact_keys"]
+    assert finding["subjects"] == ["public.days.id"]
+    site.configure(more='[types]\nout_of_range = "clamp"\n[tables."public.days".types]\nout_of_range = "keep"')
+    assert "WOULD STOP" not in site.run("run", "--plan").stdout
+    assert site.run("run", "--once").returncode == 0
+
+
 def test_patterns_that_match_no_table_are_told(site: Site):
     site.configure(tables="shp.*")
     assert "tables       none: no table in the database matches" in site.run("run", "--plan").stdout

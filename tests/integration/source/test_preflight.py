@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -14,6 +15,7 @@ from penstock.source.preflight.context import Context
 from penstock.source.preflight.run import ALL_CHECKS
 from penstock.source.slots import create_slot
 from penstock.testing.postgres import PostgresServer
+from penstock.values import NumericPolicy, OutOfRange, TypeOverride, TypeSettings
 
 MakeServer = Callable[..., PostgresServer]
 
@@ -271,3 +273,29 @@ def test_a_check_that_breaks_does_not_hide_the_others(database: Any, monkeypatch
     assert finding(report, "second").status is Status.UNKNOWN
     assert state(report, "wal_level") == PASSED
     assert report.ready
+
+
+def test_keys_that_a_setting_would_change_are_found_and_overrides_that_nothing_has(any_database: Any) -> None:
+    any_database.execute("create table keyed (id date primary key, at date)")
+    any_database.execute("create table whole (cell numeric); alter table whole replica identity full")
+    any_database.execute("create table fine (id int primary key, at date, price numeric)")
+    any_database.execute("create publication pub for table keyed, whole, fine")
+    assert look(any_database, publication="pub").find("exact_keys") is None
+    types = TypeSettings(out_of_range=OutOfRange.NULL, numeric=NumericPolicy.DOUBLE)
+    report = look(any_database, publication="pub", types=types)
+    assert state(report, "exact_keys") == CRITICAL
+    found = finding(report, "exact_keys")
+    assert found.subjects == ("public.keyed.id", "public.whole.cell")
+    assert '[tables."public.keyed".types.columns."id"]' in found.remedy
+    overrides = tuple(
+        TypeOverride(table, column, TypeSettings())
+        for table, column in (
+            ("public.keyed", "id"),
+            ("public.whole", None),
+            ("public.gone", None),
+            ("public.fine", "x"),
+        )
+    )
+    report = look(any_database, publication="pub", types=replace(types, overrides=overrides))
+    assert report.find("exact_keys") is None
+    assert finding(report, "type_overrides").subjects == ("public.gone", "public.fine.x")

@@ -22,7 +22,7 @@ SCHEMA = TableSchema(1, "public", "t", (Column("at", 1, PostgresType(1082, "date
 GOOD, BAD = Lsn(100), Lsn(200)
 
 
-def batch(folder: Path, *, begin: int = 0, end: int = 300, refuse: bool = True) -> EventBatch:
+def batch(folder: Path, *, begin: int = 0, end: int = 300, refused: tuple[str, ...] = ("at",)) -> EventBatch:
     """A segment with a good row, and one that a date cannot hold."""
     rows = [
         {"_op": 1, "_commit_lsn": at, "_ordinal": 0, "_commit_time": 0, "_xid": 1, "at": None, UNREPRESENTABLE: kept}
@@ -39,7 +39,7 @@ def batch(folder: Path, *, begin: int = 0, end: int = 300, refuse: bool = True) 
         positions={1: Lsn(begin)},
         schemas={1: SCHEMA},
         schema_of=lambda table_id, version: SCHEMA,
-        refuse_unrepresentable=refuse,
+        refused=lambda schema: refused,
     )
 
 
@@ -64,8 +64,9 @@ def test_rows_that_are_not_meant_are_not_refused(tmp_path):
     assert before.read(["at"]).column_names == ["at"]
 
 
-def test_other_policies_refuse_nothing(tmp_path):
-    (segment,) = rows_of(batch(tmp_path, refuse=False)).segments
+@pytest.mark.parametrize("refused", [(), ("other",)])
+def test_other_policies_and_columns_refuse_nothing(tmp_path, refused):
+    (segment,) = rows_of(batch(tmp_path, refused=refused)).segments
     assert segment.read().num_rows == 2
 
 

@@ -116,6 +116,36 @@ def test_every_key_arrives_in_the_settings(load, tmp_path):
     assert types.unknown_types is UnknownTypes.BYTES
 
 
+def test_tables_and_columns_have_types_of_their_own(load):
+    config = load(
+        """
+        [pipeline]
+        id = "shop"
+        [source]
+        url = "postgresql://h/d"
+        [destination]
+        type = "memory"
+        [types]
+        numeric = "decimal"
+        [tables."public.orders".types]
+        out_of_range = "clamp"
+        [tables."public.orders".types.columns."At Sea"]
+        numeric = "double"
+        """
+    )
+    types = config.pipeline.types
+    found = {
+        name: types.of(*name)
+        for name in (("public.orders", "At Sea"), ("public.orders", "id"), ("public.other", "At Sea"))
+    }
+    assert [(each.numeric, each.out_of_range) for each in found.values()] == [
+        (NumericPolicy.DOUBLE, OutOfRange.CLAMP),
+        (NumericPolicy.DECIMAL, OutOfRange.CLAMP),
+        (NumericPolicy.DECIMAL, OutOfRange.KEEP),
+    ]
+    assert not any(each.overrides for each in found.values())
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -124,6 +154,7 @@ def test_every_key_arrives_in_the_settings(load, tmp_path):
         ("[copy]\nmax_table_sync_worker = 3", 'did you mean "max_table_sync_workers"?'),
         ("[copy]\nexclude = []", "copy.exclude: there is no such key; it belongs to [source]"),
         ("[types]\nwhatever = 1", "types.whatever: there is no such key; known here: numeric, out_of_range"),
+        ('[tables.t.types]\nnumric = "double"', "tables.t.types.numric: there is no such key"),
         ('[types]\nnumeric = "s3cret"', "types.numeric: should be 'string', 'decimal' or 'double'"),
         ("[copy]\nmax_connections = 0", "copy.max_connections: should be greater than or equal to 1"),
         ('[copy]\nlock_timeout = "s3cret"', 'copy.lock_timeout: should be a duration like "500ms"'),

@@ -11,7 +11,15 @@ import pytest
 
 from penstock.errors import ValueOutOfRange
 from penstock.schema import PostgresType
-from penstock.values import NumericPolicy, OutOfRange, PolicyResult, TypeSettings, apply_policy, codec_for
+from penstock.values import (
+    NumericPolicy,
+    OutOfRange,
+    PolicyResult,
+    TypeSettings,
+    apply_policy,
+    codec_for,
+    merging_setting,
+)
 from tests.unit.values.columns import array_of, builtin, numeric_modifier, text_column
 
 
@@ -103,3 +111,34 @@ def test_clamp_keeps_what_has_no_nearest_value() -> None:
     assert wide.array.to_pylist()[0] == Decimal("-" + "9" * 20 + "." + "9" * 18)
     assert kept(wide) == [None, "0." + "1" * 20]
     assert kept(settle(array_of("date"), ["{infinity}", "{}"], OutOfRange.CLAMP)) == ["{infinity}", None]
+
+
+@pytest.mark.trap(31)
+@pytest.mark.parametrize(
+    ("type_", "modifier", "changes", "setting"),
+    [
+        ("int8", -1, {"out_of_range": OutOfRange.NULL, "numeric": NumericPolicy.DOUBLE}, None),
+        ("text", -1, {"out_of_range": OutOfRange.CLAMP}, None),
+        ("date", -1, {"out_of_range": OutOfRange.KEEP}, None),
+        ("date", -1, {"out_of_range": OutOfRange.ERROR}, None),
+        ("date", -1, {"out_of_range": OutOfRange.TEXT}, None),
+        ("date", -1, {"out_of_range": OutOfRange.NULL}, "out_of_range"),
+        ("timestamptz", -1, {"out_of_range": OutOfRange.CLAMP}, "out_of_range"),
+        ("time", -1, {"out_of_range": OutOfRange.CLAMP}, "out_of_range"),
+        ("numeric", -1, {"numeric": NumericPolicy.DOUBLE}, "numeric"),
+        ("numeric", numeric_modifier(10, 2), {"numeric": NumericPolicy.DOUBLE}, None),
+        ("numeric", numeric_modifier(10, 2), {"out_of_range": OutOfRange.NULL}, "out_of_range"),
+        ("numeric", -1, {"numeric": NumericPolicy.DECIMAL}, None),
+        ("numeric", -1, {"numeric": NumericPolicy.DECIMAL, "out_of_range": OutOfRange.CLAMP}, "out_of_range"),
+        ("numeric", -1, {"out_of_range": OutOfRange.NULL}, None),
+        (array_of("numeric"), -1, {"numeric": NumericPolicy.DOUBLE}, "numeric"),
+        (array_of("int4"), -1, {"out_of_range": OutOfRange.NULL}, "out_of_range"),
+        # Clamping keeps the text of an array.
+        (array_of("date"), -1, {"out_of_range": OutOfRange.CLAMP}, None),
+    ],
+)
+def test_settings_that_can_make_different_values_the_same_are_known(
+    type_: PostgresType | str, modifier: int, changes: dict[str, Any], setting: str | None
+) -> None:
+    type_ = builtin(type_) if isinstance(type_, str) else type_
+    assert merging_setting(type_, modifier, TypeSettings(**changes)) == setting

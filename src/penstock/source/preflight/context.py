@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.source.catalog import load_tables
+from penstock.schema import PostgresType
+from penstock.source.catalog import load_tables, load_types
 from penstock.source.columns import CatalogTable
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
@@ -24,6 +26,7 @@ from penstock.source.publications import (
     published_tables,
 )
 from penstock.source.slots import Slot, inspect_slot
+from penstock.values import TypeSettings
 
 _SETTINGS = "select name, setting, unit from pg_catalog.pg_settings"
 
@@ -53,6 +56,7 @@ class Request:
     patterns: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     manage_publication: bool = False
+    types: TypeSettings = field(default_factory=TypeSettings)
 
     def __post_init__(self) -> None:
         for pattern in (*self.patterns, *self.exclude):
@@ -155,6 +159,17 @@ class Context:
                 Subject(table, catalog, self._attnums(catalog, table), parts if table.kind == "p" else (catalog,))
             )
         return tuple(subjects)
+
+    @cached_property
+    def types(self) -> Mapping[int, PostgresType]:
+        """The types of all columns that are or would be published."""
+        wanted = {
+            attribute.type_oid
+            for subject in self.subjects
+            for attribute in subject.catalog.live_attributes
+            if attribute.attnum in subject.attnums
+        }
+        return load_types(self.connection, wanted)
 
     @property
     def severity(self) -> Severity:

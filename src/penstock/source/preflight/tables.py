@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from penstock.changes.segment import inexact_keys
+from penstock.errors import for_table
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, quote_identifier, resolve_domain
-from penstock.source.catalog import load_types
+from penstock.source.catalog import schema_from_catalog
 from penstock.source.columns import CatalogTable
 from penstock.source.patterns import TableName, select_tables
 from penstock.source.preflight.context import Context, Subject
@@ -278,13 +280,7 @@ def check_generated(context: Context) -> Iterator[Check]:
 
 def check_types(context: Context) -> Iterator[Check]:
     """Which columns are replicated as text?"""
-    wanted = {
-        attribute.type_oid
-        for subject in context.subjects
-        for attribute in subject.catalog.live_attributes
-        if attribute.attnum in subject.attnums
-    }
-    types = load_types(context.connection, wanted)
+    types = context.types
     names = [
         f"{subject}.{attribute.name} ({types[attribute.type_oid]})"
         for subject in context.subjects
@@ -300,6 +296,40 @@ def check_types(context: Context) -> Iterator[Check]:
             f"{counted(names, 'column')} replicated as text, exactly as the server prints it: {listed(names, 3)}",
             "Nothing to do; the values are complete.",
             names,
+        )
+
+
+def check_keys(context: Context) -> Iterator[Check]:
+    """Does a setting in [types] make different keys the same?"""
+    problems = [
+        problem
+        for subject in context.subjects
+        for problem in inexact_keys(
+            schema_from_catalog(subject.catalog, context.types, subject.attnums), context.request.types
+        )
+    ]
+    if problems:
+        names = [f"{problem.table}.{problem.column}" for problem in problems]
+        more = f" (also {listed(names[1:])})" if len(names) > 1 else ""
+        remedy = for_table(problems[0].hint, problems[0].table)
+        yield failed("exact_keys", context.severity, f"{problems[0]}{more}", remedy, names)
+
+
+def check_overrides(context: Context) -> Iterator[Check]:
+    """Does every table and column with types of its own in [tables] exist?"""
+    known = {str(subject): {each.name for each in subject.catalog.live_attributes} for subject in context.subjects}
+    lost = [
+        override.table if override.column is None else f"{override.table}.{override.column}"
+        for override in context.request.types.overrides
+        if override.table not in known or (override.column is not None and override.column not in known[override.table])
+    ]
+    if lost:
+        yield failed(
+            "type_overrides",
+            Severity.WARNING,
+            f"the types of [tables] name what no published table has: {listed(lost)}",
+            'Write tables as "schema.table", and check the case of the names.',
+            lost,
         )
 
 
@@ -351,4 +381,6 @@ CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "partitions": check_partitions,
     "generated_columns": check_generated,
     "types_as_text": check_types,
+    "exact_keys": check_keys,
+    "type_overrides": check_overrides,
 }
