@@ -119,6 +119,8 @@ def inexact_keys(schema: TableSchema, settings: TypeSettings) -> Iterator[Config
 
     Rows are identified by the columns of the key; with `REPLICA IDENTITY FULL` and without a key, by all columns.
     """
+    if not settings.can_merge:
+        return
     table = str(schema)
     whole = schema.columns if schema.replica_identity is ReplicaIdentity.FULL else ()
     for column in schema.key or whole:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from penstock.cli.display import is_terminal, stderr_console, write_line
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, Quiet, configured
 from penstock.comparison.compare import CompareSettings
-from penstock.comparison.report import Difference, Kind, Report, TableReport
+from penstock.comparison.report import ColumnDifference, ColumnKind, Difference, Kind, Report, TableReport
 from penstock.comparison.verification import WAIT_SECONDS, Observer, VerifySettings
 from penstock.config.units import count_of, format_seconds
 from penstock.errors import PenstockError, SnapshotBlocked
@@ -56,12 +56,12 @@ def verify(
     ] = WAIT_SECONDS,
     quiet: Quiet = False,
 ) -> None:
-    """Compare every row of the tables at a destination with the source.
+    """Compare every row and column of the tables at a destination with the source.
 
     The comparison is exact, at one position, while writers and the pipeline keep running: changes wait for a second or
     two until both sides are at that position. It reads the source through a different code path than a copy. If the
-    pipeline is not running, it is started for the comparison. Exits with 0 if everything is equal, 1 if rows differ, 2
-    if something could not be compared.
+    pipeline is not running, it is started for the comparison. Exits with 0 if everything is equal, 1 if rows or
+    columns differ, 2 if something could not be compared.
     """
     options = VerifySettings(CompareSettings(sample=sample, show_values=show_values), wait)
     quiet = quiet or as_json
@@ -158,10 +158,14 @@ def print_report(report: Report, output: str | None = None) -> None:
     width = max((len(table.table) for table in report.tables), default=0)
     for table in report.tables:
         typer.echo(f"{table.table:<{width}}  {_describe(table)}")
+        for column in table.columns:
+            typer.echo(f"  {_column_line(column)}")
         for difference in table.differences:
             typer.echo(f"  {_line(difference)}")
         if len(table.differences) < table.counts.different:
             typer.echo(f"  and {count_of(table.counts.different - len(table.differences), 'row')} more")
+        for what in table.not_compared:
+            typer.echo(f"  not compared: {what}")
     typer.echo(_summary(report))
 
 
@@ -170,11 +174,25 @@ def _describe(table: TableReport) -> str:
         return f"not compared: {table.reason}"
     counts = table.counts
     moved = f"; {count_of(counts.unsettled, 'row')} changed meanwhile" if counts.unsettled else ""
-    if not counts.different:
+    if table.result != "different":
         return f"{count_of(counts.equal, 'row')}, equal{moved}"
     found = {"missing": counts.missing, "extra": counts.extra, "changed": counts.changed}
-    named = ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
+    names = [f"{number:,} {what}" for what, number in found.items() if number]
+    named = ", ".join([*([count_of(len(table.columns), "column")] if table.columns else []), *names])
     return f"DIFFERENT: {named}; {counts.equal:,} equal{moved}"
+
+
+def _column_line(difference: ColumnDifference) -> str:
+    name = difference.column
+    match difference.kind:
+        case ColumnKind.MISSING:
+            return f"column {name} ({difference.source}) is missing at the destination"
+        case ColumnKind.EXTRA:
+            return f"column {name} ({difference.destination}) exists only at the destination"
+        case ColumnKind.RENAMED:
+            return f"column {name} is called {difference.destination} at the destination"
+        case ColumnKind.TYPE:
+            return f"column {name} is {difference.destination} at the destination, and should be {difference.source}"
 
 
 def _line(difference: Difference) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.changes.segment import field_names, segment_layout
+from penstock.changes.segment import field_names
 from penstock.comparison.differences import Compared, Files, Key, compare_buckets, describe
 from penstock.comparison.report import Counts, Difference, TableReport
 from penstock.comparison.scan import (
@@ -37,11 +37,11 @@ from penstock.comparison.scan import (
     find_buckets,
     sum_piece,
 )
+from penstock.comparison.schemas import ColumnComparison, ComparedColumn, compare_columns
 from penstock.comparison.source_rows import SourceReader
 from penstock.copy import CopyRows
 from penstock.copy.progress import RangeRead, listening
 from penstock.destinations.base import PinnedTable, Tasks
-from penstock.schema import TableSchema
 
 MAX_PIECES = 256
 """For each side: every piece returns its sums."""
@@ -91,7 +91,10 @@ def compare_table(
     """Compare a table at the position of `pinned`, or `around` it; `rows` says how its source is split into ranges."""
     settings = settings or CompareSettings()
     began = time.monotonic()
-    scan = plan_scan(rows, pinned, settings, around)
+    columns = compare_columns(rows, pinned)
+    if not columns.rows:
+        return _report(rows, columns, Counts(), (), began)
+    scan = plan_scan(rows, pinned, columns.same, settings, around)
     pieces = _plan_pieces(rows.ranges, pinned.parts)
     watched = _Watched(tasks, len(pieces), on_progress or _ignore)
     sums = {side: BucketSums.nothing(scan.buckets) for side in (Side.SOURCE, Side.DESTINATION)}
@@ -108,22 +111,43 @@ def compare_table(
             pieces += [Piece(len(pieces) + at, Side.LATER, group) for at, group in enumerate(groups)]
         more, differences = _look_closer(scan, pieces, watched, suspicious, sizes, settings)
         counts += more
-    return TableReport(scan.table, counts, tuple(differences), time.monotonic() - began)
+    return _report(rows, columns, counts, differences, began)
 
 
-def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings, around: Around | None = None) -> Scan:
-    """Return how both sides of a table are read. Columns are matched by number, since their names may have changed."""
+def _report(
+    rows: CopyRows, columns: ColumnComparison, counts: Counts, differences: Sequence[Difference], began: float
+) -> TableReport:
+    return TableReport(
+        str(rows.schema),
+        counts,
+        tuple(differences),
+        time.monotonic() - began,
+        columns=columns.differences,
+        not_compared=columns.not_compared,
+    )
+
+
+def plan_scan(
+    rows: CopyRows,
+    pinned: PinnedTable,
+    columns: Sequence[ComparedColumn],
+    settings: CompareSettings,
+    around: Around | None = None,
+) -> Scan:
+    """Return how these columns of both sides of a table are read."""
     schema = rows.schema
-    layout = segment_layout(schema, rows.reader.types)
     key = {column.attnum for column in schema.key}
+    numbers = [each.column.column.attnum for each in columns]
     return Scan(
         table=str(schema),
-        columns=pa.schema([pa.field(column.field_name, column.codec.arrow_type) for column in layout.columns]),
-        key=tuple(number for number, column in enumerate(schema.columns) if column.attnum in key),
+        columns=pa.schema([pa.field(each.column.field_name, each.type) for each in columns]),
+        key=tuple(place for place, attnum in enumerate(numbers) if attnum in key),
         sides={
-            Side.SOURCE: SideRows(SourceReader(rows.reader, around is not None), field_names(schema)),
-            Side.DESTINATION: _side_of(pinned, schema),
-            **({} if around is None else {Side.LATER: _side_of(around.later, schema)}),
+            Side.SOURCE: SideRows(
+                SourceReader(rows.reader, around is not None), tuple(each.column.field_name for each in columns)
+            ),
+            Side.DESTINATION: SideRows(pinned.reader, tuple(each.destination for each in columns)),
+            **({} if around is None else {Side.LATER: _side_of(around.later, numbers)}),
         },
         buckets=_count_buckets(rows),
         sample=settings.sample,
@@ -131,9 +155,9 @@ def plan_scan(rows: CopyRows, pinned: PinnedTable, settings: CompareSettings, ar
     )
 
 
-def _side_of(pinned: PinnedTable, schema: TableSchema) -> SideRows:
+def _side_of(pinned: PinnedTable, numbers: Sequence[int]) -> SideRows:
     names = dict(zip((column.attnum for column in pinned.schema.columns), field_names(pinned.schema), strict=True))
-    return SideRows(pinned.reader, tuple(names.get(column.attnum) for column in schema.columns))
+    return SideRows(pinned.reader, tuple(names.get(attnum) for attnum in numbers))
 
 
 def _look_closer(

@@ -45,6 +45,36 @@ class Difference:
         return record
 
 
+class ColumnKind(StrEnum):
+    """How a column differs."""
+
+    MISSING = "missing"
+    """Only the source has it."""
+    EXTRA = "extra"
+    """Only the destination has it."""
+    RENAMED = "renamed"
+    """The destination has it under another name."""
+    TYPE = "type"
+    """The destination has another type, which may hold other values."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnDifference:
+    """One column that differs."""
+
+    kind: ColumnKind
+    column: str
+    source: str | None
+    """The type at the source, or its name if it was renamed; None if the source does not have it."""
+    destination: str | None
+    """The same at the destination. For another type, both are the types of values at the destination."""
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"kind": self.kind.value, "column": self.column}
+        sides = {"source": self.source, "destination": self.destination}
+        return record | {side: what for side, what in sides.items() if what is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """How many rows are equal, and how many are not."""
@@ -89,13 +119,17 @@ class TableReport:
     seconds: float = 0.0
     reason: str | None = None
     """Why the table was not compared; None if it was."""
+    columns: tuple[ColumnDifference, ...] = ()
+    """Columns that differ; rows are compared in the others."""
+    not_compared: tuple[str, ...] = ()
+    """What the comparison did not cover, as phrases for people."""
 
     @property
     def result(self) -> str:
         """Return `equal`, `different`, `unsettled` (equal except for rows that cannot be judged) or `not compared`."""
         if self.reason is not None:
             return "not compared"
-        if self.counts.different:
+        if self.counts.different or self.columns:
             return "different"
         return "unsettled" if self.counts.unsettled else "equal"
 
@@ -113,6 +147,8 @@ class TableReport:
             "changed": self.counts.changed,
             "unsettled": self.counts.unsettled,
             "differences": [difference.to_json() for difference in self.differences],
+            "columns": [column.to_json() for column in self.columns],
+            "not_compared": list(self.not_compared),
             "seconds": round(self.seconds, 3),
         }
 
@@ -133,7 +169,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: all equal; 1: some rows differ; 2: no row differs, but something could not be compared."""
+        """0: all equal; 1: rows or columns differ; 2: nothing differs, but a table could not be compared."""
         results = {table.result for table in self.tables}
         return 1 if "different" in results else 0 if results == {"equal"} else 2
 

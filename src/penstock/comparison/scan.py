@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.changes.segment import XID, join_texts, split_texts
 from penstock.comparison.digest import LANES, DigestedRows, Digests, digest_cells, digest_rows
+from penstock.comparison.schemas import common_type
 from penstock.copy.progress import RangeRead, tell
 from penstock.destinations.base import RangeReader
 from penstock.errors import NotComparable
@@ -160,15 +162,16 @@ class Scan:
         return are_recent(batch.column(XID).to_numpy(), *self.recent)
 
     def _fit(self, column: pa.Array, wanted: pa.Field) -> pa.Array:
-        try:
-            return fit_type(column, wanted.type)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        # Arrow casts more than can be compared: a text to the number that it spells, for example.
+        if common_type(column.type, wanted.type) is not None or common_type(wanted.type, column.type) is not None:
             # Arrow's message may contain a cell.
-            raise NotComparable(
-                f"{self.table}: column {wanted.name!r} is {wanted.type}, but {column.type} at the destination",
-                hint="Run `penstock resync` for this table, or find out who changed it.",
-                table=self.table,
-            ) from None
+            with suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                return fit_type(column, wanted.type)
+        raise NotComparable(
+            f"{self.table}: column {wanted.name!r} is {wanted.type}, but {column.type} at the destination",
+            hint="Run `penstock resync` for this table, or find out who changed it.",
+            table=self.table,
+        )
 
     def _sampled(self, columns: list[pa.Array], texts: dict[int, pa.Array]) -> NDArray[np.bool_]:
         """Return which rows are in the sample. Keys are chosen by the lane that buckets do not use."""

@@ -76,7 +76,7 @@ def prepare_copy(
     """
     settings = settings or CopySettings()
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
-        schema, row_filter = _describe(connection, publication, table_id)
+        schema, row_filter, unpublished = _describe(connection, publication, table_id)
         leaves = load_leaves(connection, schema)
         shape = load_shapes(connection, [table_id])[table_id]
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
@@ -87,6 +87,7 @@ def prepare_copy(
         position=snapshot.position,
         ranges=ranges,
         shape=shape,
+        unpublished=unpublished,
     )
     logger.info(
         "copy planned table=%s attempt=%s position=%s heaps=%d ranges=%d bytes=%d",
@@ -106,7 +107,9 @@ def _locks_named() -> Iterator[None]:
         raise TableLocked(error.message, **error.facts) from None
 
 
-def _describe(connection: psycopg.Connection[Any], publication: str, table_id: int) -> tuple[TableSchema, str | None]:
+def _describe(
+    connection: psycopg.Connection[Any], publication: str, table_id: int
+) -> tuple[TableSchema, str | None, tuple[str, ...]]:
     """Return the published table, and the publication's row filter."""
     published = {table.oid: table for table in published_tables(connection, publication)}.get(table_id)
     table = load_table(connection, table_id)
@@ -117,7 +120,8 @@ def _describe(connection: psycopg.Connection[Any], publication: str, table_id: i
         )
     attnums = published_attnums(table, published, require_publication(connection, publication))
     found = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
-    return schema_from_catalog(table, found, attnums), published.row_filter
+    unpublished = tuple(each.name for each in table.live_attributes if each.attnum not in set(attnums))
+    return schema_from_catalog(table, found, attnums), published.row_filter, unpublished
 
 
 def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
@@ -166,6 +170,8 @@ class CopyRows:
     ranges without rows; create the table in both cases."""
     shape: TableShape | None = None
     """What the catalog said of it in the snapshot."""
+    unpublished: tuple[str, ...] = ()
+    """Columns of the table that the publication omits."""
 
     @property
     def schema(self) -> TableSchema:

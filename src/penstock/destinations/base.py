@@ -321,6 +321,11 @@ class PinnedTable(Protocol):
         ...
 
     @property
+    def arrow_schema(self) -> pa.Schema:
+        """The names and types of the columns that `reader` yields."""
+        ...
+
+    @property
     def parts(self) -> Sequence[Any]:
         """Parts that can be read in parallel; each row is in exactly one. They pickle."""
         ...
@@ -330,7 +335,8 @@ class PinnedTable(Protocol):
         """Reads a part, in tasks; pickles.
 
         Columns have the names of segments of `schema` (`penstock.changes.segment`), with `_unrepresentable` if needed.
-        Types may be the destination's own if they hold the same values.
+        Types may be the destination's own if they hold the same values: wider numbers, larger offsets, and text for
+        times of day.
         """
         ...
 

@@ -72,6 +72,11 @@ class PinnedMemory:
     reader: PinnedRows
     parts: Sequence[int] = (0,)
 
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """Return the names and types of the rows."""
+        return self.reader.rows.schema
+
     def close(self) -> None:
         """Do nothing: no resource is held."""
 

@@ -37,7 +37,7 @@ class VerifyReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if everything is equal, 1 if rows differ, 2 if something could not be compared."""
+        """0 if everything is equal, 1 if rows or columns differ, 2 if something could not be compared."""
         found = {report.exit_code for report in self.outputs.values()}
         return DIFFERENT if DIFFERENT in found else max(found, default=NOT_COMPARED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -63,6 +64,8 @@ class TypeSettings:
 
     def of(self, table: str, column: str) -> TypeSettings:
         """Return the settings of a column, without overrides: its own, else its table's, else these."""
+        if not self.overrides:
+            return self
         chosen = self
         for override in self.overrides:
             if override.table == table and override.column in (None, column):
@@ -74,8 +77,17 @@ class TypeSettings:
     @property
     def can_refuse(self) -> bool:
         """True if the policy of some column is `ERROR`."""
-        every = (self, *(override.settings for override in self.overrides))
-        return any(each.out_of_range is OutOfRange.ERROR for each in every)
+        return any(each.out_of_range is OutOfRange.ERROR for each in self._every())
+
+    @property
+    def can_merge(self) -> bool:
+        """True if a setting of some column can make different values the same; see `merging_setting`."""
+        merging = (OutOfRange.NULL, OutOfRange.CLAMP)
+        return any(each.out_of_range in merging or each.numeric is NumericPolicy.DOUBLE for each in self._every())
+
+    def _every(self) -> Iterator[TypeSettings]:
+        yield self
+        yield from (override.settings for override in self.overrides)
 
     def __post_init__(self) -> None:
         if self.composites is CompositePolicy.STRUCT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.changes.events import Unchanged, Unrepresentable
-from penstock.comparison.report import Counts, Difference, Kind
+from penstock.comparison.report import ColumnDifference, ColumnKind, Counts, Difference, Kind
 from penstock.copy import CopySettings
 from penstock.errors import NotComparable
 from penstock.source import Role, connect
+from penstock.values import OutOfRange, TypeSettings
 from tests.integration.comparison.support import DESTINATIONS, Place, exit_code
 from tests.integration.copy.conftest import PUBLICATION, Source
 from tests.integration.copy.test_values import ROWS, fill
@@ -25,6 +28,13 @@ COUNT = 5000
 @pytest.fixture
 def source(database: Any) -> Iterator[Source]:
     made = Source(database)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def any_source(any_database: Any) -> Iterator[Source]:
+    made = Source(any_database)
     yield made
     made.close()
 
@@ -178,16 +188,139 @@ def test_an_empty_table_equals_an_empty_table(source: Source, place: Place) -> N
 
 
 @pytest.mark.parametrize("place", ["parquet", "delta"], indirect=True)
-def test_a_column_that_the_destination_has_not_heard_of_is_null_there(source: Source, place: Place) -> None:
-    source.execute("create table t (id int primary key, a text); insert into t values (1, 'x'), (2, 'y')")
+def test_columns_of_one_side_only_are_named_once_and_not_in_every_row(any_source: Source, place: Place) -> None:
+    source = any_source
+    source.execute("create table t (id int primary key, a text, b int); insert into t values (1, 'x', 1), (2, 'y', 2)")
     source.execute(f"create publication {PUBLICATION} for table t")
     place.copy(source.prepare())
-    source.execute("alter table t rename a to renamed; alter table t add b int")
-    assert place.compare(source.prepare()).counts == Counts(equal=2)
-    source.execute("alter table t add c int default 7")
+    source.execute("alter table t rename a to renamed; alter table t drop b; alter table t add c int default 7")
     report = place.compare(source.prepare())
-    assert report.counts == Counts(changed=2)
-    assert report.differences[0].columns == ("c",)
+    assert report.columns == (
+        ColumnDifference(ColumnKind.RENAMED, "renamed", "renamed", "a"),
+        ColumnDifference(ColumnKind.MISSING, "c", "int4", None),
+        ColumnDifference(ColumnKind.EXTRA, "b", None, "int4"),
+    )
+    assert (report.counts, report.differences, exit_code(report)) == (Counts(equal=2), (), 1)
+    # The other columns are compared all the same.
+    source.execute("update t set renamed = 'z' where id = 2")
+    report = place.compare(source.prepare())
+    assert report.counts == Counts(equal=1, changed=1)
+    assert report.differences == (Difference(Kind.CHANGED, {"id": 2}, ("renamed",)),)
+
+
+@pytest.mark.parametrize("place", ["parquet", "delta"], indirect=True)
+@pytest.mark.parametrize(
+    ("before", "value", "after", "using", "types"),
+    [
+        ("text", "007", "int", "a::int", ("int32", "string")),
+        ("int", "7", "text", "a::text", ("string", "int32")),
+        ("int", "7", "bigint", "a", ("int64", "int32")),
+        ("float8", "0.1", "float4", "a", None),
+        ("float4", "0.5", "float8", "a", ("double", "float")),
+        ("numeric(10, 2)", "1.50", "numeric(12, 4)", "a", ("decimal128(12, 4)", "decimal128(10, 2)")),
+        ("numeric(10, 2)", "1.50", "float8", "a", ("double", "decimal128(10, 2)")),
+        ("timestamp", "2024-01-01", "timestamptz", "a", ("timestamp[us, tz=UTC]", "timestamp[us]")),
+        ("text[]", "{007}", "int[]", "a::int[]", ("list<element: int32>", "list<element: string>")),
+        ("boolean", "true", "int", "a::int", ("int32", "bool")),
+    ],
+)
+def test_another_type_is_a_difference_of_its_column(
+    any_source: Source, place: Place, before: str, value: str, after: str, using: str, types: tuple[str, str] | None
+) -> None:
+    source = any_source
+    source.execute(f"create table t (id int primary key, a {before}, b text)")
+    source.execute(f"insert into t values (1, '{value}', 'x'), (2, null, 'y')")
+    source.execute(f"create publication {PUBLICATION} for table t")
+    place.copy(source.prepare())
+    source.execute(f"alter table t alter a type {after} using {using}")
+    report = place.compare(source.prepare())
+    found = [(each.kind, each.column, (each.source, each.destination)) for each in report.columns]
+    assert [(kind, column, _without_names(names)) for kind, column, names in found] == (
+        [] if types is None else [(ColumnKind.TYPE, "a", _without_names(types))]
+    )
+    # A value that was rounded at the source differs; columns of another type are not compared row by row.
+    assert report.counts == (Counts(equal=2) if types is not None else Counts(equal=1, changed=1))
+    assert exit_code(report) == 1
+
+
+def _without_names(types: tuple[str | None, str | None]) -> tuple[str, str]:
+    """What elements of lists are called does not matter."""
+    first, second = (re.sub(r"<\w+: ", "<", each or "") for each in types)
+    return first, second
+
+
+@pytest.mark.parametrize("place", ["parquet", "delta"], indirect=True)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("bigint", "int"), ("int", "smallint"), ("numeric(12, 2)", "numeric(10, 2)"), ("text", "varchar(10)")],
+)
+def test_a_wider_type_at_the_destination_is_compared_by_its_values(
+    source: Source, place: Place, before: str, after: str
+) -> None:
+    source.execute(f"create table t (id int primary key, a {before}); insert into t values (1, '7'), (2, null)")
+    source.execute(f"create publication {PUBLICATION} for table t")
+    place.copy(source.prepare())
+    source.execute(f"alter table t alter a type {after}")
+    rows = source.prepare()
+    report = place.compare(rows)
+    assert (report.counts, report.columns, exit_code(report)) == (Counts(equal=2), (), 0)
+    source.execute("update t set a = '8' where id = 1")
+    assert place.compare(source.prepare()).counts == Counts(equal=1, changed=1)
+
+
+def test_columns_that_another_program_changed_in_a_delta_table_are_named(source: Source, tmp_path: Path) -> None:
+    source.execute("create table t (id int primary key, a int, b text, at time)")
+    source.execute("insert into t values (1, 7, 'x', '12:00'), (2, 8, 'y', null)")
+    source.execute(f"create publication {PUBLICATION} for table t")
+    place = Place("delta", tmp_path)
+    place.copy(source.prepare())
+    (log,) = tmp_path.glob("lake/**/_delta_log")
+    last = max(log.glob("*.json"))
+    lines = [json.loads(line) for path in sorted(log.glob("*.json")) for line in path.read_text().splitlines()]
+    metadata = [line for line in lines if "metaData" in line][-1]
+    schema = json.loads(metadata["metaData"]["schemaString"])
+    schema["fields"] = [
+        field | ({"type": "string"} if field["name"] == "a" else {})
+        for field in schema["fields"]
+        if field["name"] not in ("b", "at")
+    ]
+    metadata["metaData"]["schemaString"] = json.dumps(schema)
+    (log / f"{int(last.stem) + 1:020}.json").write_text(json.dumps(metadata) + "\n")
+    report = place.compare(source.prepare())
+    assert report.columns == (
+        ColumnDifference(ColumnKind.TYPE, "a", "int32", "string"),
+        ColumnDifference(ColumnKind.MISSING, "b", "text", None),
+        ColumnDifference(ColumnKind.MISSING, "at", "time", None),
+    )
+    assert report.counts == Counts(equal=2)
+
+
+@pytest.mark.parametrize("place", ["parquet", "delta"], indirect=True)
+def test_rows_are_not_compared_where_the_key_has_another_type(source: Source, place: Place) -> None:
+    source.execute("create table t (id text primary key, a text); insert into t values ('007', 'x')")
+    source.execute(f"create publication {PUBLICATION} for table t")
+    place.copy(source.prepare())
+    source.execute("alter table t alter id type int using id::int")
+    report = place.compare(source.prepare())
+    assert report.columns == (ColumnDifference(ColumnKind.TYPE, "id", "int32", "string"),)
+    assert (report.counts, exit_code(report)) == (Counts(), 1)
+    assert report.not_compared == ("rows, because id in the key differs between the sides",)
+
+
+@pytest.mark.parametrize("place", ["parquet", "delta"], indirect=True)
+def test_what_was_not_compared_is_said(source: Source, place: Place) -> None:
+    source.execute("create table t (id int primary key, a date, hidden text, g int generated always as (id) stored)")
+    source.execute("insert into t values (1, 'infinity', 'h'), (-1, '2024-01-01', 'h')")
+    source.execute(f"create publication {PUBLICATION} for table t (id, a) where (id > 0)")
+    rows = source.prepare(types=TypeSettings(out_of_range=OutOfRange.CLAMP))
+    place.copy(rows)
+    report = place.compare(rows)
+    assert report.not_compared == (
+        "columns that are not published: hidden, g",
+        "rows that the publication's row filter excludes",
+        'values that out_of_range = "clamp" changes, in a',
+    )
+    assert (report.counts, exit_code(report)) == (Counts(equal=1), 0)
 
 
 def test_a_table_that_keeps_every_change_is_not_compared(source: Source, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from penstock.cli.verify import parse_part, print_report
-from penstock.comparison.report import Counts, Difference, Kind, Report, TableReport
+from penstock.comparison.report import ColumnDifference, ColumnKind, Counts, Difference, Kind, Report, TableReport
 from penstock.lsn import Lsn
 
 EQUAL = TableReport("shop.items", Counts(equal=2000), seconds=1.5)
@@ -41,6 +41,29 @@ def test_people_see_counts_keys_and_columns(capsys: pytest.CaptureFixture[str]) 
         "shop.visits  not compared: it is being copied",
         "1 equal, 1 different, 1 not compared, at 0/1B91DD0; changes waited for 0.8 s",
     ]
+
+
+def test_people_see_columns_that_differ_and_what_was_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = (
+        ColumnDifference(ColumnKind.MISSING, "a", "int4", None),
+        ColumnDifference(ColumnKind.EXTRA, "b", None, "text"),
+        ColumnDifference(ColumnKind.RENAMED, "c", "c", "d"),
+        ColumnDifference(ColumnKind.TYPE, "e", "int32", "string"),
+    )
+    table = TableReport("shop.items", Counts(equal=2), columns=columns, not_compared=("columns: hidden",))
+    assert report(table).exit_code == 1
+    print_report(report(table))
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "shop.items  DIFFERENT: 4 columns; 2 equal",
+        "  column a (int4) is missing at the destination",
+        "  column b (text) exists only at the destination",
+        "  column c is called d at the destination",
+        "  column e is string at the destination, and should be int32",
+        "  not compared: columns: hidden",
+    ]
+    found = table.to_json()
+    assert found["columns"][3] == {"kind": "type", "column": "e", "source": "int32", "destination": "string"}
+    assert found["not_compared"] == ["columns: hidden"]
 
 
 def test_one_of_several_outputs_is_named_and_a_sample_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from penstock.comparison.scan import (
     fit_type,
     sum_piece,
 )
+from penstock.comparison.schemas import common_type
 from penstock.errors import NotComparable
 
 Row = tuple[int, int]
@@ -139,11 +140,13 @@ def test_a_side_may_hold_the_same_values_in_other_types_and_names() -> None:
     assert one.counts.sum() == 3
 
 
-def test_a_column_that_cannot_be_the_same_is_said_without_its_values() -> None:
-    wrong = pa.table({"id": ["secret"], "at": pa.nulls(1, pa.time64("us"))})
+@pytest.mark.parametrize("text", ["secret", "007"])
+def test_a_column_that_cannot_be_the_same_is_said_without_its_values(text: str) -> None:
+    # "007" could be cast to the number that it spells.
+    wrong = pa.table({"id": [text], "at": pa.nulls(1, pa.time64("us"))})
     with pytest.raises(NotComparable) as caught:
         sum_piece(scan_of(("id", "at")), Piece(0, Side.DESTINATION, (wrong,)))
-    assert "secret" not in str(caught.value)
+    assert text not in str(caught.value)
     assert "'id'" in str(caught.value)
 
 
@@ -167,3 +170,37 @@ def test_recent_is_what_is_between_two_transactions_however_often_numbers_went_r
     assert are_recent(transactions, 3_000_000_000, 3_000_010_000).tolist() == [False, False, False, True, True, False]
     around = np.array([4_294_967_290, 2, 3, 100, 101], np.int64)
     assert are_recent(around, 4_294_967_000, 101).tolist() == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "common"),
+    [
+        (pa.int32(), pa.int32(), pa.int32()),
+        (pa.int32(), pa.int64(), pa.int64()),
+        (pa.int64(), pa.int32(), None),
+        (pa.int32(), pa.string(), None),
+        (pa.string(), pa.int32(), None),
+        (pa.int32(), pa.bool_(), None),
+        (pa.int32(), pa.float64(), None),
+        (pa.float32(), pa.float64(), pa.float64()),
+        (pa.float64(), pa.float32(), None),
+        (pa.decimal128(10, 2), pa.decimal128(12, 4), pa.decimal128(12, 4)),
+        (pa.decimal128(10, 2), pa.decimal128(10, 4), None),
+        (pa.decimal128(10, 2), pa.decimal128(12, 0), None),
+        (pa.string(), pa.large_string(), pa.string()),
+        (pa.string(), pa.dictionary(pa.int32(), pa.string()), pa.string()),
+        (pa.string(), pa.binary(), None),
+        (pa.time64("us"), pa.string(), pa.time64("us")),
+        (pa.date32(), pa.timestamp("us"), None),
+        (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
+        (pa.timestamp("us"), pa.timestamp("ms"), None),
+        (pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.int64())),
+        (pa.list_(pa.int32()), pa.list_(pa.string()), None),
+        (pa.int32(), pa.null(), pa.int32()),
+    ],
+    ids=str,
+)
+def test_only_wider_types_are_comparable(
+    source: pa.DataType, destination: pa.DataType, common: pa.DataType | None
+) -> None:
+    assert common_type(source, destination) == common

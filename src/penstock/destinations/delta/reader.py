@@ -93,7 +93,7 @@ class LakeReader:
     def read(self, part: Add, /) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one file, named and typed as in segments."""
         soft = self.layout.mode is Mode.SOFT_DELETE
-        names = [*self.layout.columns, *([UNREPRESENTABLE] if self.layout.has_texts else [])]
+        names = self._names()
         wanted = [*names, *([DELETED_AT] if soft else [])]
         schema = pa.schema([self.layout.schema.field(name) for name in wanted])
         for rows in iterate_data_file(self.storage, part, schema):
@@ -103,15 +103,19 @@ class LakeReader:
 
     def nothing(self) -> pa.Table:
         """Return a table without rows."""
+        return self.as_segment(pa.schema([self.layout.schema.field(name) for name in self._names()]).empty_table())
+
+    def _names(self) -> list[str]:
+        """Return the columns to read. Another program may have removed some of the source's columns from the table."""
         names = [*self.layout.columns, *([UNREPRESENTABLE] if self.layout.has_texts else [])]
-        return self.as_segment(pa.schema([self.layout.schema.field(name) for name in names]).empty_table())
+        return [name for name in names if name in self.layout.schema.names]
 
     def as_segment(self, rows: pa.Table) -> pa.Table:
         """Return rows of the lake, named and typed as in segments."""
         back = {lake: name for name, lake in self.layout.renames.items()}
         for column in self.layout.source.columns:
-            if column.attnum in self.layout.times:
-                name = self.layout.names[column.attnum]
+            name = self.layout.names[column.attnum]
+            if column.attnum in self.layout.times and name in rows.column_names:
                 codec = codec_for(column.type, column.type_modifier, TypeSettings())
                 at = rows.schema.get_field_index(name)
                 rows = rows.set_column(at, name, _read_times(rows.column(name), codec.arrow_type))
@@ -133,6 +137,11 @@ class PinnedVersion:
     reader: LakeReader
     version: int
     pin: Pin
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """Return the names and types of the rows: those that the log has."""
+        return self.reader.nothing().schema
 
     def close(self) -> None:
         """Release the version."""

@@ -24,7 +24,6 @@ from penstock.changes.columns import read_changes
 from penstock.changes.compaction import KnownRows, NetChanges, compact, keys_of
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, Texts, field_names, join_texts, split_texts
 from penstock.changes.steps import Truncation
-from penstock.destinations.base import RangeReader
 from penstock.destinations.batch_events import copied_rows, table_events
 from penstock.destinations.mirror import MirrorTable
 from penstock.destinations.parquet.folder import DataFile, Generation, Manifest, ManifestKind, NewSchema, RootFolder
@@ -138,8 +137,13 @@ class PinnedParquet:
     """See `penstock.destinations.base.PinnedTable`."""
 
     schema: TableSchema
-    reader: RangeReader
+    reader: CurrentReader
     parts: Sequence[CurrentPart]
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """Return the names and types of the rows."""
+        return self.reader.types
 
     def close(self) -> None:
         """Do nothing: no resource is held."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from penstock.changes.batch import EventBatch, Rows
 from penstock.changes.events import Row, Unchanged, Unrepresentable
+from penstock.changes.segment import field_names
 from penstock.destinations.base import CopyRows, Destination, RangeReader, ReadableDestination, TableResult
 from penstock.destinations.batch_events import copied_rows
 from penstock.errors import NotComparable, PenstockError
@@ -489,6 +490,10 @@ def _pinned_rows(destination: ReadableDestination, schema: TableSchema) -> list[
     try:
         assert [column.attnum for column in pinned.schema.columns] == [column.attnum for column in schema.columns]
         parts = LocalTasks().run(list(pinned.parts), partial(_read_part, pinned.reader), description="read")
+        names = set(field_names(pinned.schema))
+        assert names <= set(pinned.arrow_schema.names)
+        for batch in (batch for part in parts for batch in part):
+            assert all(batch.schema.field(name).type == pinned.arrow_schema.field(name).type for name in names)
         return [dict(row) for part in parts for batch in part for row in copied_rows(batch, pinned.schema)]
     finally:
         pinned.close()
