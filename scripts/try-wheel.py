@@ -1,8 +1,10 @@
 """Install a wheel into empty environments, with no extra and with each one, run pipelines there, and follow the guide.
 
 Every command runs as on a new machine: an empty home, no pip cache, no environment variables but PATH, and no
-constraints, so that pip chooses the versions that it would choose for a user. The Python that runs this script is the
-one that is tried. It needs the standard library only, and Java for the extra spark.
+constraints, so that pip chooses the versions that it would choose for a user. The guide is followed on the newest
+Spark. The guide itself installs an older one for its last sample, which reads the tables with Spark's own Delta
+reader; that sample is not run here. The Python that runs this script is the one that is tried. It needs the standard
+library only, and Java for the extra spark.
 
 Usage: try-wheel.py <wheel>
 """
@@ -143,7 +145,7 @@ class Environment:
         for command in typed:
             if command.startswith("pip install polars"):
                 self._run("sh", "-c", command)
-        read = self.python("-c", f"{samples(guide, 'python')[0]}\nprint(len(orders), len(frame))")
+        read = self.python("-c", f"{samples(guide, 'python')[0]}\nprint(len(orders), len(table))")
         if read.split() != ["1000", "1000"]:
             raise SystemExit(f"{self.name}: the guide's program read {read}")
         print(f"  the guide's first pipeline: {time.monotonic() - began:.0f} s", flush=True)
