@@ -138,7 +138,7 @@ class AuthenticationFailed(SourceError):
     """The server rejected the user, the password or the client host."""
 
     default_hint = (
-        "Check user and password in the source URL, and the pg_hba.conf entries for this host and for replication."
+        "Check the user and password in the source URL, and pg_hba.conf's entries for this host and for replication."
     )
 
 
@@ -151,7 +151,7 @@ class DatabaseMissing(SourceError):
 class TlsFailed(SourceError):
     """The server and the client could not agree on an encrypted connection."""
 
-    default_hint = "Check sslmode and sslrootcert in the source URL against what the server offers."
+    default_hint = "Check that sslmode and sslrootcert in the source URL match the server's TLS settings."
 
 
 class PermissionDenied(SourceError):
@@ -261,7 +261,9 @@ class TableRewritten(SourceError):
     """A table was rewritten, truncated, altered or dropped while it was being copied, so the copy could miss rows."""
 
     retry = Retry.TIMED
-    default_hint = "The copy restarts automatically; avoid DDL, TRUNCATE and VACUUM FULL on the table while it runs."
+    default_hint = (
+        "The copy restarts automatically; avoid DDL, TRUNCATE and VACUUM FULL on the table until the copy is complete."
+    )
 
 
 class ValuesNotSent(SourceError):
@@ -299,7 +301,7 @@ class DecodeError(PenstockError):
     """Bytes do not follow the protocol; `offset` counts from the start of the message."""
 
     default_hint = (
-        "Please report this with the server's version; do not attach the message itself, it may contain data."
+        "Please report this with the server's version, but without the replication message: it may contain data."
     )
 
     def __init__(self, message: str, *, offset: int, hint: str | None = None, **facts: Any) -> None:
@@ -400,7 +402,7 @@ class TableBusy(DestinationError):
     """Other writers commit to this table so often that Penstock cannot."""
 
     retry = Retry.TIMED
-    default_hint = "Find out who else writes this table; Penstock keeps retrying."
+    default_hint = "Find out which other program writes this table; Penstock keeps retrying."
 
 
 class DestinationRefused(DestinationError):

@@ -41,7 +41,7 @@ _NEW_NAME = "Wilhelmina Featherstonehaugh"
 
 _FURTHER = """
 config and specifications: {place}
-for your own server: copy them, then penstock index check, penstock run
+to use your own server: copy these files, then run 'penstock index check' and 'penstock run'
 """
 _LOOK_AROUND = """
 still running; try these, and press Ctrl-C to stop:
@@ -137,7 +137,9 @@ class _Demo:
             "sort": [{"paid": "desc"}],
         }
         found = self._search.request("POST", "/customers/_search", question)["hits"]
-        self._display.say(f"{found['total']['value']:,} gold customers have bought a lamp; the ones who paid most:")
+        self._display.say(
+            f"{found['total']['value']:,} gold customers have bought a lamp; those who have paid the most:"
+        )
         for hit in found["hits"]:
             document = hit["_source"]
             paid = document["paid"] or 0
@@ -167,13 +169,13 @@ class _Demo:
         if not hits:
             return False
         waited = format_seconds(time.monotonic() - committed)
-        self._display.say(f"a search finds the new name {waited} later: {hits[0]['_source']}")
+        self._display.say(f"{waited} later, a search finds the new name: {hits[0]['_source']}")
         return True
 
     def _show_rebuild(self) -> bool:
         before = self._serving()
         self._output.store.add_command(CommandKind.REBUILD_INDEX, options={"indexes": ["customers"]})
-        self._display.say("rebuilding customers next to the index that serves, while writes continue")
+        self._display.say("rebuilding the index customers while writes and searches continue")
         started = time.monotonic()
         with _Searches(self._search) as searches:
             if not self.watch(_PATIENCE_SECONDS, lambda: self._serving() != before and self._running.is_ready()):
@@ -181,7 +183,7 @@ class _Demo:
         empty = searches.empty
         seconds = format_seconds(time.monotonic() - started)
         self._display.say(
-            f"  searches use the new index after {seconds}; of {searches.count:,} meanwhile, {empty} found nothing"
+            f"  searches use the new index after {seconds}; {empty} of {searches.count:,} searches so far found nothing"
         )
         if empty:
             raise PenstockError(

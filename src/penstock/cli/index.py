@@ -186,7 +186,7 @@ def rebuild(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild an index from the database, next to the one that serves.
+    """Rebuild an index from the database, while the current generation keeps serving.
 
     Searches use the old index until the new one is complete, then switch at once; changes go to both meanwhile. The
     running pipeline does the work; a stopped one begins at its next start.
@@ -203,7 +203,9 @@ def rebuild(
         if as_json:
             print_json(config, sent, {"index": name})
         else:
-            print_answer(config, sent, f"rebuilding {name}; `penstock index list` shows when it serves")
+            print_answer(
+                config, sent, f"rebuilding {name}; `penstock index list` shows when the new generation is in use"
+            )
 
 
 @index.command("diff")
@@ -216,7 +218,7 @@ def diff(
     full: Annotated[bool, typer.Option("--full", help="Compare all documents of both sides.")] = False,
     wait: Annotated[
         float,
-        typer.Option(min=0, help="How long a differing document may take to catch up.", metavar="SECONDS"),
+        typer.Option(min=0, help="How long to wait for a differing document to catch up.", metavar="SECONDS"),
     ] = Patience().seconds,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -320,7 +322,9 @@ def _print_diff(report: DiffReport) -> None:
     if len(report.differences) > _SHOWN:
         typer.echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
     if report.differs:
-        typer.echo("a change to one of its rows rewrites a document; `penstock index rebuild` rewrites all of them")
+        typer.echo(
+            "a document is rewritten when one of its rows changes; `penstock index rebuild` rewrites all documents"
+        )
 
 
 @contextmanager
@@ -349,7 +353,7 @@ class _Lines(DiffObserver):
     def on_rechecking(self, index: str, suspects: int) -> None:
         if index not in self._reported:
             self._reported.add(index)
-            self._write(f"{index}: {count_of(suspects, 'document')} not equal yet, checking again")
+            self._write(f"{index}: checking {count_of(suspects, 'document')} again, not equal yet")
 
 
 class _Bars(DiffObserver):
@@ -367,4 +371,4 @@ class _Bars(DiffObserver):
 
     def on_rechecking(self, index: str, suspects: int) -> None:
         if index in self._bars:
-            self._progress.update(self._bars[index], description=f"{index} ({suspects:,} not equal yet)")
+            self._progress.update(self._bars[index], description=f"{index} ({suspects:,} still differ)")

@@ -21,15 +21,15 @@ from penstock.operations.stores import existing_store, require_shared_state, run
 
 quarantine = typer.Typer(
     name="quarantine",
-    help="Quarantined documents, which an index rejected: list, retry or drop them.",
+    help="List, retry or drop quarantined documents, which an index rejected.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 
 _SHOWN = 100
-_ALL = typer.Option("--all", help="All quarantined documents of this index.")
+_ALL = typer.Option("--all", help="Select all quarantined documents of this index.")
 
-Ids = Annotated[list[str] | None, typer.Argument(help="Ids of documents.", metavar="ID")]
+Ids = Annotated[list[str] | None, typer.Argument(help="Document ids.", metavar="ID")]
 All = Annotated[bool, _ALL]
 
 
@@ -43,9 +43,9 @@ def list_quarantined(
     limit: Annotated[int, typer.Option(min=1, help="Print at most this many.", metavar="N")] = _SHOWN,
     as_json: AsJson = False,
 ) -> None:
-    """List quarantined documents: since when, how often they were rejected, and why.
+    """List quarantined documents, with the time, number and reason of their rejections.
 
-    The last rejected documents come first.
+    The most recently rejected documents come first.
 
     Examples:
 
@@ -66,7 +66,7 @@ def list_quarantined(
     _print(found)
     total = sum(counts.values())
     if total > len(found):
-        typer.echo(f"… and {total - len(found):,} more; --limit shows them")
+        typer.echo(f"… and {total - len(found):,} more; raise --limit to see them")
 
 
 @quarantine.command("retry")
@@ -79,7 +79,7 @@ def retry(
 ) -> None:
     """Build quarantined documents again and write them.
 
-    The running pipeline does it, or the next start. Documents that are rejected again stay quarantined.
+    The running pipeline carries this out, or the next start does. Documents that are rejected again stay quarantined.
 
     Examples:
 
@@ -96,7 +96,7 @@ def retry(
         typer.echo(json.dumps({"index": name, "ids": asked, "running": is_running}))
     else:
         when = "now" if is_running else "at the next start of the pipeline"
-        typer.echo(f"{count_of(len(asked), 'document')} of {name} will be retried {when}")
+        typer.echo(f"{count_of(len(asked), 'document')} of index {name} will be retried {when}")
 
 
 @quarantine.command("drop")
@@ -109,7 +109,7 @@ def drop(
 ) -> None:
     """Remove documents from the quarantine without writing them.
 
-    The index keeps the previous body, or has none, until one of their rows changes.
+    The index keeps the previous version of a document, if it has one, until one of the document's rows changes.
 
     Examples:
 
@@ -122,7 +122,7 @@ def drop(
     if as_json:
         typer.echo(json.dumps({"index": name, "dropped": count}))
     else:
-        typer.echo(f"{count_of(count, 'document')} of {name} dropped from the quarantine")
+        typer.echo(f"dropped {count_of(count, 'document')} from the quarantine of index {name}")
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def _opened(config: Config, name: str | None) -> Iterator[Quarantine | None]:
 
 def _require_choice(ids: list[str] | None, every: bool) -> None:
     if bool(ids) == every:
-        raise typer.BadParameter("give the ids of documents, or --all", param_hint="ID")
+        raise typer.BadParameter("give either document ids or --all", param_hint="ID")
 
 
 def _refuse_unknown(name: str, ids: list[str] | None, found: list[str]) -> None:

@@ -35,7 +35,7 @@ def chosen_outputs(config: Config, name: str | None) -> Sequence[OutputChoice]:
     """The tables output with this name, or all of them."""
     if config.documents is not None and (name == config.documents.name or not config.outputs):
         raise ConfigError(
-            "search indexes have no tables of their own",
+            "this command is for tables, and search indexes have none of their own",
             hint="Use the commands of `penstock index` instead: list, rebuild, diff and others.",
         )
     return config.outputs if name is None else (config.output(name),)
@@ -52,7 +52,7 @@ def require_shared_state(config: Config) -> None:
     """Refuse a state in memory, which other processes cannot see."""
     if config.state_url == "memory:":
         raise ConfigError(
-            "the state of this pipeline is in the memory of the process that runs it",
+            "this pipeline keeps its state in memory, where other processes cannot see it",
             hint="Set state.url to a file or a database to use this command.",
         )
 

@@ -1,7 +1,7 @@
-"""The shape of a table: what of the catalog tells that rows changed although the stream does not say so.
+"""The shape of a table: the parts of the catalog that reveal changed rows that the stream does not mention.
 
 The stream carries rows and, before a row, the columns of its table. It is silent when rows come or go with a partition,
-when a partition is truncated by itself, when ALTER TABLE computes a column anew, and when a label of an enum gets
+when a partition is truncated by itself, when ALTER TABLE computes a column again, and when a label of an enum gets
 another name. `load_shapes` reads the catalog and takes no lock on any table; `silent_changes` compares two readings.
 """
 
@@ -82,7 +82,7 @@ class Heap(NamedTuple):
     """A relation that stores rows of the table: the table itself, or a leaf."""
 
     filenode: int
-    """Another one after TRUNCATE, VACUUM FULL, CLUSTER and any ALTER TABLE that writes all rows anew."""
+    """Another one after TRUNCATE, VACUUM FULL, CLUSTER and any ALTER TABLE that rewrites all rows."""
     name: str
     counted: bool
     """The server has counted its rows: false after TRUNCATE, true after VACUUM FULL and CLUSTER."""

@@ -36,7 +36,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if (self.retry is Retry.TIMED) != (self.next_retry is not None):
-            raise ValueError("a timed retry has a time, any other has none")
+            raise ValueError("a retry has a time if and only if it is timed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Init:
     """Discovered, or waiting to be copied again."""
 
     reason: str | None = None
-    """Why Penstock copies it again by itself; None if it is new, or if somebody asked for the copy."""
+    """Why Penstock copies it again by itself; None if it is new, or if the copy was requested."""
     name: ClassVar[str] = "init"
     owner: ClassVar[Owner] = Owner.PIPELINE
 
@@ -127,7 +127,7 @@ class Errored:
     def __post_init__(self) -> None:
         followed = isinstance(self.previous, SyncDone | Ready)
         if isinstance(self.previous, Errored) or followed != (self.position is not None):
-            raise ValueError("a table that failed in SyncDone or Ready has a position, any other has none")
+            raise ValueError("a table has a position if and only if it failed in SyncDone or Ready")
         if self.position_lost and self.position is None:
             raise ValueError("there is no position to lose")
         object.__setattr__(self, "reason", storable_text(self.reason))

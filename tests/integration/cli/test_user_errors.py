@@ -59,7 +59,7 @@ def test_a_wrong_password(site: Site, command: tuple[str, ...]):
     url = other_url(site)
     said = run(site, *penstock(*command), SOURCE_URL=url, **({"PENSTOCK_URL": url} if command[0] == "init" else {}))
     assert "password authentication failed" in said
-    assert "Check user and password" in said
+    assert "Check the user and password" in said
     assert not (site.folder / "new.toml").exists()
 
 

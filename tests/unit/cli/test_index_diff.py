@@ -64,7 +64,7 @@ def test_a_bar_shows_how_far_it_is_and_what_does_not_match() -> None:
         bars.on_compared("orders", 40)
         bars.on_rechecking("orders", 3)
         bars.on_rechecking("unknown", 1)
-    assert "orders (3 not equal yet)" in written.getvalue()
+    assert "orders (3 still differ)" in written.getvalue()
 
 
 def test_lines_are_few() -> None:
@@ -73,4 +73,4 @@ def test_lines_are_few() -> None:
     for _ in range(3):
         lines.on_compared("orders", 10)
         lines.on_rechecking("orders", 2)
-    assert said == ["orders: 2 documents not equal yet, checking again"]
+    assert said == ["orders: checking 2 documents again, not equal yet"]

@@ -108,7 +108,7 @@ class _Builder:
         if column is None:
             named = [each for each in fields if each.name == model.soft_delete.field]
             if not named or not isinstance(named[0], Scalar):
-                self.mistakes.append((("soft_delete", "field"), "does not name a field of the root with a column"))
+                self.mistakes.append((("soft_delete", "field"), "must name a field of the root that has a column"))
                 return None
             column = named[0].column
         return SoftDelete(column, when)
@@ -225,13 +225,13 @@ class _Builder:
     def _check_junction(self, source: str | None, junction: bool, path: Path) -> None:
         if source is not None and not junction:
             self.mistakes.append(
-                (path, "there is no junction here; only many_to_many and aggregates with through have one")
+                (path, "there is no junction here: only 'many_to_many' and aggregates with 'through' have one")
             )
 
     def _check_lengths(self, columns: tuple[str, ...], key: tuple[str, ...], path: Path) -> None:
         """Compare the lengths of keys; those from the catalog are empty here and checked later."""
         if columns and key and len(columns) != len(key):
-            self.mistakes.append((path, f"has {len(columns)} columns, but the key that it points at has {len(key)}"))
+            self.mistakes.append((path, f"has {len(columns)} columns, but the referenced key has {len(key)}"))
 
 
 def _text(value: object) -> str:

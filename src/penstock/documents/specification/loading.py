@@ -109,7 +109,7 @@ class _Normalizer:
 
     def _field(self, value: Any, path: Path) -> dict[str, Any] | None:
         if not isinstance(value, dict):
-            self._refuse(path, "a field is written type first, for example: - keyword: email")
+            self._refuse(path, "a field starts with its type, for example: - keyword: email")
             return None
         kinds = [key for key in value if key in FIELD_MODELS]
         if len(kinds) != 1:

@@ -92,13 +92,13 @@ class FilterModel(Model):
         if self.raw is not None:
             for key in ("column", "op", "value", "from"):
                 if key in {("from" if each == "from_" else each) for each in self.model_fields_set}:
-                    raise refuse(key, "cannot be combined with raw")
+                    raise refuse(key, "cannot be combined with 'raw'")
             if not self.raw.strip():
                 raise refuse("raw", "is empty")
             return self
         if self.column is None or self.op is None:
             missing = "column" if self.column is None else "op"
-            raise refuse(missing, "is missing; a condition has column and op, or raw")
+            raise refuse(missing, "is missing; a condition needs either 'column' and 'op', or 'raw'")
         self._check_value(self.op)
         return self
 
@@ -106,16 +106,16 @@ class FilterModel(Model):
         given = "value" in self.model_fields_set
         if op in ("is_null", "is_not_null"):
             if given:
-                raise refuse("value", f"{op} takes no value")
+                raise refuse("value", f"must be omitted for '{op}'")
         elif not given:
-            raise refuse("value", f"is missing; {op} needs one")
+            raise refuse("value", f"is missing; '{op}' needs it")
         elif op in ("in", "not_in", "between"):
             if not isinstance(self.value, list) or not all(_is_scalar(each) for each in self.value):
-                raise refuse("value", f"{op} takes a list of plain values")
+                raise refuse("value", f"must be a list of plain values for '{op}'")
             if op == "between" and len(self.value) != 2:
-                raise refuse("value", "between takes exactly two values")
+                raise refuse("value", "must have exactly two values for 'between'")
         elif not _is_scalar(self.value):
-            raise refuse("value", f"{op} takes one plain value")
+            raise refuse("value", f"must be a plain value for '{op}'")
 
 
 class OrderModel(Model):
@@ -155,7 +155,7 @@ class ScalarModel(Model):
         if self.variants is None:
             return self
         if self.kind != "enum":
-            raise refuse("variants", f"only allowed for enum, not for {self.kind}")
+            raise refuse("variants", f"is allowed only for 'enum', not for '{self.kind}'")
         if len(set(self.variants)) != len(self.variants):
             raise refuse("variants", "has a duplicate value")
         if any(not each.strip() or "=>" in each or "\n" in each for each in self.variants):
@@ -202,9 +202,11 @@ class GeoModel(Model):
     @model_validator(mode="after")
     def check_shape(self) -> GeoModel:
         if (self.lat is None) != (self.lon is None):
-            raise refuse("lat" if self.lat is None else "lon", "is missing; a point has lat and lon, or column")
+            raise refuse(
+                "lat" if self.lat is None else "lon", "is missing; a point needs either 'lat' and 'lon', or 'column'"
+            )
         if self.lat is not None and self.column is not None:
-            raise refuse("column", "cannot be combined with lat and lon")
+            raise refuse("column", "cannot be combined with 'lat' and 'lon'")
         return self
 
 
@@ -297,7 +299,7 @@ class AggregateModel(_RelatedModel):
     @model_validator(mode="after")
     def check_keys(self) -> AggregateModel:
         if (self.foreign_key is None) == (self.through is None):
-            raise refuse("foreign_key", f"{self.kind} needs exactly one of foreign_key and through")
+            raise refuse("foreign_key", f"{self.kind} needs either 'foreign_key' or 'through', not both")
         takes = {
             "column": self.kind in ("sum", "avg", "min", "max"),
             "value_type": self.kind in ("sum", "min", "max"),
@@ -305,9 +307,9 @@ class AggregateModel(_RelatedModel):
         }
         for key, wanted in takes.items():
             if wanted and getattr(self, key) is None:
-                raise refuse(key, f"is missing; {self.kind} needs it")
+                raise refuse(key, f"is missing; '{self.kind}' needs it")
             if not wanted and getattr(self, key) is not None:
-                raise refuse(key, f"{self.kind} does not take it")
+                raise refuse(key, f"is not allowed for '{self.kind}'")
         return self
 
 
@@ -337,7 +339,7 @@ class SoftDeleteModel(Model):
     @model_validator(mode="after")
     def check_one(self) -> SoftDeleteModel:
         if (self.column is None) == (self.field is None):
-            raise refuse("column", "needs exactly one of column and field")
+            raise refuse("column", "needs either 'column' or 'field', not both")
         return self
 
 
