@@ -27,7 +27,8 @@ a secret or the value of a cell.
     │   ├── SnapshotBlocked         open transactions, listed, block the snapshot: retried
     │   ├── SnapshotLost            the snapshot of a copy ended; the copy restarts
     │   ├── TableRewritten          rewritten, truncated or altered during its copy; the copy restarts
-    │   ├── ValuesNotSent           DDL gave existing rows values that the stream does not carry
+    │   ├── ValuesNotSent           the stream lacks values of existing rows, or which row a change is about
+    │   ├── IdentitiesDiffer        partitions whose replica identities do not fit together
     │   ├── TableLocked             another session's lock blocks reads: retried
     │   └── QueryFailed
     │       └── StatementInterrupted  cancelled, timed out or deadlocked: retried
@@ -267,10 +268,16 @@ class TableRewritten(SourceError):
 
 
 class ValuesNotSent(SourceError):
-    """DDL gave existing rows values that the stream does not carry."""
+    """The stream lacks values: those that DDL gave existing rows, or those that say which row a change is about."""
 
     retry = Retry.COPY
     default_hint = f"Copy the table again: {RESYNC}."
+
+
+class IdentitiesDiffer(SourceError):
+    """The partitions of a table have replica identities by which its rows cannot be found."""
+
+    default_hint = "Give all partitions of the table the same replica identity; penstock check shows the statements."
 
 
 class TableLocked(SourceError):

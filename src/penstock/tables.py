@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,7 +25,7 @@ from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
-from penstock.source.publications import changes_between
+from penstock.source.publications import Membership, changes_between
 from penstock.source.shapes import TableShape, silent_changes
 from penstock.state import (
     Command,
@@ -241,12 +241,32 @@ class RunningTables(RunningOutput):
             if table_id in published.tables:
                 logger.info("table was removed and added again, copying it again table=%s", self._name_of(table_id))
                 self._board.set_phase(table_id, resync())
+        self._notice_identities(change.reidentified if change else (), now)
         self._notice_silent_changes(published.shapes)
         self._follow_names(published)
         # Last, so that a table that was not processed is noticed again, even by the next process.
         if now != seen:
             self.store.store_publication_membership(self._tables.publication, now)
         self._membership = now
+
+    def _notice_identities(self, reidentified: Collection[int], membership: Membership) -> None:
+        """Copy partitioned tables again whose captured changes may lack what identifies rows now.
+
+        While partitions do not fit together, the table sync worker refuses the copy, with the statements that help.
+        """
+        for table_id, phase in self._board.phases().items():
+            is_followed = isinstance(phase, SyncDone | Ready)
+            if table_id in reidentified:
+                reason = "its partitions have other replica identities than before"
+                if is_followed or (isinstance(phase, Errored) and phase.position is not None):
+                    self._copy_again(table_id, reason)
+                else:
+                    logger.info("copying a table again table=%s reason=%s", self._name_of(table_id), reason)
+                    self._board.set_phase(table_id, resync(reason))
+            elif is_followed and membership.is_unidentified(table_id):
+                self._copy_again(
+                    table_id, "the replica identities of its partitions do not fit together: see penstock check"
+                )
 
     def _notice_silent_changes(self, shapes: Mapping[int, TableShape]) -> None:
         """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""
@@ -271,9 +291,12 @@ class RunningTables(RunningOutput):
             for change in (each for each in changes if each.leaves):
                 logger.info("rows are kept table=%s because=%s", self._name_of(table_id), change.text)
             changes = [each for each in changes if not each.leaves]
-        if not changes:
-            return
-        name, reason = self._name_of(table_id), changes[0].text
+        if changes:
+            self._copy_again(table_id, changes[0].text)
+
+    def _copy_again(self, table_id: int, reason: str) -> None:
+        """Copy a table again, or stop it if its policy does not allow that."""
+        name, policy = self._name_of(table_id), self._schema_changes(table_id)
         error = SchemaNotFollowed(f"{name}: {reason}", table=name)
         if policy.recopy is Recopy.AUTOMATIC:
             logger.warning("table is copied again table=%s reason=%s", name, reason)

@@ -18,7 +18,7 @@ from penstock.capture.messages import Relation
 from penstock.changes.segment import SegmentLayout, segment_layout
 from penstock.errors import DecodeError
 from penstock.lsn import OrderKey
-from penstock.schema import PostgresType, TableSchema
+from penstock.schema import PostgresType, ReplicaIdentity, TableSchema
 from penstock.source.catalog import (
     Attribute,
     CatalogTable,
@@ -29,6 +29,7 @@ from penstock.source.catalog import (
     schema_from_catalog,
 )
 from penstock.source.ddl_trigger import parse_announcement
+from penstock.source.identity import RowIdentity
 from penstock.spool.schemas import SchemaVersions
 from penstock.values import TypeSettings
 
@@ -133,9 +134,8 @@ class CatalogResolver:
         """Complete a message's columns with attribute numbers, types and the primary key."""
         versions, table_id = self._versions, relation.table_id
         previous = versions.latest(table_id) if at is None else versions.at(table_id, at)
-        catalog = _as_recorded(relation, previous) if self._recorded else None
-        if catalog is None:
-            catalog = load_table(self._connection, table_id)
+        now = load_table(self._connection, table_id)
+        catalog = (_as_recorded(relation, previous) if self._recorded else None) or now
         self._load_types({column.type_oid for column in relation.columns})
         return build_schema(
             table_id,
@@ -146,13 +146,15 @@ class CatalogResolver:
             catalog,
             self._types,
             previous,
+            _partitioned_identity(now) if now is not None else _last_identity(relation, previous),
         )
 
     def learn(self, content: bytes, at: OrderKey) -> None:
         """Store a table's attributes as the version that is valid from here on."""
         table = self._with_missing(parse_announcement(content))
         self._load_types({attribute.type_oid for attribute in table.live_attributes})
-        self._versions.version_for(schema_from_catalog(table, self._types), at)
+        identity = _partitioned_identity(load_table(self._connection, table.oid)) if table.kind == "p" else None
+        self._versions.version_for(schema_from_catalog(table, self._types, identity=identity), at)
 
     def _with_missing(self, table: CatalogTable) -> CatalogTable:
         """Add the values that earlier rows have in added columns, from the catalog if it still has the column.
@@ -172,6 +174,18 @@ class CatalogResolver:
 
     def _load_types(self, oids: set[int]) -> None:
         self._types |= load_types(self._connection, oids - self._types.keys(), self._types)
+
+
+def _partitioned_identity(table: CatalogTable | None) -> RowIdentity | None:
+    """The identity of a partitioned table's rows. The message has that of its root, which no row need have."""
+    return None if table is None or table.partitions is None else table.row_identity
+
+
+def _last_identity(relation: Relation, previous: TableSchema | None) -> RowIdentity | None:
+    """The identity of the rows of a table that no longer exists: perhaps its partitions sent less than whole rows."""
+    if relation.replica_identity != ReplicaIdentity.FULL or previous is None or not previous.key:
+        return None
+    return RowIdentity(previous.replica_identity, frozenset(each.attnum for each in previous.columns if each.identity))
 
 
 def _same_type(one: Attribute, other: Attribute) -> bool:

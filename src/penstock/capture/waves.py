@@ -61,20 +61,20 @@ def decode_rows(buffer: Buffer, rows: WaveRows, layout: SegmentLayout) -> pa.Tab
         marker = buffer.bytes[cursor]
 
     is_delete = rows.operation == ord("D")
-    is_key = is_delete & (marker == _KEY)
-    correct = np.where(is_delete, is_key | (marker == _OLD_ROW), marker == _NEW)
+    correct = np.where(is_delete, (marker == _KEY) | (marker == _OLD_ROW), marker == _NEW)
     records.require(correct, cursor, "an unknown tuple marker")
     _require_columns(buffer, cursor, records, layout)
     cursor += 3
 
     unchanged = _Bitmap(count, len(layout.columns))
     arrays: list[pa.Array] = []
-    any_key = bool(is_key.any())
+    any_delete = bool(is_delete.any())
     for column in layout.columns:
         cursor, text, not_sent = _advance(buffer, cursor, records)
-        if any_key and not column.column.identity:
-            # The server pads the other columns of a key tuple with NULL; they are omitted values.
-            not_sent = is_key if not_sent is None else not_sent | is_key
+        if any_delete and not column.column.identity:
+            # The server pads the other columns of a key with NULL; they are omitted values. Its marker does not tell a
+            # key from a whole row: it follows the root of a partitioned table, and the row its leaf.
+            not_sent = is_delete if not_sent is None else not_sent | is_delete
         if not_sent is not None:
             unchanged.add(column.index, not_sent)
         arrays.append(decoded.decode(column, text))

@@ -29,6 +29,7 @@ from penstock.changes.segment import (
     split_texts,
 )
 from penstock.changes.steps import Segment
+from penstock.errors import ValuesNotSent
 from penstock.schema import ReplicaIdentity, TableSchema
 
 _Column = TypeVar("_Column")
@@ -86,6 +87,15 @@ def read_changes(
     return parts[0] if len(parts) == 1 else _concatenate(parts, schema)
 
 
+def unidentified(table: str) -> ValuesNotSent:
+    """The error of an update or delete that does not say which row it concerns."""
+    return ValuesNotSent(
+        f"{table}: an update or a delete came without the values that say which row it concerns; the replica identity "
+        "of the table or of one of its partitions has changed",
+        table=table,
+    )
+
+
 def concatenate_texts(texts: Sequence[Texts], counts: Sequence[int]) -> dict[str, pa.Array]:
     """Concatenate the texts of tables with `counts` rows."""
     names = {name for each in texts for name in each}
@@ -114,6 +124,7 @@ def _read_step(step: Rows, schema: TableSchema, constants: Mapping[str, pa.Scala
     if len(old_at) and not_sent:
         # Of FULL the whole row is there; otherwise its key, which may be too large to be sent twice.
         rows, texts, not_sent = _fill_from_old(rows, texts, not_sent, old_at, old, old_texts)
+    _require_identified(step.schema, operations, (rows, texts), (old_at, old, old_texts), renamed)
     added = [name for name in field_names(schema) if name not in renamed]
     if added:
         rows = _with_added(rows, schema, constants)
@@ -121,6 +132,38 @@ def _read_step(step: Rows, schema: TableSchema, constants: Mapping[str, pa.Scala
             old = _with_added(old, schema, constants)
     times = table.column(COMMIT_TIME).cast(pa.int64()).to_numpy()
     return ChangeColumns(schema, operations, times, rows, texts, not_sent, old_at, old, old_texts)
+
+
+def _require_identified(
+    schema: TableSchema,
+    operations: NDArray[np.int8],
+    new: tuple[pa.Table, Texts],
+    old: tuple[NDArray[np.int64], pa.Table, Texts],
+    renamed: Mapping[str, str],
+) -> None:
+    """Raise unless every update and delete says which row it concerns. Columns of a key are never NULL."""
+    old_at, old_rows, old_texts = old
+    if schema.key:
+        key = {name for column, name in zip(schema.columns, field_names(schema), strict=True) if column in schema.key}
+        names = [name for name, before in renamed.items() if before in key]
+        images = (new, (old_rows, old_texts)) if len(old_at) else (new,)
+        is_known = all(
+            name in rows.column_names and _is_known(rows.column(name), texts.get(name))
+            for name in names
+            for rows, texts in images
+        )
+    elif schema.replica_identity is ReplicaIdentity.FULL:
+        is_known = bool((operations[old_at] == Operation.UPDATE).sum() == (operations == Operation.UPDATE).sum())
+    else:
+        is_known = bool((operations == Operation.INSERT).all())
+    if not is_known:
+        raise unidentified(str(schema))
+
+
+def _is_known(cells: pa.ChunkedArray, texts: pa.Array | None) -> bool:
+    if not cells.null_count:
+        return True
+    return texts is not None and not pc.any(pc.and_(cells.is_null(), texts.is_null())).as_py()
 
 
 def _columns(segment: Segment, wanted: set[str]) -> list[str] | None:

@@ -61,12 +61,13 @@ class FoundTable:
     @property
     def identity(self) -> str:
         """How the server identifies its rows."""
-        match self.catalog.replica_identity:
+        identity = self.catalog.row_identity
+        match identity.kind:
             case ReplicaIdentity.FULL:
                 return "full"
             case ReplicaIdentity.INDEX:
                 return "index"
-            case ReplicaIdentity.DEFAULT if self.catalog.primary_key_attnums:
+            case ReplicaIdentity.DEFAULT if identity.attnums:
                 return "primary key"
             case _:
                 return "none"

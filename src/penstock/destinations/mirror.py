@@ -13,10 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.changes.columns import unidentified
 from penstock.changes.events import Delete, Event, Insert, Relation, Row, Truncate, Unchanged, Unrepresentable, Update
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, field_names, segment_layout
 from penstock.destinations.refusals import unknown_row
-from penstock.schema import Column, TableSchema
+from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.values import TypeSettings
 
 _Cells = dict[str, Any]
@@ -125,17 +126,20 @@ class MirrorTable:
             yield from pile
 
     def _update(self, event: Update) -> None:
+        if event.old is None and not self._schema.key:
+            raise unidentified(str(self._schema))
         before = self._take(event.row if event.old is None else event.old)
         self.insert({name: before[name] if value is Unchanged else value for name, value in event.row.items()})
 
     def _take(self, identity: Row) -> _Cells:
         """Remove and return the row that this identifies."""
+        if not self._identifies(identity):
+            raise unidentified(str(self._schema))
         if self._schema.key:
             row = self._keyed.pop(self._key(identity), None)
             if row is None:
                 raise unknown_row(str(self._schema), "a change of a row that does not exist")
             return row
-        # The identity is the whole row (REPLICA IDENTITY FULL); the server allows no other changes without a key.
         frozen = _frozen_row(identity)
         pile = self._piles.get(frozen)
         if not pile:
@@ -144,6 +148,12 @@ class MirrorTable:
         if not pile:
             del self._piles[frozen]
         return row
+
+    def _identifies(self, identity: Row) -> bool:
+        """Return whether this says which row is meant: by a key, which is never NULL, or as a whole row."""
+        if self._schema.key:
+            return all(identity.get(column.name) not in (None, Unchanged) for column in self._schema.key)
+        return self._schema.replica_identity is ReplicaIdentity.FULL
 
     def _key(self, row: Row) -> Hashable:
         return tuple(_frozen(row[column.name]) for column in self._schema.key)

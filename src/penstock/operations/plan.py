@@ -20,7 +20,13 @@ from penstock.source import Role, connect
 from penstock.source.catalog import load_tables, load_types, schema_from_catalog
 from penstock.source.faults import translated
 from penstock.source.preflight import Report, Request, run_preflight
-from penstock.source.publications import find_tables, inspect_publication, published_tables, without_identity
+from penstock.source.publications import (
+    find_tables,
+    identity_problems,
+    inspect_publication,
+    published_tables,
+    without_identity,
+)
 from penstock.source.slots import inspect_slot
 from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
 from penstock.tables import OnLostSlot
@@ -82,7 +88,8 @@ def make_plan(config: Config) -> Plan:
         polled = config.documents is not None and config.documents.polling is not None
         slot, from_start = (POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
         tables = {} if polled else _tables(connection, config)
-        refused = set(without_identity(connection, tables))
+        refused = dict.fromkeys(without_identity(connection, tables), _REFUSED)
+        refused |= {name: f"REFUSED: {error}" for name, error in identity_problems(connection, tables).items()}
         inexact = _inexact_keys(connection, tables, settings.types)
         indexes = config.documents.indexes if config.documents is not None else ()
         catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
@@ -104,7 +111,7 @@ def make_plan(config: Config) -> Plan:
             tables={
                 name: {
                     output: _fate(None if table_id is None else known.get(table_id), from_start)
-                    + (f"; {_REFUSED}" if name in refused else "")
+                    + (f"; {refused[name]}" if name in refused else "")
                     + (f"; WOULD STOP: {inexact[name]}" if name in inexact else "")
                     for output, known in phases.items()
                     if config.documents is None or output != config.documents.name

@@ -28,6 +28,7 @@ from penstock.source.columns import (
     unknown_type,
 )
 from penstock.source.faults import translated
+from penstock.source.identity import Partitions, RowIdentity, load_partitions
 
 __all__ = [
     "Attribute",
@@ -75,14 +76,18 @@ _TABLE = """
     select c.oid::int8, n.nspname, c.relname, c.relkind::text, c.relpersistence::text, c.relreplident::text,
            c.relispartition, coalesce(i.inhparent, 0)::int8,
            coalesce(pg_catalog.pg_partition_root(c.oid)::pg_catalog.oid, 0)::int8,
-           (select x.indkey::int2[] from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary),
-           (select x.indimmediate from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary),
-           (select x.indkey::int2[] from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisreplident),
-           (select x.indnkeyatts from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary),
-           (select x.indnkeyatts from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisreplident)
+           primary_key.columns, primary_key.immediate, chosen.columns, primary_key.size, chosen.size
     from pg_catalog.pg_class c
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     left join pg_catalog.pg_inherits i on i.inhrelid = c.oid and c.relispartition
+    left join lateral (
+        select x.indkey::int2[] as columns, x.indimmediate as immediate, x.indnkeyatts as size
+        from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary and x.indisvalid
+    ) primary_key on true
+    left join lateral (
+        select x.indkey::int2[] as columns, x.indnkeyatts as size
+        from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisreplident and x.indisvalid
+    ) chosen on true
     where c.oid = any(%s::pg_catalog.oid[])
     order by n.nspname, c.relname
 """
@@ -127,19 +132,29 @@ def load_tables(connection: psycopg.Connection[Any], table_oids: Iterable[int]) 
     with translated(connection, "read the tables"), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_TABLE, [wanted]).fetchall()
     attributes = _load_attributes(connection, wanted)
-    return {row[0]: _build_table(row, attributes.get(row[0], [])) for row in rows}
+    roots = [row[0] for row in rows if row[3] == "p"]
+    partitions = load_partitions(connection, roots) if roots else {}
+    return {row[0]: _build_table(row, attributes.get(row[0], []), partitions.get(row[0])) for row in rows}
 
 
 def schema_from_catalog(
-    table: CatalogTable, types: Mapping[int, PostgresType], attnums: Sequence[int] | None = None
+    table: CatalogTable,
+    types: Mapping[int, PostgresType],
+    attnums: Sequence[int] | None = None,
+    *,
+    identity: RowIdentity | None = None,
 ) -> TableSchema:
-    """A table as it is published now; `attnums` is the publication's column list, None for all but generated ones."""
+    """A table as it is published now; `attnums` is the publication's column list, None for all but generated ones.
+
+    `identity` is for a description that lacks the table's partitions.
+    """
     if attnums is None:
         chosen = [attribute for attribute in table.live_attributes if not attribute.generated]
     else:
         chosen = [attribute for attribute in table.live_attributes if attribute.attnum in set(attnums)]
     positions = {attnum: index for index, attnum in enumerate(table.unique_key_attnums, start=1)}
-    full = table.replica_identity is ReplicaIdentity.FULL
+    identity = identity or table.row_identity
+    full = identity.kind is ReplicaIdentity.FULL
     return TableSchema(
         table_id=table.oid,
         namespace=table.namespace,
@@ -150,14 +165,14 @@ def schema_from_catalog(
                 attnum=attribute.attnum,
                 type=types.get(attribute.type_oid) or unknown_type(attribute.type_oid),
                 type_modifier=attribute.type_modifier,
-                identity=full or attribute.attnum in table.identity_attnums,
+                identity=full or attribute.attnum in identity.attnums,
                 primary_key_position=positions.get(attribute.attnum),
                 backfilled=attribute.backfilled,
                 missing=attribute.missing,
             )
             for attribute in chosen
         ),
-        replica_identity=table.replica_identity,
+        replica_identity=identity.kind,
     )
 
 
@@ -169,7 +184,7 @@ def _load_attributes(connection: psycopg.Connection[Any], table_oids: Sequence[i
     return found
 
 
-def _build_table(row: tuple[Any, ...], attributes: Sequence[Attribute]) -> CatalogTable:
+def _build_table(row: tuple[Any, ...], attributes: Sequence[Attribute], partitions: Partitions | None) -> CatalogTable:
     oid, namespace, name, kind, persistence, identity, is_partition, parent, root, *indexes = row
     primary, immediate, chosen, primary_count, chosen_count = indexes
     replica_identity = ReplicaIdentity(identity)
@@ -194,6 +209,7 @@ def _build_table(row: tuple[Any, ...], attributes: Sequence[Attribute]) -> Catal
         partition_root_oid=root or None,
         attributes=tuple(attributes),
         deferrable_key=bool(primary) and not immediate,
+        partitions=partitions,
     )
 
 

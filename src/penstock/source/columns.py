@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
+from penstock.source.identity import Partitions, RowIdentity, judge_identity
 
 _NAME = 1000
 _PREVIOUS_NAME = 600
@@ -121,6 +122,8 @@ class CatalogTable:
     attributes: tuple[Attribute, ...]
     deferrable_key: bool = False
     """True if two rows may have the same primary key until their transaction ends."""
+    partitions: Partitions | None = None
+    """None unless it is partitioned."""
 
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
@@ -129,6 +132,13 @@ class CatalogTable:
     def has_identity(self) -> bool:
         """True if the server can send updates and deletes; otherwise it refuses them once the table is published."""
         return self.replica_identity is ReplicaIdentity.FULL or bool(self.identity_attnums)
+
+    @property
+    def row_identity(self) -> RowIdentity:
+        """By what updated and deleted rows are found; of a partitioned table, its partitions decide."""
+        if self.partitions is not None:
+            return judge_identity(self.partitions)
+        return RowIdentity(self.replica_identity, frozenset(self.identity_attnums))
 
     @property
     def unique_key_attnums(self) -> tuple[int, ...]:
@@ -171,10 +181,18 @@ def build_schema(
     catalog: CatalogTable | None,
     types: Mapping[int, PostgresType],
     previous: TableSchema | None = None,
+    identity: RowIdentity | None = None,
 ) -> TableSchema:
-    """The schema of a RELATION message. `types` as `load_types` returns it; a type it lacks is taken as text."""
+    """The schema of a RELATION message. `types` as `load_types` returns it; a type it lacks is taken as text.
+
+    `identity` replaces that of the message, which describes the root of a partitioned table and not its leaves.
+    """
     sent = list(columns)
     attnums = identify_columns(sent, catalog.attributes if catalog else (), previous)
+    if identity is None:
+        keyed = frozenset(attnum for column, attnum in zip(sent, attnums, strict=True) if column.is_key)
+        identity = RowIdentity(ReplicaIdentity(replica_identity), keyed)
+    full = identity.kind is ReplicaIdentity.FULL
     added = {attribute.attnum: attribute for attribute in catalog.attributes if attribute.backfilled} if catalog else {}
     if catalog is not None:
         positions = {attnum: index for index, attnum in enumerate(catalog.unique_key_attnums, start=1)}
@@ -191,14 +209,14 @@ def build_schema(
                 attnum=attnum,
                 type=types.get(column.type_oid) or unknown_type(column.type_oid),
                 type_modifier=column.type_modifier,
-                identity=column.is_key,
+                identity=full or attnum in identity.attnums,
                 primary_key_position=positions.get(attnum),
                 backfilled=attnum in added,
                 missing=added[attnum].missing if attnum in added else None,
             )
             for column, attnum in zip(sent, attnums, strict=True)
         ),
-        replica_identity=ReplicaIdentity(replica_identity),
+        replica_identity=identity.kind,
     )
 
 

@@ -17,10 +17,11 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.errors import ConfigError, PublicationMissing, ServerUnavailable, SourceError
+from penstock.errors import ConfigError, IdentitiesDiffer, PublicationMissing, ServerUnavailable, SourceError
 from penstock.source.catalog import load_tables
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import Place, translated
+from penstock.source.identity import Partitions, fingerprint, judge_identity, lacks, load_partitions
 from penstock.source.patterns import TableName, select_tables
 
 _SCHEMAS_SINCE = 150000
@@ -174,6 +175,16 @@ _STORED = """
 """
 """The tables that store rows: the table itself, or the leaves of a partitioned one."""
 
+_ROOTS = """
+    select c.oid::int8
+    from pg_catalog.pg_class c
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where c.relkind = 'p' and n.nspname || '.' || c.relname = any(%s::text[])
+"""
+
+UNIDENTIFIED = "-"
+"""In `Membership.heaps`, of a partitioned table: its partitions do not fit together."""
+
 logger = logging.getLogger(__name__)
 
 _Action = Literal["add", "drop"]
@@ -236,7 +247,8 @@ class RowVersion:
 
 @dataclass(frozen=True, slots=True)
 class Heap:
-    """A table that stores rows: the table itself, or one of its partitions."""
+    """A table that stores rows: the table itself, or one of its partitions. A partitioned table may be listed with
+    them, with the identity that results from theirs."""
 
     oid: int
     identity: str
@@ -251,7 +263,7 @@ class Membership:
     tables: Mapping[int, frozenset[RowVersion]]
     names: Mapping[int, str]
     heaps: Mapping[str, frozenset[Heap]] = field(default_factory=dict[str, frozenset[Heap]])
-    """Of some tables, by name: shows that a partition with rows was attached or detached."""
+    """Of some tables, by name: shows that a partition with rows was attached or detached, or has another identity."""
     namespaces: Mapping[int, str] = field(default_factory=dict[int, str], compare=False)
     """The part of each name before the dot, which may contain dots itself."""
 
@@ -263,6 +275,14 @@ class Membership:
             found[table_id] = TableName(namespace, name[len(namespace) + 1 :])
         return found
 
+    def is_unidentified(self, table_id: int) -> bool:
+        """Return whether the partitions of a table identify its rows in ways that do not fit together."""
+        return self.identities(table_id).get(table_id) == UNIDENTIFIED
+
+    def identities(self, table_id: int) -> dict[int, str]:
+        """Return the identities of a partitioned table and its partitions, as far as they are known."""
+        return {heap.oid: heap.identity for heap in self.heaps.get(self.names.get(table_id, ""), ())}
+
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
@@ -272,9 +292,11 @@ class MembershipChange:
     removed: frozenset[int] = frozenset()
     readded: frozenset[int] = frozenset()
     """Tables that were removed in between, or published with other columns, rows or operations: a possible gap."""
+    reidentified: frozenset[int] = frozenset()
+    """Partitioned tables of which captured changes may lack columns that now identify rows."""
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.readded)
+        return bool(self.added or self.removed or self.readded or self.reidentified)
 
 
 def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publication | None:
@@ -489,12 +511,30 @@ def load_membership(connection: psycopg.Connection[Any], publication: str) -> Me
         versions = entries.setdefault(relation, set())
         if oid is not None:
             versions.add(RowVersion(oid, version))
+    heaps = {names[root]: _heaps(partitions) for root, partitions in load_partitions(connection, list(names)).items()}
     return Membership(
         RowVersion(*own),
         {relation: frozenset(versions) for relation, versions in entries.items()},
         names,
-        namespaces=namespaces,
+        heaps,
+        namespaces,
     )
+
+
+def _heaps(partitions: Partitions) -> frozenset[Heap]:
+    """The leaves that send old rows, and their root with what all of them send."""
+    judged = judge_identity(partitions)
+    root = UNIDENTIFIED if judged.problem is not None else fingerprint(judged.kind, judged.attnums)
+    leaves = {Heap(leaf.oid, leaf.fingerprint) for leaf in partitions.leaves if leaf.is_identified}
+    return frozenset({Heap(partitions.root.oid, root), *leaves} if leaves else ())
+
+
+def identity_problems(connection: psycopg.Connection[Any], tables: Iterable[str]) -> dict[str, IdentitiesDiffer]:
+    """The partitioned tables among these names whose partitions do not identify its rows, with the reason."""
+    with translated(connection, "find partitioned tables"), connection.cursor(row_factory=tuple_row) as cursor:
+        roots = [oid for (oid,) in cursor.execute(_ROOTS, [list(tables)]).fetchall()]
+    judged = {str(each.root): judge_identity(each).problem for each in load_partitions(connection, roots).values()}
+    return {name: problem for name, problem in judged.items() if problem is not None}
 
 
 def changes_between(old: Membership, new: Membership) -> MembershipChange:
@@ -506,7 +546,18 @@ def changes_between(old: Membership, new: Membership) -> MembershipChange:
         added=frozenset(new.tables.keys() - old.tables.keys()),
         removed=frozenset(old.tables.keys() - new.tables.keys()),
         readded=frozenset(table for table in stayed if altered or old.tables[table] != new.tables[table]),
+        reidentified=frozenset(table for table in stayed if _promises_more(old, new, table)),
     )
+
+
+def _promises_more(old: Membership, new: Membership, table_id: int) -> bool:
+    """Return whether changes of a partitioned table may lack what now identifies its rows.
+
+    The catalog may be ahead of the stream, whose messages do not say what a partition sent.
+    """
+    promised = new.identities(table_id).get(table_id)
+    sent = old.identities(table_id)
+    return promised is not None and table_id in sent and any(lacks(each, promised) for each in sent.values())
 
 
 def _table_list(tables: Sequence[TableName]) -> sql.Composed:

@@ -289,6 +289,8 @@ class TableSync:
             table = load_table(connection, self._table_id)
             if table is None:
                 raise PublicationChanged(f"table {self._table_id} no longer exists", tables=[str(self._table_id)])
+            if (problem := table.row_identity.problem) is not None:
+                raise problem
             types = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
             size = self._ask_size(connection)
         return schema_from_catalog(table, types), size

@@ -235,6 +235,8 @@ def _copy_on_write(work: TableWork, matches: Sequence[FileMatch]) -> WrittenFile
 def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
     try:
         changes = read_changes(steps, work.layout.source, work.constants)
+    except PenstockError:
+        raise
     except Exception as error:
         raise unreadable(work.table, work.table_id, error) from error
     return changes.fitted(work.layout.renames, work.layout.fit)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 
 from penstock.changes.segment import inexact_keys
 from penstock.errors import for_table
-from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, quote_identifier, resolve_domain
-from penstock.source.catalog import schema_from_catalog
+from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
+from penstock.source.catalog import load_types, schema_from_catalog
 from penstock.source.columns import CatalogTable
+from penstock.source.identity import quote_if_needed
 from penstock.source.patterns import TableName, select_tables
 from penstock.source.preflight.context import Context, Subject
 from penstock.source.preflight.report import Check, Severity, counted, failed, listed, passed
@@ -57,7 +58,7 @@ def check_publication(context: Context) -> Iterator[Check]:
     if publication is None:
         tables = ", ".join(_quoted(subject) for subject in context.subjects[:5])
         more = ", …" if len(context.subjects) > 5 else ""
-        statement = f"create publication {_identifier(name)}{f' for table {tables}{more}' if tables else ''};"
+        statement = f"create publication {quote_if_needed(name)}{f' for table {tables}{more}' if tables else ''};"
         if context.request.manage_publication:
             yield passed("publication", f"publication {name!r} does not exist; Penstock creates it at the first start")
         else:
@@ -72,7 +73,7 @@ def check_publication(context: Context) -> Iterator[Check]:
             f"publication {name!r} has no tables",
             "Set source.tables to patterns that match tables; Penstock then adds them."
             if context.request.manage_publication
-            else f"Add some: alter publication {_identifier(name)} add table …;",
+            else f"Add some: alter publication {quote_if_needed(name)} add table …;",
         )
     else:
         names = [str(subject) for subject in context.subjects]
@@ -90,7 +91,7 @@ def check_operations(context: Context) -> Iterator[Check]:
             "publication_operations",
             Severity.WARNING,
             f"the publication omits {' and '.join(missing)}: the destination will differ from the source",
-            f"Run: alter publication {_identifier(context.publication.name)} "
+            f"Run: alter publication {quote_if_needed(context.publication.name)} "
             "set (publish = 'insert, update, delete, truncate');",
             missing,
         )
@@ -147,7 +148,7 @@ def check_privileges(context: Context) -> Iterator[Check]:
             "select_privilege",
             context.severity,
             f"role {user!r} cannot read {counted(names)}: {listed(names)}",
-            f"Run: grant usage on schema … to {_identifier(user)}; grant select on … to {_identifier(user)};",
+            f"Run: grant usage on schema … to {quote_if_needed(user)}; grant select on … to {quote_if_needed(user)};",
             names,
         )
     elif subjects:
@@ -168,7 +169,7 @@ def check_row_security(context: Context) -> Iterator[Check]:
             "row_security",
             context.severity,
             f"row-level security hides rows of {counted(names)} from role {user!r}: {listed(names)}",
-            f"Run: alter role {_identifier(user)} bypassrls;",
+            f"Run: alter role {quote_if_needed(user)} bypassrls;",
             names,
         )
 
@@ -184,7 +185,7 @@ def check_identity(context: Context) -> Iterator[Check]:
             context.severity,
             f"{counted(without)} without a replica identity: once published, the server refuses every update and "
             f"delete of them: {listed(without)}",
-            "Add a primary key, or run: alter table … replica identity using index …; or: replica identity full;",
+            _identity_remedy(context, without),
             without,
         )
     elif context.subjects:
@@ -198,6 +199,26 @@ def check_identity(context: Context) -> Iterator[Check]:
             f"{listed(full)}",
             "For tables with a primary key, run: alter table … replica identity default;",
             full,
+        )
+
+
+def check_partition_identity(context: Context) -> Iterator[Check]:
+    """Do the partitions of a table identify its rows alike?"""
+    roots = [subject for subject in context.subjects if subject.catalog.partitions is not None]
+    judged = {str(subject): subject.catalog.row_identity for subject in roots}
+    problems = {name: identity.problem for name, identity in judged.items() if identity.problem is not None}
+    if problems:
+        statements = [each for name in problems for each in judged[name].statements]
+        yield failed(
+            "partition_identity",
+            context.severity,
+            "; ".join(problem.message for problem in problems.values()),
+            f"Run: {' '.join(statements)}",
+            list(problems),
+        )
+    elif roots:
+        yield passed(
+            "partition_identity", f"{counted(list(judged), 'partitioned table')} with rows that are identified"
         )
 
 
@@ -339,6 +360,25 @@ def _stored_tables(context: Context, wanted: Callable[[CatalogTable], bool]) -> 
     return sorted(str(table) for table in tables.values() if wanted(table))
 
 
+def _identity_remedy(context: Context, without: list[str]) -> str:
+    """What gives these tables a replica identity; of partitions, one that fits the whole table."""
+    leaves: set[str] = set()
+    statements: list[str] = []
+    for subject in context.subjects:
+        missing = {str(table) for table in subject.stored if not table.has_identity}
+        if subject.catalog.partitions is not None and missing:
+            leaves |= missing
+            statements += subject.catalog.row_identity.statements
+    remedies: list[str] = []
+    if set(without) - leaves:
+        remedies.append(
+            "Add a primary key, or run: alter table … replica identity using index …; or: replica identity full;"
+        )
+    if statements:
+        remedies.append(f"{'For partitions, run' if remedies else 'Run'}: {' '.join(statements)}")
+    return " ".join(remedies)
+
+
 def _identity_of(subject: Subject) -> set[int]:
     table = subject.catalog
     if table.replica_identity is ReplicaIdentity.FULL:
@@ -359,13 +399,8 @@ def _becomes_text(type_: PostgresType, modifier: int) -> bool:
     return str(codec_for(type_, modifier).arrow_type) in ("string", "large_string")
 
 
-def _identifier(name: str) -> str:
-    """A name as a person would type it: quoted only if necessary."""
-    return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else quote_identifier(name)
-
-
 def _quoted(subject: Subject) -> str:
-    return f"{_identifier(subject.published.namespace)}.{_identifier(subject.published.name)}"
+    return f"{quote_if_needed(subject.published.namespace)}.{quote_if_needed(subject.published.name)}"
 
 
 CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
@@ -376,6 +411,7 @@ CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "select_privilege": check_privileges,
     "row_security": check_row_security,
     "replica_identity": check_identity,
+    "partition_identity": check_partition_identity,
     "column_lists": check_column_lists,
     "row_filters": check_row_filters,
     "partitions": check_partitions,

@@ -1,0 +1,295 @@
+"""Partitions with other replica identities than their root: the server describes the root, and sends what leaves log.
+
+What every leaf identifies is followed exactly. Otherwise the table stops with statements that help, before rows are
+wrong; once they are run, it is copied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import coordinator
+from penstock.destinations.base import Destination
+from penstock.destinations.delta.destination import DeltaDestination
+from penstock.destinations.memory import MemoryDestination
+from penstock.lsn import reaches
+from penstock.source import SourceSettings
+from penstock.source.preflight import Request, Status, run_preflight
+from penstock.state import Errored, MemoryStore
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.lake import LakeReadBack
+from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
+from tests.support.readback import MemoryReadBack, ReadBack, check_equal
+
+LARGE = "(select string_agg(md5((i * 7 + j)::text), '') from generate_series(1, 300) j)"
+"""A text that is stored outside of its row, and differs by `i`."""
+TABLE = "create table t (id int not null, part int not null, other int not null, note text, large text)"
+SECONDS = 40.0
+LEAF = "create table {0} partition of t for values in ({1})"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "REFRESH_SECONDS", 0.2)
+
+
+@pytest.fixture(params=["memory", "delta"])
+def destination(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Destination, ReadBack]:
+    if request.param == "memory":
+        memory = MemoryDestination()
+        return memory, MemoryReadBack(memory)
+    return DeltaDestination(str(tmp_path / "lake")), LakeReadBack(tmp_path / "lake")
+
+
+def create(database: Any, *statements: str) -> None:
+    """The table `t`, partitioned by `part`, with 20 rows in two leaves; and `plain`, which must never stop."""
+    for statement in (
+        f"{TABLE} partition by list (part)",
+        LEAF.format("one", 1),
+        LEAF.format("two", 2),
+        *statements,
+        f"insert into t select i, i % 2 + 1, i, 'n' || i, {LARGE} from generate_series(1, 20) i",
+        "create table plain (id int primary key, n int)",
+        "insert into plain select i, 0 from generate_series(1, 5) i",
+    ):
+        database.execute(statement)
+
+
+def change(database: Any, *, keys: bool = True) -> None:
+    """Updates, deletes, and changes of everything that might be a key; of rows with omitted values."""
+    for statement in (
+        "update t set note = note || '+' where id <= 8",
+        "delete from t where id in (3, 4)",
+        *(("update t set id = id + 1000 where id in (5, 6)",) if keys else ()),
+        "update t set part = 3 - part where id in (7, 8)",
+        "update t set other = other + 1000 where id in (9, 10)",
+        f"insert into t select i, i % 2 + 1, i, null, {LARGE} from generate_series(31, 34) i",
+        "delete from t where id = 31",
+        "update plain set n = n + 1",
+    ):
+        database.execute(statement)
+
+
+def run(database: Any, folder: Path, made: tuple[Destination, ReadBack], **changes: Any) -> Alone:
+    settings = tables_settings(database, folder, "leaves", **changes)
+    return tables_alone(settings, MemoryStore("leaves"), made[0], ProcessTasks())
+
+
+def wait_ready(pipeline: Alone) -> None:
+    wait_for(
+        lambda: pipeline.wait(0) or [phase.name for phase in pipeline.phases.values()] == ["ready"] * 2,
+        "ready tables",
+        SECONDS,
+    )
+
+
+def wait_refused(pipeline: Alone) -> Errored:
+    return wait_for(
+        lambda: pipeline.wait(0) or next((p for p in pipeline.phases.values() if isinstance(p, Errored)), None),
+        "a table that is refused",
+        SECONDS,
+    )
+
+
+def check(database: Any, pipeline: Alone, made: tuple[Destination, ReadBack]) -> None:
+    wait_ready(pipeline)
+    end = current_position(database)
+    wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply to reach the end", SECONDS)
+    wait_ready(pipeline)
+    check_equal(database.dsn, made[1], ["t", "plain"])
+
+
+def copies(database: Any, pipeline: Alone) -> int:
+    (table_id,) = database.execute("select 't'::regclass::oid::int8")[0]
+    history = pipeline.store.get_table_replication_history(table_id)
+    return sum(record.phase.name == "data_sync" for record in history)
+
+
+FOLLOWED: dict[str, tuple[str, ...]] = {
+    "a primary key on the leaves only": (
+        "alter table one add primary key (id, part)",
+        "alter table two add primary key (id, part)",
+    ),
+    "indexes on the leaves only": (
+        "create unique index one_key on one (part, id); alter table one replica identity using index one_key",
+        "create unique index two_key on two (id, part); alter table two replica identity using index two_key",
+    ),
+    "the root full, leaves by their primary key": (
+        "alter table t add primary key (id, part)",
+        "alter table t replica identity full",
+    ),
+    "the root full without a key, leaves by theirs": (
+        "alter table t replica identity full",
+        "alter table one add primary key (id, part)",
+        "alter table two add primary key (id, part)",
+    ),
+    "one leaf full, the root and the other by the primary key": (
+        "alter table t add primary key (id, part)",
+        "alter table one replica identity full",
+    ),
+    "all leaves full, the root by its primary key": (
+        "alter table t add primary key (id, part)",
+        "alter table one replica identity full; alter table two replica identity full",
+    ),
+    "all leaves full, the root without a key": (
+        "alter table one replica identity full; alter table two replica identity full",
+    ),
+    "a leaf by more columns than the primary key": (
+        "alter table t add primary key (id, part)",
+        "create unique index one_key on one (id, part, other); alter table one replica identity using index one_key",
+    ),
+    "a leaf whose columns have other numbers": (
+        "alter table t detach partition two; drop table two",
+        "create table two (large text, gone int, note text, other int not null, part int not null, id int not null)",
+        "alter table two drop column gone; alter table two add primary key (part, id)",
+        "alter table one add primary key (id, part)",
+        "alter table t attach partition two for values in (2)",
+    ),
+    "leaves below a partition": (
+        "drop table two",
+        "create table two partition of t for values in (2) partition by list (other)",
+        "create table rest partition of two default",
+        "alter table one add primary key (id, part, other)",
+        "alter table rest add primary key (id, part, other)",
+    ),
+}
+"""Identities that differ, and can be followed."""
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "keys that are unique within a leaf only": (
+        "alter table one add primary key (id)",
+        "alter table two add primary key (id)",
+    ),
+    "keys of different columns": (
+        "alter table one add primary key (id, part)",
+        "alter table two add primary key (other, part)",
+    ),
+    "a leaf by another index than the root's key": (
+        "alter table t add primary key (id, part)",
+        "create unique index one_other on one (other); alter table one replica identity using index one_other",
+    ),
+    "a leaf full, the other by a key that the root lacks": (
+        "alter table one add primary key (id, part)",
+        "alter table two replica identity full",
+    ),
+    "the root by an index, leaves by the primary key": (
+        "create unique index t_other on t (other, part); alter table t replica identity using index t_other",
+        "alter table one add primary key (id)",
+        "alter table two add primary key (id)",
+    ),
+}
+"""Identities by which changes cannot be matched to rows."""
+
+
+@pytest.mark.trap(25, 26)
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_what_every_leaf_identifies_is_followed(
+    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str
+) -> None:
+    database = any_database
+    create(database, *FOLLOWED[case])
+    with run(database, tmp_path, destination) as pipeline:
+        wait_ready(pipeline)
+        change(database)
+        check(database, pipeline, destination)
+        assert copies(database, pipeline) == 1
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_matched_is_refused_and_its_remedy_works(
+    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str
+) -> None:
+    database = any_database
+    create(database, *REFUSED[case])
+    with run(database, tmp_path, destination) as pipeline:
+        refused = wait_refused(pipeline)
+        change(database)
+        wait_for(lambda: pipeline.phases["public.plain"].name == "ready", "the other table", SECONDS)
+        assert "replica identit" in refused.reason
+        follow(database, refused.solution)
+        check(database, pipeline, destination)
+        database.execute("update t set note = note || '-'; delete from t where id = 20")
+        check(database, pipeline, destination)
+
+
+def follow(database: Any, remedy: str | None) -> None:
+    """Run the statements of a remedy, to the letter."""
+    assert remedy is not None
+    _, found, statements = remedy.partition("Run: ")
+    assert found
+    database.execute(statements)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_check_refuses_the_same_and_is_content_once_its_remedy_was_followed(any_database: Any, case: str) -> None:
+    database = any_database
+    create(database, *REFUSED[case])
+    request = Request("leaves", None, ("public.*",), manage_publication=True)
+
+    def look() -> Any:
+        report = run_preflight(SourceSettings(database.dsn), request)
+        return next(each for each in report.checks if each.id == "partition_identity")
+
+    found = look()
+    assert found.status is Status.FAILED
+    assert found.subjects == ("public.t",)
+    follow(database, found.remedy)
+    assert look().status is Status.PASSED
+
+
+ALTERED: dict[str, Callable[[Any], None]] = {
+    "a leaf gets another identity": lambda database: database.execute(
+        "create unique index one_other on one (other); alter table one replica identity using index one_other"
+    ),
+    "a leaf with another identity is attached": lambda database: database.execute(
+        "create table three (like t); alter table three add primary key (id, part);"
+        "create unique index three_other on three (other);"
+        "alter table three replica identity using index three_other;"
+        "alter table t attach partition three for values in (3)"
+    ),
+}
+
+
+@pytest.mark.parametrize("ddl_trigger", [False, True], ids=["by the catalog", "by the trigger"])
+@pytest.mark.parametrize("case", ALTERED)
+def test_an_identity_that_changes_while_running_is_noticed(
+    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str, ddl_trigger: bool
+) -> None:
+    database = any_database
+    create(database, "alter table t add primary key (id, part)")
+    with run(database, tmp_path, destination, ddl_trigger=ddl_trigger) as pipeline:
+        wait_ready(pipeline)
+        change(database)
+        ALTERED[case](database)
+        refused = wait_refused(pipeline)
+        database.execute("update t set other = other + 1, id = id + 5000 where id < 20")
+        database.execute("insert into plain values (100, 1)")
+        follow(database, refused.solution)
+        check(database, pipeline, destination)
+        database.execute("update t set note = note || '-'; delete from t where id = 20")
+        check(database, pipeline, destination)
+
+
+def test_old_rows_that_may_lack_what_is_now_expected_of_them_lead_to_a_new_copy(
+    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack]
+) -> None:
+    """The catalog is ahead of the stream: while Penstock was stopped, leaves that sent their keys became full."""
+    database = any_database
+    create(database, "alter table t add primary key (id, part)", "alter table t replica identity full")
+    store = MemoryStore("leaves")
+    settings = tables_settings(database, tmp_path, "leaves")
+    with tables_alone(settings, store, destination[0], ProcessTasks()) as pipeline:
+        wait_ready(pipeline)
+    change(database)
+    database.execute("alter table one replica identity full; alter table two replica identity full")
+    with tables_alone(settings, store, destination[0], ProcessTasks()) as pipeline:
+        check(database, pipeline, destination)
+        assert copies(database, pipeline) == 2
+        change_again = "update t set id = id + 7000, note = note || '-' where id > 10"
+        database.execute(change_again)
+        check(database, pipeline, destination)
+        assert copies(database, pipeline) == 2
