@@ -19,6 +19,7 @@ from penstock.destinations.memory import MemoryDestination
 from penstock.lsn import reaches
 from penstock.source import SourceSettings
 from penstock.source.preflight import Request, Status, run_preflight
+from penstock.source.publications import identity_problems
 from penstock.state import Errored, MemoryStore
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.lake import LakeReadBack
@@ -224,21 +225,44 @@ def follow(database: Any, remedy: str | None) -> None:
     database.execute(statements)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_check_refuses_the_same_and_is_content_once_its_remedy_was_followed(any_database: Any, case: str) -> None:
+UNPUBLISHED: dict[str, tuple[str, ...]] = {
+    "no leaf has an identity": (),
+    "one leaf has none": ("alter table one add primary key (id, part)",),
+    "one leaf has none, the other a key that is unique within it": ("alter table one add primary key (id)",),
+    "one leaf has none, the other is full": ("alter table one replica identity full",),
+    "a leaf of a table with a key has none": (
+        "alter table t add primary key (id, part)",
+        "alter table one replica identity nothing",
+    ),
+    "many leaves": ("\n".join(f"{LEAF.format(f'leaf{i}', i)};" for i in range(10, 20)),),
+}
+"""Identities with which the server refuses updates and deletes."""
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *UNPUBLISHED])
+def test_check_reports_it_and_is_content_once_its_remedies_were_followed(any_database: Any, case: str) -> None:
     database = any_database
-    create(database, *REFUSED[case])
+    create(database, *({**REFUSED, **UNPUBLISHED}[case]))
     request = Request("leaves", None, ("public.*",), manage_publication=True)
 
-    def look() -> Any:
+    def look() -> list[Any]:
         report = run_preflight(SourceSettings(database.dsn), request)
-        return next(each for each in report.checks if each.id == "partition_identity")
+        found = [each for each in report.checks if each.id in ("replica_identity", "partition_identity")]
+        assert len(found) == 2
+        return [each for each in found if each.status is not Status.PASSED]
 
-    found = look()
-    assert found.status is Status.FAILED
-    assert found.subjects == ("public.t",)
-    follow(database, found.remedy)
-    assert look().status is Status.PASSED
+    failed = look()
+    assert failed
+    assert case not in REFUSED or "partition_identity" in [each.id for each in failed]
+    with database.connect() as connection:
+        assert identity_problems(connection, ["public.t", "public.plain"]).keys() == {
+            subject for each in failed if each.id == "partition_identity" for subject in each.subjects
+        }
+    for each in failed:
+        follow(database, each.remedy)
+    assert not look()
+    database.execute("create publication p for table t with (publish_via_partition_root = true)")
+    change(database)
 
 
 ALTERED: dict[str, Callable[[Any], None]] = {

@@ -118,8 +118,8 @@ class CatalogResolver:
     """Queries the catalog once per RELATION message: these are rare, and a column may have been dropped and added
     again.
 
-    If DDL is `recorded`, the version that is valid at a position decides; the catalog, which may be ahead, is queried
-    only for tables without a version.
+    If DDL is `recorded`, the version that is valid at a position decides; the catalog, which may be ahead, decides only
+    for tables without a version, and says what partitions send.
     """
 
     def __init__(

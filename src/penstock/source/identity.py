@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.errors import IdentitiesDiffer
+from penstock.errors import RESYNC, IdentitiesDiffer
 from penstock.schema import ReplicaIdentity, quote_identifier, quote_literal
 from penstock.source.faults import translated
 
@@ -33,37 +33,34 @@ _PARTS = """
         from tree t
         join pg_catalog.pg_class above on above.oid = t.oid and above.relkind = 'p'
         join pg_catalog.pg_inherits i on i.inhparent = t.oid
-    ),
-    numbers as (
-        select t.root, t.oid, a.attnum, r.attnum as number, r.attname
-        from tree t
-        join pg_catalog.pg_attribute a on a.attrelid = t.oid and a.attnum > 0 and not a.attisdropped
-        join pg_catalog.pg_attribute r on r.attrelid = t.root and r.attname = a.attname and r.attnum > 0
     )
     select t.root::int8, c.oid::int8, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
            array(
-               select m.number from pg_catalog.pg_index x
+               select r.attnum from pg_catalog.pg_index x
                cross join unnest((x.indkey::int2[])[0:x.indnkeyatts - 1]) with ordinality k (attnum, place)
-               join numbers m on m.root = t.root and m.oid = t.oid and m.attnum = k.attnum
+               join pg_catalog.pg_attribute a on a.attrelid = c.oid and a.attnum = k.attnum
+               join pg_catalog.pg_attribute r on r.attrelid = t.root and r.attname = a.attname
                where x.indrelid = c.oid and x.indisprimary and x.indimmediate and x.indisvalid
                order by k.place
-           )::int2[],
+           ),
            array(
-               select m.number from pg_catalog.pg_index x
+               select r.attnum from pg_catalog.pg_index x
                cross join unnest((x.indkey::int2[])[0:x.indnkeyatts - 1]) k (attnum)
-               join numbers m on m.root = t.root and m.oid = t.oid and m.attnum = k.attnum
+               join pg_catalog.pg_attribute a on a.attrelid = c.oid and a.attnum = k.attnum
+               join pg_catalog.pg_attribute r on r.attrelid = t.root and r.attname = a.attname
                where x.indrelid = c.oid and x.indisreplident and x.indimmediate and x.indisvalid
-           )::int2[],
+           ),
            (
                select case when 0 = any(p.partattrs::int2[]) then null else array(
-                   select m.number from unnest(p.partattrs::int2[]) k (attnum)
-                   join numbers m on m.root = t.root and m.oid = t.oid and m.attnum = k.attnum
+                   select r.attnum from unnest(p.partattrs::int2[]) k (attnum)
+                   join pg_catalog.pg_attribute a on a.attrelid = c.oid and a.attnum = k.attnum
+                   join pg_catalog.pg_attribute r on r.attrelid = t.root and r.attname = a.attname
                ) end
                from pg_catalog.pg_partitioned_table p where p.partrelid = c.oid
-           )::int2[],
+           ),
            case when t.depth = 0 then (
-               select pg_catalog.json_object_agg(m.number, m.attname) from numbers m
-               where m.root = t.root and m.oid = t.oid
+               select pg_catalog.json_object_agg(a.attnum, a.attname)
+               from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0
            ) end
     from tree t
     join pg_catalog.pg_class c on c.oid = t.oid and c.relkind in ('r', 'p')
@@ -180,7 +177,8 @@ def judge_identity(partitions: Partitions) -> RowIdentity:
     statements = _statements(partitions, wanted)
     problem = IdentitiesDiffer(
         f"changes of {root} cannot be matched to its rows: {_difference(identified, wanted)}",
-        hint=f"Once its partitions agree, Penstock copies the table again. Run: {' '.join(statements)}",
+        hint=f"Once its partitions agree, Penstock copies the table again, as {RESYNC} does. "
+        f"Run: {' '.join(statements)}",
         table=str(root),
     )
     return RowIdentity(ReplicaIdentity.NOTHING, frozenset(), problem, statements)

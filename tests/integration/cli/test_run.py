@@ -222,6 +222,25 @@ def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
     assert site.run("run", "--once").returncode == 0
 
 
+def test_a_partitioned_table_whose_rows_cannot_be_identified_is_refused_until_its_remedy_is_followed(site: Site):
+    site.database.execute("create table parts (id int, part int) partition by list (part)")
+    site.database.execute("create table one partition of parts (primary key (id)) for values in (1)")
+    refused = "changes of public.parts cannot be matched to its rows"
+    assert f"would be copied; REFUSED: {refused}" in site.run("run", "--plan").stdout
+    result = site.run("run", "--once")
+    assert result.returncode == 1, result.stderr
+    assert refused in result.stderr
+    listing = site.run("tables").stdout
+    statement = "alter table public.one replica identity full;"
+    assert f"as penstock resync public.parts does. Run: {statement}\n" in listing
+    assert "then:" not in listing
+    site.database.execute(statement)
+    site.database.execute("insert into parts values (1, 1)")
+    result = site.run("run", "--once")
+    assert result.returncode == 0, result.stderr
+    assert "REFUSED" not in site.run("run", "--plan").stdout
+
+
 def test_patterns_that_match_no_table_are_told(site: Site):
     site.configure(tables="shp.*")
     assert "tables       none: no table in the database matches" in site.run("run", "--plan").stdout

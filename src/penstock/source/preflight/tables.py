@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from penstock.changes.segment import inexact_keys
 from penstock.errors import for_table
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
-from penstock.source.catalog import load_types, schema_from_catalog
+from penstock.source.catalog import schema_from_catalog
 from penstock.source.columns import CatalogTable
 from penstock.source.identity import quote_if_needed
 from penstock.source.patterns import TableName, select_tables
