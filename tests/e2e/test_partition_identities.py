@@ -123,6 +123,10 @@ FOLLOWED: dict[str, tuple[str, ...]] = {
         "alter table t add primary key (id, part)",
         "alter table t replica identity full",
     ),
+    "the root nothing, leaves by the primary key": (
+        "alter table t add primary key (id, part)",
+        "alter table t replica identity nothing",
+    ),
     "the root full without a key, leaves by theirs": (
         "alter table t replica identity full",
         "alter table one add primary key (id, part)",
@@ -230,6 +234,10 @@ UNPUBLISHED: dict[str, tuple[str, ...]] = {
     "one leaf has none": ("alter table one add primary key (id, part)",),
     "one leaf has none, the other a key that is unique within it": ("alter table one add primary key (id)",),
     "one leaf has none, the other is full": ("alter table one replica identity full",),
+    "one leaf has another key that it does not use": (
+        "alter table one add primary key (id, part)",
+        "alter table two add primary key (other) deferrable",
+    ),
     "a leaf of a table with a key has none": (
         "alter table t add primary key (id, part)",
         "alter table one replica identity nothing",

@@ -58,6 +58,7 @@ _PARTS = """
                ) end
                from pg_catalog.pg_partitioned_table p where p.partrelid = c.oid
            ),
+           exists (select from pg_catalog.pg_index x where x.indrelid = c.oid and x.indisprimary),
            case when t.depth = 0 then (
                select pg_catalog.json_object_agg(a.attnum, a.attname)
                from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0
@@ -91,6 +92,8 @@ class Part:
     """The columns of the index of `replica identity using index`."""
     routed_by: frozenset[int] | None = frozenset()
     """Of a partitioned table, the columns that choose the partition; None if an expression does."""
+    has_primary_key: bool = False
+    """True also if it is deferrable."""
 
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
@@ -168,12 +171,10 @@ def judge_identity(partitions: Partitions) -> RowIdentity:
         return RowIdentity(ReplicaIdentity.FULL, frozenset(), statements=_statements(partitions, None))
     for columns in proposals:
         if all(leaf.sends(columns) for leaf in identified):
-            kind = ReplicaIdentity.DEFAULT if root.is_full else root.identity
+            kind = ReplicaIdentity.INDEX if root.identity is ReplicaIdentity.INDEX else ReplicaIdentity.DEFAULT
             return RowIdentity(kind, columns, statements=_statements(partitions, columns))
     if (common := _common_key(partitions, identified)) is not None:
-        names = ", ".join(quote_if_needed(partitions.names[each]) for each in sorted(common))
-        keys = (f"alter table {leaf.quoted} add primary key ({names});" for leaf in leaves if not leaf.is_identified)
-        return RowIdentity(ReplicaIdentity.INDEX, common, statements=tuple(keys))
+        return RowIdentity(ReplicaIdentity.INDEX, common, statements=_key_statements(partitions, common))
     statements = _statements(partitions, wanted)
     problem = IdentitiesDiffer(
         f"changes of {root} cannot be matched to its rows: {_difference(identified, wanted)}",
@@ -208,7 +209,7 @@ def load_partitions(connection: psycopg.Connection[Any], table_oids: Sequence[in
         connection.cursor(row_factory=tuple_row) as cursor,
     ):
         for row in cursor.execute(_PARTS, [list(table_oids)]).fetchall():
-            root, oid, namespace, name, is_partitioned, identity, key, chosen, routed_by, columns = row
+            root, oid, namespace, name, is_partitioned, identity, key, chosen, routed_by, keyed, columns = row
             parts.setdefault(root, []).append(
                 Part(
                     oid,
@@ -219,6 +220,7 @@ def load_partitions(connection: psycopg.Connection[Any], table_oids: Sequence[in
                     tuple(key),
                     frozenset(chosen),
                     None if is_partitioned and routed_by is None else frozenset(routed_by or ()),
+                    keyed,
                 )
             )
             if columns is not None:
@@ -240,6 +242,18 @@ def _statements(partitions: Partitions, wanted: frozenset[int] | None) -> tuple[
         f"alter table {leaf.quoted} replica identity "
         f"{'default' if wanted is not None and wanted <= frozenset(leaf.key) else 'full'};"
         for leaf in wrong
+    )
+
+
+def _key_statements(partitions: Partitions, common: frozenset[int]) -> tuple[str, ...]:
+    """What gives the leaves without an identity the key that the others have in common."""
+    missing = [leaf for leaf in partitions.leaves if not leaf.is_identified]
+    if any(leaf.has_primary_key and frozenset(leaf.key) != common for leaf in missing):
+        return _statements(partitions, None)
+    names = ", ".join(quote_if_needed(partitions.names[each]) for each in sorted(common))
+    return tuple(
+        f"alter table {leaf.quoted} {'replica identity default' if leaf.key else f'add primary key ({names})'};"
+        for leaf in missing
     )
 
 

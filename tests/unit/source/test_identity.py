@@ -19,7 +19,7 @@ def root(identity: ReplicaIdentity = DEFAULT, *key: int, chosen: tuple[int, ...]
 
 
 def leaf(number: int, identity: ReplicaIdentity = DEFAULT, *key: int, chosen: tuple[int, ...] = ()) -> Part:
-    return Part(number, "public", f"Leaf {number}", False, identity, key, frozenset(chosen))
+    return Part(number, "public", f"Leaf {number}", False, identity, key, frozenset(chosen), has_primary_key=bool(key))
 
 
 def judge(top: Part, *below: Part) -> RowIdentity:
@@ -44,7 +44,10 @@ def test_whole_rows_of_every_leaf_are_whole_rows(top: Part) -> None:
         (leaf(1, DEFAULT, ID, DAY), leaf(2, INDEX, ID, DAY, chosen=(ID, DAY, OTHER))),
     ],
 )
-@pytest.mark.parametrize("top", [root(FULL, ID, DAY), root(DEFAULT, ID, DAY), root(INDEX, ID, DAY, chosen=(DAY, ID))])
+@pytest.mark.parametrize(
+    "top",
+    [root(FULL, ID, DAY), root(DEFAULT, ID, DAY), root(NOTHING, ID, DAY), root(INDEX, ID, DAY, chosen=(DAY, ID))],
+)
 def test_the_key_of_the_root_counts_if_every_leaf_sends_it(top: Part, leaves: tuple[Part, ...]) -> None:
     judged = judge(top, *leaves)
     assert judged.problem is None
@@ -76,6 +79,14 @@ def test_a_leaf_that_sends_nothing_is_ignored_and_gets_an_identity_that_fits() -
     )
     assert judge(root(), leaf(1, FULL), leaf(2)).statements == ('alter table public."Leaf 2" replica identity full;',)
     assert len(judge(root(), leaf(1), leaf(2)).statements) == 2
+    assert judge(root(), leaf(1, DEFAULT, ID, DAY), leaf(2, NOTHING, DAY, ID)).statements == (
+        'alter table public."Leaf 2" replica identity default;',
+    )
+    # A table has one primary key.
+    assert judge(root(), leaf(1, DEFAULT, ID, DAY), leaf(2, NOTHING, OTHER)).statements == (
+        'alter table public."Leaf 1" replica identity full;',
+        'alter table public."Leaf 2" replica identity full;',
+    )
 
 
 def test_a_difference_names_the_leaves_and_the_statements() -> None:
