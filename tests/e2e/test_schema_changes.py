@@ -106,6 +106,23 @@ STATEMENTS = {
         ROWS + "; insert into {t}_far select i, 'far', i from generate_series(1001, 1010) i",
         "alter table {t} attach partition {t}_far for values from (1001) to (2000)",
     ),
+    "attached_again": (
+        PARTED,
+        ROWS,
+        """
+        alter table {t} detach partition {t}_mid; insert into {t}_mid values (19, 'more', 1) on conflict do nothing;
+        delete from {t}_mid where id = 12;
+        alter table {t} attach partition {t}_mid for values from (10) to (20)
+        """,
+    ),
+    "new_and_truncated": (
+        PARTED,
+        ROWS,
+        """
+        create table {t}_far partition of {t} for values from (1001) to (2000);
+        insert into {t} values (1001, 'far', 1); truncate {t}_far; insert into {t} values (1002, 'far', 1)
+        """,
+    ),
     "attached_at_once": (
         PARTED,
         ROWS,

@@ -19,16 +19,16 @@ from penstock.source.faults import translated
 # A table that was created as a partition has had no rows that were not sent. ATTACH updates all its attributes, so one
 # that is as it was created tells.
 _HEAPS = """
-    with recursive tree (root, id) as (
-        select t, t from pg_catalog.unnest(%(tables)s::oid[]) t
+    with recursive tree (root, id, links) as (
+        select t, t, '' from pg_catalog.unnest(%(tables)s::oid[]) t
         union all
-        select tree.root, i.inhrelid
+        select tree.root, i.inhrelid, tree.links || ' ' || i.xmin::text
         from tree
         join pg_catalog.pg_class p on p.oid = tree.id and p.relkind = 'p'
         join pg_catalog.pg_inherits i on i.inhparent = tree.id
         where pg_catalog.to_jsonb(i) ->> 'inhdetachpending' is distinct from 'true'
     )
-    select tree.root::int8, c.oid::int8, c.relfilenode::int8, n.nspname || '.' || c.relname,
+    select tree.root::int8, c.oid::int8, c.relfilenode::int8, tree.links, n.nspname || '.' || c.relname,
            case when pg_catalog.current_setting('server_version_num')::int < 140000
                 then c.reltuples > 0 else c.reltuples >= 0 end,
            c.oid = tree.root or exists (
@@ -83,6 +83,8 @@ class Heap(NamedTuple):
 
     filenode: int
     """Another one after TRUNCATE, VACUUM FULL, CLUSTER and any ALTER TABLE that rewrites all rows."""
+    links: str
+    """The versions of the catalog rows that make it a partition: other ones if it was detached and attached again."""
     name: str
     counted: bool
     """The server has counted its rows: false after TRUNCATE, true after VACUUM FULL and CLUSTER."""
@@ -180,12 +182,12 @@ def _changed_partitions(before: TableShape, now: TableShape) -> Iterator[SilentC
         if oid not in now.heaps:
             yield SilentChange(f"partition {heap.name} was detached or dropped", leaves=True)
     for oid, heap in now.heaps.items():
-        if oid not in before.heaps and not heap.born:
+        earlier = before.heaps.get(oid)
+        if not heap.born if earlier is None else heap.links != earlier.links:
             yield SilentChange(f"partition {heap.name} was attached")
-    if before.is_partitioned:
-        for heap in _rewritten(before, now):
-            if not heap.counted:
-                yield SilentChange(f"partition {heap.name} was truncated", leaves=True)
+        # A new relation has its oid as the number of its file.
+        elif now.is_partitioned and not heap.counted and heap.filenode != (earlier.filenode if earlier else oid):
+            yield SilentChange(f"partition {heap.name} was truncated", leaves=True)
 
 
 def _changed_values(before: TableShape, now: TableShape) -> Iterator[SilentChange]:

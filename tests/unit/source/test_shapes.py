@@ -9,13 +9,13 @@ import pytest
 from penstock.source.shapes import ColumnVersion, Heap, TableShape, shape_from_json, shape_to_json, silent_changes
 
 PLAIN = TableShape(
-    {7: Heap(70, "public.t", counted=True, born=True)},
+    {7: Heap(70, "", "public.t", counted=True, born=True)},
     {1: ColumnVersion("id", "500"), 2: ColumnVersion("note", "500")},
     {"mood 9 label 90": "sad", "point 8 attributes": "1 23,2 23"},
 )
 PARTED = replace(
     PLAIN,
-    heaps={7: Heap(70, "public.low", True, True), 8: Heap(80, "public.high", True, True)},
+    heaps={7: Heap(70, " 5", "public.low", True, True), 8: Heap(80, " 5", "public.high", True, True)},
     is_partitioned=True,
 )
 
@@ -40,11 +40,15 @@ def test_a_truncate_is_in_the_stream_except_of_a_partition() -> None:
 
 
 def test_partitions_that_come_with_rows_or_go() -> None:
-    born = Heap(90, "public.new", False, True)
+    born = Heap(9, " 6", "public.new", False, True)
     assert texts(PARTED, replace(PARTED, heaps={**PARTED.heaps, 9: born})) == []
     attached = replace(PARTED, heaps={**PARTED.heaps, 9: born._replace(born=False)})
     assert texts(PARTED, attached) == ["partition public.new was attached"]
     assert texts(attached, PARTED) == ["partition public.new was detached or dropped"]
+    again = replace(PARTED, heaps={**PARTED.heaps, 7: PARTED.heaps[7]._replace(links=" 7")})
+    assert texts(PARTED, again) == ["partition public.low was attached"]
+    truncated = replace(PARTED, heaps={**PARTED.heaps, 9: born._replace(filenode=91)})
+    assert texts(PARTED, truncated) == ["partition public.new was truncated"]
 
 
 @pytest.mark.parametrize(
