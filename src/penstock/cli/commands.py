@@ -66,11 +66,12 @@ def pause(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Stop writing changes to the destination until resume or the next start. A stopped pipeline starts paused.
+    """Stop writing changes to the destination until `penstock resume` or a restart.
 
-    Changes are still captured up to the spool's limit; beyond it, the server keeps them.
+    If the pipeline is stopped, it starts paused. Changes are still captured up to the spool's limit; beyond it, the
+    server keeps them.
     """
-    _send(config_path, CommandKind.PAUSE, "paused; `penstock resume` continues", output, wait, as_json)
+    _send(config_path, CommandKind.PAUSE, "paused; run `penstock resume` to continue", output, wait, as_json)
 
 
 def resume(
@@ -79,7 +80,7 @@ def resume(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Resume writing changes after pause."""
+    """Continue writing changes after `penstock pause`."""
     _send(config_path, CommandKind.RESUME, "resumed", output, wait, as_json)
 
 

@@ -154,7 +154,7 @@ def fresh_folder(folder: Path) -> Path:
     if place.exists():
         if not (place / MARKER).is_file() and any(place.iterdir()):
             raise ConfigError(
-                f"{folder} is not empty, and not an older demo", hint="Name another folder with --folder."
+                f"{folder} is not empty and does not contain an earlier demo", hint="Name another folder with --folder."
             )
         shutil.rmtree(place)
     try:
@@ -224,7 +224,7 @@ def _show(
         _ask_the_lake(config, running.session, display)
     equal = _compare(config, running, display)
     if keep:
-        display.say(f"still running; look at it with: penstock status -c {config.path}; press Ctrl-C to stop")
+        display.say(f"still running; inspect it with: penstock status -c {config.path}; press Ctrl-C to stop")
         watch(float("inf"), lambda: False)
     return equal
 
@@ -273,7 +273,9 @@ def _ask_the_lake(config: Config, session: Any, display: Display) -> None:
     from penstock.spark.lake import delta_options
 
     if delta_options() is None:
-        display.say("Spark has no jars for Delta, so the lake is not queried (`make setup` fetches them)")
+        display.say(
+            "Spark's jars for Delta are missing, so the demo does not query the lake (`make setup` fetches them)"
+        )
         return
     lake = config.outputs[0].destination_options["path"]
     display.say("the best customers, queried from the lake with Spark SQL:")
@@ -297,5 +299,5 @@ def _compare(config: Config, running: Running, display: Display) -> bool:
         display.say(f"  at {report.position}; changes waited for {report.held_seconds:.1f} s")
         if not tables or report.exit_code == 1:
             return report.exit_code == 0
-    display.say(f"could not be compared: {', '.join(tables)}")
+    display.say(f"these tables could not be compared: {', '.join(tables)}")
     return False

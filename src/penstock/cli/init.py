@@ -92,7 +92,7 @@ def init(
         typer.Option("--exclude", help="Pattern of tables to exclude. Can be repeated.", metavar="PATTERN"),
     ] = None,
     destination: Annotated[Kind | None, typer.Option(help="Type of the destination.")] = None,
-    path: Annotated[str | None, typer.Option(help="Folder or s3://… of the destination.", metavar="PATH")] = None,
+    path: Annotated[str | None, typer.Option(help="Folder or s3://… URL of the destination.", metavar="PATH")] = None,
     master: Annotated[
         str | None, typer.Option(help='Spark master: local[*], spark://…, or "none" for no Spark.', metavar="MASTER")
     ] = None,
@@ -163,7 +163,7 @@ class _Ask:
             answer = self.text(f"{question} ({', '.join(known)})", "", default=default)
             if answer in known:
                 return answer
-            typer.echo(f"not one of {', '.join(known)}")
+            typer.echo(f"choose one of {', '.join(known)}")
 
     def password(self, user: str) -> str:
         return str(typer.prompt(f"password for {user}", hide_input=True))
@@ -191,7 +191,8 @@ def _find(connection: psycopg.Connection[Any]) -> list[FoundTable]:
     found = [FoundTable(name, catalogs[oid], sizes.get(oid)) for name, oid in oids.items() if oid in catalogs]
     if not found:
         raise ConfigError(
-            "this database has no tables to replicate", hint="Check the name of the database and the role."
+            "this database has no tables to replicate",
+            hint="Check the database name, and that the role may read its tables.",
         )
     return found
 
@@ -246,8 +247,8 @@ def _choose_tables(
         if without:
             listed = ", ".join(str(each.name) for each in without[:5]) + (", …" if len(without) > 5 else "")
             typer.echo(
-                f"warning: {count_of(len(without), 'table')} without replica identity; the server rejects updates and "
-                f"deletes of such a table once it is published: {listed}"
+                f"warning: {count_of(len(without), 'table')} without a replica identity; publishing makes the server "
+                f"reject updates and deletes on such tables: {listed}"
             )
         return patterns
 

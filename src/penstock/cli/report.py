@@ -25,7 +25,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Collect config, state, server settings, versions and logs into one file for an incident. No secrets.
+    """Collect config, state, server settings, versions and logs into one file for support, without secrets.
 
     Changes nothing. Collects as much as it can: for each part that is missing, the file says why.
 

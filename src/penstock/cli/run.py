@@ -114,7 +114,7 @@ def _watch(running: Running, ending: Ending, display: Display, *, once: bool) ->
         if once and any(output.paused for output in running.outputs):
             raise PenstockError(
                 "the pipeline was paused by a command, so it cannot catch up",
-                hint="Run it again: a pause ends with the process that was paused.",
+                hint="Run it again: the pause ended with this process.",
             )
         if ready:
             target = target or running.current_position()

@@ -109,7 +109,10 @@ def _locations(config: Config, output: OutputChoice) -> Mapping[int, str]:
         return table_locations(config, output)
     except (OSError, PenstockError) as error:
         reason = error.message if isinstance(error, PenstockError) else error.strerror
-        typer.echo(scrub(f"the destination does not show where the tables are: {reason}", config.secrets), err=True)
+        typer.echo(
+            scrub(f"the locations of the tables cannot be read from the destination: {reason}", config.secrets),
+            err=True,
+        )
         return {}
 
 

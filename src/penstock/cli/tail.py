@@ -40,7 +40,8 @@ def tail(
     slot: Annotated[
         str | None,
         typer.Option(
-            help="Read what this slot has kept, without moving it. Default: a temporary slot, from now on.",
+            help="Read the changes that this slot has kept, without advancing it. Default: a temporary slot that "
+            "starts now.",
             metavar="NAME",
         ),
     ] = None,

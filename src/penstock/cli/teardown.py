@@ -16,7 +16,7 @@ def teardown(
         str | None,
         typer.Option(
             "--output",
-            help="Remove only this output; it need not be in the config any longer.",
+            help="Remove only this output, which may no longer be in the config.",
             metavar="NAME",
         ),
     ] = None,

@@ -111,7 +111,7 @@ class _Lines(Observer):
         self._say(f"waiting: {error.message}; changes flow meanwhile")
 
     def going_around(self, error: SnapshotBlocked) -> None:
-        self._say("some transaction is always open: rows that change during the comparison are not judged")
+        self._say("there is always an open transaction, so rows that change during the comparison are not judged")
 
     def waiting(self, blockers: list[Blocker]) -> None:
         self._say(f"waiting for open transactions: {name_blockers(blockers)}; changes flow meanwhile")
@@ -218,5 +218,5 @@ def _summary(report: Report) -> str:
     found = ", ".join(f"{number:,} {what}" for what, number in counts.items()) or "nothing to compare"
     part = "" if report.sample == 1 else f" in a sample of {report.sample:.4g} of the rows"
     held = format_seconds(report.held_seconds)
-    around = "" if report.exact else " or close to it, because some transaction was always open"
+    around = "" if report.exact else " or close to it, because there was always an open transaction"
     return f"{found}{part}, at {report.position}{around}; changes waited for {held}"

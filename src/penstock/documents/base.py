@@ -358,6 +358,6 @@ def readable(sink: Sink, name: str) -> ReadableSink:
     if isinstance(sink, ReadableSink):
         return sink
     raise ConfigError(
-        f"sink {name!r} cannot be read: it keeps no documents that other processes can read",
-        hint="Use opensearch, or a sink of your own with the methods of penstock.documents.base.ReadableSink.",
+        f"sink {name!r} keeps no documents that other processes can read",
+        hint="Use the sink 'opensearch', or your own sink with the methods of penstock.documents.base.ReadableSink.",
     )

@@ -89,7 +89,7 @@ def require_primary(connection: psycopg.Connection[Any]) -> None:
     if is_standby(connection):
         where = Place.of(connection).where
         raise UnsupportedServer(
-            f"documents cannot be built from a standby, which has no versions for them ({where})",
+            f"documents cannot be built from a standby, whose snapshots have no versions for them ({where})",
             hint="Use the primary as source.",
             where=where,
         )
@@ -181,7 +181,8 @@ def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys
     rows = run_statement(connection, query.text, [list(each) for each in keys], f"build documents of {query.index!r}")
     if len(rows) != wanted:
         raise QueryFailed(
-            f"{wanted} documents of {query.index!r} were requested, and {len(rows)} returned: the key is not unique",
+            f"{wanted} documents of index {query.index!r} were requested, but the query returned "
+            f"{len(rows)}: the key is not unique",
             hint=f"Create a unique index on ({', '.join(query.key_columns)}), or name other columns in doc_id.",
         )
     return _as_built(query, rows)

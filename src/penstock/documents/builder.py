@@ -133,8 +133,8 @@ class DocumentKeys:
         if len(key) != len(self.columns):
             wanted = f"{len(self.columns)} value{'s' * (len(self.columns) > 1)}: {', '.join(self.columns)}"
             raise ConfigError(
-                f"documents of {self.specification.name!r} are identified by {wanted}; got {len(key)}",
-                hint="Give one value for each column, or all of them joined by ':'.",
+                f"documents of index {self.specification.name!r} are identified by {wanted}, but {len(key)} were given",
+                hint="Give one value for each column, or one id in which they are joined by ':'.",
             )
         return self.resolved([key])
 

@@ -93,7 +93,7 @@ def check_index(
     name = specification.name
     checks = [*_check_tables(specification, catalog)]
     if is_standby(connection):
-        what = "the server is a standby, which has no versions for documents"
+        what = "the server is a standby, whose snapshots have no versions for documents"
         checks.append(failed("server_role", Severity.CRITICAL, what, "Use the primary as source."))
     if not checks:
         checks += _check_root(specification, catalog.table(specification.table))
@@ -122,7 +122,7 @@ def _check_tables(specification: IndexSpecification, catalog: SourceCatalog) -> 
                 "table",
                 Severity.CRITICAL,
                 f"{name} is not a table, so its changes cannot be followed",
-                "Join the tables that it is built from.",
+                "Use the tables on which it is based instead.",
                 [str(name)],
             )
 
@@ -156,7 +156,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
             yield failed(
                 "key",
                 Severity.CRITICAL,
-                f"{what}: equal values of {each.type} can have different texts, so {each.name} cannot be an id",
+                f"{what}: equal values of type {each.type} can have different texts, so {each.name} cannot be an id",
                 "Use a column of another type as doc_id.",
                 [f"{table.name}.{each.name}"],
             )
@@ -245,7 +245,7 @@ class _Walk:
             yield failed(
                 "type",
                 Severity.CRITICAL,
-                f"{where}: ids needs a table whose primary key has one column, not {table.name}",
+                f"{where}: 'ids' needs a table whose primary key has one column, unlike that of {table.name}",
                 "Use has_many with the columns of the key.",
                 [str(table.name)],
             )
@@ -269,7 +269,7 @@ def _check_scalar(field: Scalar, table: SourceTable, where: str) -> Iterator[Che
     else:
         fits = accepts(field.type, element)
     if not fits:
-        yield _wrong_type(table, field.column, where, f"a {field.type.value} field cannot take it")
+        yield _wrong_type(table, field.column, where, f"a field of type '{field.type.value}' cannot hold it")
     if field.transforms and source.base.kind is TypeKind.ARRAY:
         yield _wrong_type(table, field.column, where, "transforms do not work on arrays")
     if field.required and not source.not_null and field.default is None:
@@ -302,7 +302,7 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
             yield failed(
                 "identity",
                 Severity.CRITICAL,
-                f"{name} has no replica identity: the server rejects its updates and deletes once it is published",
+                f"{name} has no replica identity: once it is published, the server rejects updates and deletes on it",
                 f"Give it a primary key, or run: alter table {name} replica identity full;",
                 [str(name)],
             )
@@ -311,8 +311,8 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
             yield failed(
                 "identity",
                 Severity.INFO,
-                f"for deleted and moved rows of {name} the server does not send {', '.join(unsent)}: a relation map"
-                " stores it, with one small row for each row of the table",
+                f"the server does not send {', '.join(unsent)} of deleted and moved rows of {name}: a relation map"
+                " stores these values, in one small row for each row of the table",
                 f"To avoid the map, run: alter table {name} replica identity full;",
                 [str(name)],
             )
@@ -371,7 +371,7 @@ def _check_statements(
                 "statement",
                 Severity.CRITICAL,
                 f"the server rejects the statement that would {what}: {error.message}",
-                "Compare the types of the joined columns, and check filters in SQL.",
+                "Check that the joined columns have matching types, and check the raw filters.",
                 [specification.name],
             )
 
@@ -456,8 +456,8 @@ def check_polling(
             failed(
                 "polling",
                 Severity.WARNING,
-                "this role cannot see when transactions of other sessions started: those that take longer than"
-                " polling.overlap can be missed",
+                "this role cannot see when other sessions' transactions started: changes in transactions that take "
+                "longer than polling.overlap can be missed",
                 "Run: grant pg_read_all_stats to the role, or raise polling.overlap.",
                 by_column,
             )
@@ -497,8 +497,8 @@ def _check_column(table: SourceTable, cursor: str) -> Iterator[Check]:
     yield failed(
         "polling",
         Severity.INFO,
-        f"{table.name}: changes that do not set {cursor} are not seen",
-        "Set it with a trigger.",
+        f"{table.name}: polling does not see changes that leave {cursor} as it is",
+        "Set the column with a trigger.",
         subject,
     )
     if not column.not_null:

@@ -87,7 +87,7 @@ def wait_until_visible(
     while hidden := run_statement(connection, _INVISIBLE, [list(xids)], "check whether changes are visible")[0][0]:
         if time.monotonic() >= deadline:
             raise SnapshotBlocked(
-                f"{hidden} transactions were received but are still not visible after {timeout:g} s",
+                f"{hidden} received transactions are still not visible to queries after {timeout:g} s",
                 hint="A commit that waits for a synchronous standby is not visible yet: check pg_stat_replication.",
                 blockers=[],
             )

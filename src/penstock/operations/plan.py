@@ -32,7 +32,7 @@ from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, Store
 from penstock.tables import OnLostSlot
 from penstock.values import TypeSettings
 
-_REFUSED = "NO REPLICA IDENTITY: once it is published, the server rejects its updates and deletes"
+_REFUSED = "NO REPLICA IDENTITY: once the table is published, the server rejects updates and deletes on it"
 _OIDS = """
     select c.oid::int8
     from pg_catalog.pg_class c
@@ -146,7 +146,7 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
     if publication is None:
         return f"would be created, for {len(wanted)} table{'s' * (len(wanted) != 1)}"
     if publication.all_tables:
-        return "is FOR ALL TABLES, so its tables cannot be chosen; set manage_publication = false"
+        return "is FOR ALL TABLES, so Penstock cannot choose its tables; set manage_publication = false"
     members = {str(table) for table in published_tables(connection, settings.publication)}
     changes = [
         f"{', '.join(sorted(tables))} would be {what}"
@@ -215,10 +215,10 @@ def _fate_of_index(index: IndexChoice, build: IndexBuild | None, catalog: Source
     if build is None:
         return f"would be built from {table}"
     if from_start or build.fingerprint != build_fingerprint(index.specification, catalog):
-        return f"would be rebuilt from {table}, next to the one that serves"
+        return f"would be rebuilt from {table} while the current generation keeps serving"
     if build.status is IndexStatus.SEEDED:
         return "is complete, and would be kept up to date"
-    return f"is being built from {table}; that would resume"
+    return f"is being built from {table}; the build would resume"
 
 
 def _fate(phase: StoredPhase | None, from_start: bool) -> str:

@@ -76,7 +76,8 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say
         )
         say(
             f"polling {count_of(len(tables), 'table')} on {config.pipeline.source.location} every "
-            f"{polling.settings.interval:g} s, in {choice.sink_type}; deletes are not noticed; press Ctrl-C to stop"
+            f"{polling.settings.interval:g} s, into {choice.sink_type}; deleted rows are not noticed; press Ctrl-C to "
+            "stop"
         )
         engine.run()
         say("caught up, stopping" if once and not ending.stop.is_set() else "stopped")
@@ -152,7 +153,7 @@ class _Reporting(Observer):
 
     def on_index_seeded(self, index: str) -> None:
         self._note(index, IndexStatus.SEEDED)
-        self._say(f"index {index} is complete and serves")
+        self._say(f"index {index} is complete and in use")
 
     def on_backfill_completed(self) -> None:
         # Includes those that the sink had already, and those that are not to be filled.

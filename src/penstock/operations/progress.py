@@ -234,7 +234,7 @@ class Progress:
             if build.status is not IndexStatus.SEEDED and (before is None or before.build != build.build):
                 notices.append(self._notice("filling", f"filling index {name}: {build.reason}", name, facts))
             elif build.status is IndexStatus.SEEDED and before is not None and _state(before) != _state(build):
-                notices.append(self._notice("seeded", f"index {name} is complete and serves", name, facts))
+                notices.append(self._notice("seeded", f"index {name} is complete and in use", name, facts))
         return notices
 
     def _notice(self, event: str, text: str, table: str, facts: Mapping[str, Any]) -> Notice:

@@ -31,7 +31,7 @@ def read_rows(config: Config, output: OutputChoice, store: Store, table: str) ->
     pinned = destination.pin(schema)
     if pinned is None:
         raise PenstockError(
-            f"{schema} has no complete copy in {output.name} yet", hint="`penstock tables` shows how far it is."
+            f"{schema} has no complete copy in {output.name} yet", hint="`penstock tables` shows its phase."
         )
     try:
         return _read(pinned, output.settings.types)
@@ -45,7 +45,7 @@ def _schema(config: Config, store: Store, table: str) -> TableSchema:
         raise ConfigError(f"{table!r} matches several tables", hint=f"Name one: {', '.join(chosen)}.")
     schemas = [version.schema for version in store.get_table_schemas() if str(version.schema) == chosen[0]]
     if not schemas:
-        raise PenstockError(f"{chosen[0]} is not copied yet", hint="`penstock tables` shows how far it is.")
+        raise PenstockError(f"{chosen[0]} has not been copied yet", hint="`penstock tables` shows its phase.")
     return schemas[-1]
 
 

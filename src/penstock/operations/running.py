@@ -251,7 +251,7 @@ def _greeting(running: Running, destinations: list[str]) -> str:
         what.append(f"{count_of(tables, 'table')}, into {' and '.join(destinations)}")
     if documents is not None:
         indexes = "1 index" if len(documents.indexes) == 1 else f"{len(documents.indexes)} indexes"
-        what.append(f"{indexes}, in {documents.sink_type}")
+        what.append(f"{indexes}, into {documents.sink_type}")
     return (
         f"following publication {settings.publication} on {settings.source.location} with slot {settings.slot}, "
         f"{'; '.join(what)}; press Ctrl-C to stop"

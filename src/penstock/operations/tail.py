@@ -322,7 +322,7 @@ class _Follower:
         if reading is Reading.RETRYING:
             self.notice(f"capture was interrupted and is retrying: {status.error}")
         elif reading is Reading.DISK_FULL:
-            self.notice(f"no space left in {tempfile.gettempdir()}: waiting until there is some")
+            self.notice(f"no space left in {tempfile.gettempdir()}: waiting for free space")
         elif reading is Reading.STREAMING:
             self.notice("capture has resumed")
         self._reading = reading
@@ -355,7 +355,7 @@ def _check_start(settings: Follow, confirmed: Lsn, server: Lsn) -> Lsn:
     start = confirmed if settings.start is None else settings.start
     if not reaches(start, confirmed):
         raise SlotUnusable(
-            f"slot {settings.slot!r} is already at {confirmed}: changes from {start} to there are gone",
+            f"slot {settings.slot!r} is already at {confirmed}: the changes from {start} up to there are gone",
             hint=f"Use --from {confirmed} or later, or omit --from.",
             slot=settings.slot,
         )

@@ -84,7 +84,7 @@ def _plan(config: Config, stores: Mapping[str, Store | None], connection: psycop
     if inspect_slot(connection, settings.slot) is not None:
         steps.append(Step(f"slot {settings.slot} on {where}", lambda: drop_slot(connection, settings.slot)))
     if settings.trigger.exists(connection):
-        what = f"ddl trigger {settings.trigger.name} and its functions on {where}"
+        what = f"DDL trigger {settings.trigger.name} and its functions on {where}"
         steps.append(Step(what, lambda: settings.trigger.drop(connection)))
     if settings.manage_publication and inspect_publication(connection, settings.publication) is not None:
         what = f"publication {settings.publication} on {where}"
@@ -102,7 +102,7 @@ def _plan_output(config: Config, name: str, store: Store | None, readers: Reader
     steps = _plan_state(config, name, store)
     if readers is not None and readers.position(name) is not None:
         steps.append(
-            Step(f"position of output {name}, for which the slot retains WAL", lambda: readers.unregister(name))
+            Step(f"stored position of output {name}, for which the slot retains WAL", lambda: readers.unregister(name))
         )
     return steps
 

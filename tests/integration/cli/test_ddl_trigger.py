@@ -40,7 +40,7 @@ def test_the_trigger_is_shown_made_and_removed(site: Site):
     assert [row for row in site.rows("orders") if row[0] > 9000] == [(9001, "before"), (9002, "after")]
     removed = site.run("teardown", "--yes")
     assert removed.returncode == 0, removed.stderr
-    assert f"removed ddl trigger {name} and its functions" in removed.stdout
+    assert f"removed DDL trigger {name} and its functions" in removed.stdout
     assert left(site) == ([], [(0,)])
 
 

@@ -116,7 +116,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, monkeypatch,
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert "is not empty, and not an older demo" in capsys.readouterr().err
+    assert "is not empty and does not contain an earlier demo" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 

@@ -92,7 +92,7 @@ def test_documents_alone_are_filled_followed_rebuilt_and_torn_down(search_site: 
     assert plan["indexes"] == {site.index: "would be built from public.orders"}
 
     process = site.start("run")
-    site.wait_output(process, f"index {site.index} is complete and serves")
+    site.wait_output(process, f"index {site.index} is complete and in use")
     site.database.execute("update orders set note = 'changed' where id = 7; delete from items where order_id = 8")
     assert site.run("index", "diff", "--full", "--wait", "60").returncode == 0
     assert site.document("7") == {"note": "changed", "items": 3}

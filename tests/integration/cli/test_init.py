@@ -96,7 +96,7 @@ def test_a_password_outside_the_user_part_is_taken_out_too(source: Any, tmp_path
     conninfo = f"host={host} port={port} dbname={name} user={role} password='{quoted}'"
     result = run(tmp_path, "init", "--yes", "--id", "shop", "--destination", "stdout", PENSTOCK_URL=conninfo)
     assert result.returncode == 0, result.stderr
-    assert "warning: 1 table without replica identity" in result.stdout
+    assert "warning: 1 table without a replica identity" in result.stdout
     assert SECRET not in (tmp_path / "penstock.toml").read_text()
     config = load_config(tmp_path / "penstock.toml", {"SHOP_PASSWORD": quoted})
     assert config.pipeline.source.parameters()["password"] == SECRET

@@ -118,7 +118,7 @@ def test_commands_reach_a_pipeline_that_runs(site: Site):
     check_discreet(site, second.stderr)
     assert site.run("teardown", "--yes").returncode == 1
 
-    assert site.run("pause").stdout == "paused; `penstock resume` continues\n"
+    assert site.run("pause").stdout == "paused; run `penstock resume` to continue\n"
     site.database.execute("insert into nothing values (1, 'while paused')")
     time.sleep(1.0)
     assert site.rows("nothing") == []
@@ -292,7 +292,7 @@ def test_two_destinations_share_a_slot(site: Site):
     site.wait_output(process, "tables: streaming: 3 of 3 tables ready; ")
     site.wait_output(process, "second: streaming: 3 of 3 tables ready; ")
     paused = site.run("pause", "--output", "second")
-    assert paused.stdout == "second: paused; `penstock resume` continues\n", paused.stderr
+    assert paused.stdout == "second: paused; run `penstock resume` to continue\n", paused.stderr
     site.database.execute("insert into nothing values (1, 'for one of them')")
     site.wait_rows("nothing")
     assert site.rows("nothing", "second") == []

@@ -39,8 +39,12 @@ def test_a_specification_that_fits(look: Look) -> None:
 CRITICAL: list[tuple[str, str, str]] = [
     (HEAD + "fields: [{text: titel}]", "column", "titel: lib.books has no column 'titel'; did you mean 'title'?"),
     (HEAD.replace("books", "boks") + "fields: [{text: title}]", "table", "there is no table lib.boks"),
-    (HEAD + "fields: [{integer: title}]", "type", "title: lib.books.title is text; a integer field cannot take it"),
-    (HEAD + "fields: [{text: meta}]", "type", "lib.books.meta is jsonb; a text field cannot take it"),
+    (
+        HEAD + "fields: [{integer: title}]",
+        "type",
+        "title: lib.books.title is text; a field of type 'integer' cannot hold it",
+    ),
+    (HEAD + "fields: [{text: meta}]", "type", "lib.books.meta is jsonb; a field of type 'text' cannot hold it"),
     (HEAD + "fields: [{integer: id}]", "type", "id: lib.books.id is int8; a integer field"),
     (HEAD + "fields: [{keyword: labels, transforms: [trim]}]", "type", "transforms do not work on arrays"),
     (HEAD + "fields: [{geo: p, lat: title, lon: longitude}]", "type", "a point needs two numbers"),
@@ -57,7 +61,7 @@ CRITICAL: list[tuple[str, str, str]] = [
     (
         HEAD + "fields: [{ids: s, table: chapters, foreign_key: book_id, element_type: long}]",
         "type",
-        "s: ids needs a table whose primary key has one column",
+        "s: 'ids' needs a table whose primary key has one column",
     ),
     (
         HEAD + "fields: [{has_many: b, table: blurbs, primary_key: id, foreign_key: book, fields: []}]",

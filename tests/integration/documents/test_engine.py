@@ -163,7 +163,7 @@ def test_a_commit_that_was_decoded_and_is_not_visible_is_waited_for(make_server:
         ).fetchone()
         assert decoded[0] >= 3, "begin, insert, commit: the stream has it"
         assert reader.execute("select count(*) from public.t").fetchone() == (0,), "a query does not"
-        with pytest.raises(SnapshotBlocked, match="1 transactions were received but are still not visible"):
+        with pytest.raises(SnapshotBlocked, match="1 received transactions are still not visible"):
             wait_until_visible(reader, xids, timeout=0.05)
 
         def release(_: float) -> None:

@@ -79,7 +79,7 @@ def test_rows_that_were_not_judged_are_said(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.splitlines() == [
         "shop.items  1,990 rows, equal; 10 rows changed meanwhile",
         (
-            "1 unsettled, at 0/1B91DD0 or close to it, because some transaction was always open; "
+            "1 unsettled, at 0/1B91DD0 or close to it, because there was always an open transaction; "
             "changes waited for 0.0 s"
         ),
     ]

@@ -102,7 +102,7 @@ def test_indexes_are_told_when_they_are_filled_and_when_they_serve_and_each_once
     assert (look.facts["indexes"], look.facts["seeded"]) == (2, 1)
     output.indexes = {"a": build("a", IndexStatus.SEEDED), "b": build("b", IndexStatus.SEEDED)}
     said = [notice.text for _ in range(2) for notice in progress.look()[0]]
-    assert said == ["documents: index a is complete and serves"]
+    assert said == ["documents: index a is complete and in use"]
     # So quick that nobody has seen it being filled.
     output.indexes = {"a": build("a", IndexStatus.SEEDED, "2"), "b": build("b", IndexStatus.SEEDED)}
     (notice,) = progress.look()[0]

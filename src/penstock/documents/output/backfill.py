@@ -122,7 +122,7 @@ class Backfill:
         for first in range(0, len(missing), RANGES_AT_ONCE):
             self._fill(build, missing[first : first + RANGES_AT_ONCE])
         if self._plan(build.index) != _heaps(parts):
-            raise TableRewritten("its root table was rewritten or has other partitions")
+            raise TableRewritten("the root table of the index was rewritten, or its partitions changed")
         self._wait_followed(build, current_position(self._source))
         failpoints.reach("before_removals")
         self._look_again(build)

@@ -367,7 +367,9 @@ class RunningDocuments(RunningOutput):
     def carry_out(self, command: Command) -> bool:
         """Rebuild indexes."""
         if command.kind is not CommandKind.REBUILD_INDEX:
-            raise unknown_command(command, "This command is for tables: name a tables output with --output.")
+            raise unknown_command(
+                command, "This command is for tables: use --output to name an output that writes tables."
+            )
         for name in self._named(command.options.get("indexes", ())):
             self._builds.want(name, self._compiled().mappings[name].fingerprint, "requested by a user")
         return True

@@ -127,7 +127,7 @@ class Readiness:
             if self._documents.skip_backfill:
                 self._builds.skip(name, mapping.fingerprint)
             elif is_first or build is None:
-                self._builds.want(name, mapping.fingerprint, "no earlier changes were followed")
+                self._builds.want(name, mapping.fingerprint, "its changes have not been followed so far")
             elif build.fingerprint != mapping.fingerprint:
                 self._want_changed(indexes, build)
             elif build.status is IndexStatus.SEEDED and not seeded:

@@ -36,7 +36,7 @@ def test_an_answer_without_errors_is_not_looked_at() -> None:
 
 @pytest.mark.parametrize("said", [None, [], {}, {"errors": True}, {"items": None}])
 def test_an_answer_that_is_not_one_of_a_bulk_is_an_error(said: Any) -> None:
-    with pytest.raises(DestinationError, match="not a bulk result"):
+    with pytest.raises(DestinationError, match="other than a bulk result"):
         read_answer(b"<html>a proxy's page</html>", said, FIELDS)
 
 

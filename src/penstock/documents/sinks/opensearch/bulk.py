@@ -174,7 +174,7 @@ def read_answer(data: bytes, said: Any, fields: frozenset[str]) -> BulkResult:
     items = said.get("items") if isinstance(said, dict) else None
     if not isinstance(items, list):
         raise DestinationError(
-            "the search server's answer to a bulk request is not a bulk result",
+            "the search server answered a bulk request with something other than a bulk result",
             hint="Check that sink.url is the address of OpenSearch's API and that no proxy answers in its place.",
         )
     again: list[int] = []
@@ -277,7 +277,8 @@ class BulkSender:
                 return
             if answer.status not in OK:
                 raise DestinationError(
-                    f"the search server answered {answer.status} {answer.error_type()} to documents of {target.index!r}"
+                    f"the search server answered {answer.status} {answer.error_type()} to documents of index "
+                    f"{target.index!r}"
                 )
             result = read_answer(answer.data, answer.json(), target.fields)
             _check(target, result)
@@ -315,6 +316,6 @@ def _check(target: Target, result: BulkResult) -> None:
         )
     if result.unknown:
         raise DestinationError(
-            f"the search server rejected documents of {target.index!r} with an unknown error: {result.unknown}",
+            f"the search server rejected documents of index {target.index!r} with an unknown error: {result.unknown}",
             hint="Check the server's log; nothing of this batch was acknowledged.",
         )

@@ -98,7 +98,7 @@ class OpenSearchSettings:
         if not 0 < self.retry_seconds <= SERVING_GC_DELETES / 2:
             raise ConfigError(
                 f"sink: retry_seconds must be between 0 and {SERVING_GC_DELETES // 2}",
-                hint="The index forgets removals after a while, and an older body that arrives later would stay.",
+                hint="The index forgets removals after a while; an older document that arrives later would then stay.",
             )
         for name in ("bulk_documents", "bulk_bytes", "shards", "timeout_seconds"):
             if getattr(self, name) <= 0:
