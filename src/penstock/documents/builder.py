@@ -131,7 +131,7 @@ class DocumentKeys:
         """Return the key of one document, given as a value for each key column or as its id."""
         key = self.parse(parts[0]) if len(parts) == 1 else tuple(parts)
         if len(key) != len(self.columns):
-            wanted = f"{len(self.columns)} value{'s' * (len(self.columns) > 1)}: {', '.join(self.columns)}"
+            wanted = f"{len(self.columns)} value{'s' * (len(self.columns) > 1)} ({', '.join(self.columns)})"
             raise ConfigError(
                 f"documents of index {self.specification.name!r} are identified by {wanted}, but {len(key)} were given",
                 hint="Give one value for each column, or one id in which they are joined by ':'.",

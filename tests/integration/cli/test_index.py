@@ -132,7 +132,7 @@ def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
     assert json.loads(other.stdout)["document"] == json.loads(one.stdout)["document"]
     result = desk.run("preview", "products", "1", "2", "3")
     assert result.returncode == 1
-    assert "identified by 2 values: order_id, line; got 3" in result.stderr
+    assert "identified by 2 values (order_id, line), but 3 were given" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
         (("mapping", "nothing"), "hint: It has: customers, products."),
         (("check", "nothing"), "the config has no index 'nothing'"),
         (("rebuild", "customers"), "pipeline shop has not run yet"),
-        (("diff",), "sink 'counting' cannot be read"),
+        (("diff",), "sink 'counting' keeps no documents"),
         (("check", "-c", "missing.toml"), "there is no config file 'missing.toml'"),
     ],
 )

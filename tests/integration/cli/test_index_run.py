@@ -148,7 +148,7 @@ def test_tables_and_documents_share_a_slot(search_site: SearchSite) -> None:
     result = site.run("run", "--once")
     assert result.returncode == 0, result.stderr
     check_discreet(site, result.stderr)
-    assert "2 tables, into parquet; 1 index, in opensearch" in result.stderr
+    assert "2 tables, into parquet; 1 index, into opensearch" in result.stderr
     site.database.execute("insert into orders values (1000, 'new'); insert into items values (1000, 1000, 'new')")
     assert site.run("run", "--once", "-q").returncode == 0
     assert site.document("1000") == {"note": "new", "items": 1}
@@ -210,7 +210,7 @@ def test_what_was_set_aside_is_listed_tried_again_and_dropped(search_site: Searc
     asked = json.loads(site.run("index", "quarantine", "retry", site.index, "1", "--json").stdout)
     assert asked == {"index": site.index, "ids": ["1"], "running": False}
     assert json.loads(site.run("index", "quarantine", "drop", site.index, "2", "--json").stdout)["dropped"] == 1
-    assert "1 document of" in site.run("index", "quarantine", "drop", site.index, "3").stdout
+    assert "dropped 1 document from" in site.run("index", "quarantine", "drop", site.index, "3").stdout
 
 
 def test_a_refused_document_is_set_aside_and_returns_when_its_row_fits(search_site: SearchSite) -> None:

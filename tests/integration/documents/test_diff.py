@@ -156,7 +156,7 @@ def test_keys_are_named_by_columns_or_by_the_id(world: World) -> None:
     assert keys.named(["1", "2"]).keys == (["1"], ["2"])
     assert keys.named(["1:2"]).keys == (["1"], ["2"])
     assert keys.parse("a%3Ab%25:2") == ("a:b%", "2")
-    with pytest.raises(ConfigError, match="identified by 2 values: book_id, no; got 3"):
+    with pytest.raises(ConfigError, match=r"identified by 2 values \(book_id, no\), but 3 were given"):
         keys.named(["1", "2", "3"])
 
 
