@@ -161,7 +161,7 @@ def test_keys_are_named_by_columns_or_by_the_id(world: World) -> None:
 
 
 def test_a_sink_that_keeps_nothing_cannot_be_read() -> None:
-    with pytest.raises(ConfigError, match="sink 'counting' cannot be read"):
+    with pytest.raises(ConfigError, match="sink 'counting' keeps no documents"):
         readable(CountingSink(), "counting")
     assert readable(MemorySink(), "memory").facts("nothing").documents == 0
 
