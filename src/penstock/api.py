@@ -223,7 +223,7 @@ class Pipeline:
         while not done():
             left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"pipeline {self.id} is not {what} after {timeout:g} s")
+                raise TimeoutError(f"pipeline {self.id} was not {what} within {timeout:g} s")
             if self.wait(min(left, POLL_SECONDS)):
                 raise PenstockError(f"pipeline {self.id} ended before it was {what}")
             self._check(running)

@@ -43,7 +43,7 @@ class Coordinator:
         """The settings of the first output are those of the stream."""
         names = [each.output for each in outputs]
         if len(set(names)) < len(names):
-            raise ValueError("the outputs of a stream have different names")
+            raise ValueError("the outputs of a stream must have different names")
         self._outputs = tuple(outputs)
         self._running: list[RunningOutput] = []
         self._is_started = False
@@ -82,7 +82,7 @@ class Coordinator:
         A coordinator starts once: a second call raises `RuntimeError` and does not affect the running stream.
         """
         if self._is_started:
-            raise RuntimeError("a coordinator starts once: create another one to start the outputs again")
+            raise RuntimeError("a coordinator can be started only once: create another one to start the outputs again")
         self._is_started = True
         with ExitStack() as stack:
             leases = [stack.enter_context(_leased(each)) for each in self._outputs]

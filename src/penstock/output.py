@@ -195,7 +195,7 @@ class RunningOutput(ABC):
             self._refuse(command, _reason(error))
         except Exception as error:
             logger.exception("a command failed number=%d kind=%s", command.number, command.kind.value)
-            self._refuse(command, f"an unexpected {type(error).__name__}: the log has more")
+            self._refuse(command, f"unexpected {type(error).__name__}; the log has details")
         else:
             if is_done:
                 self.store.answer_command(command.number, CommandStatus.DONE)
@@ -228,7 +228,7 @@ class RunningOutput(ABC):
 
 def unknown_command(command: Command, hint: str = "") -> PenstockError:
     """Return the error for a command that an output does not support."""
-    return PenstockError(f"this output does not know the command {command.kind.value!r}", hint=hint)
+    return PenstockError(f"this output does not support the command {command.kind.value!r}", hint=hint)
 
 
 def _reason(error: BaseException) -> str:

@@ -342,7 +342,7 @@ class _Opening:
         if self._settings.on_lost_slot is OnLostSlot.ERROR:
             raise SlotLost(
                 f"slot {self._settings.slot!r} is at {confirmed}, but {name!r} has changes only up to {stored}: "
-                "those in between are gone",
+                "the changes in between are lost",
                 slot=self._settings.slot,
             )
         logger.error("changes were lost; copying every table again output=%s slot=%s", name, self._settings.slot)

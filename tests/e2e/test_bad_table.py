@@ -180,7 +180,7 @@ def test_a_poison_value_stops_its_table_and_no_other(site: Site, spark: Any) -> 
     site.start(tasks, spark)
     site.wait_ready()
     failed = check_stopped_alone(site, tasks, spark, "'infinity'")
-    assert failed.reason == f"public.{BAD} has values that the column type cannot hold: at"
+    assert failed.reason == f"public.{BAD} has values that the types of these columns cannot hold: at"
     assert failed.solution is not None
     assert "out_of_range" in failed.solution
     # Rolled back as it is, it stops again where it was, and its hold goes on.

@@ -278,7 +278,7 @@ def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None
     assert reasons["public.detached"] == "public.detached: partition public.detached_mid was detached or dropped"
     assert reasons["public.enum"] == "public.enum: type 'enum_mood' was altered"
     assert reasons["public.computed"] == "public.computed: column 'n' was altered and all rows were rewritten"
-    assert reasons["public.as_text"].endswith(" bytes, and recopy_max_bytes = 10")
+    assert reasons["public.as_text"].endswith(" bytes, but recopy_max_bytes is 10")
 
 
 def test_rows_of_partitions_that_leave_are_kept_if_asked(database: Any, tmp_path: Path) -> None:

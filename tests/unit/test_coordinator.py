@@ -203,7 +203,7 @@ def test_a_lease_is_held_for_as_long_as_something_may_write(outputs: list[Fake],
 @pytest.mark.usefixtures("stream")
 def test_a_second_start_is_refused_and_leaves_the_first_alone(outputs: list[Fake], events: list[str]) -> None:
     with Coordinator(outputs) as coordinator:
-        with pytest.raises(RuntimeError, match="starts once"):
+        with pytest.raises(RuntimeError, match="started only once"):
             coordinator.start()
         with pytest.raises(LeaseHeld):
             Coordinator(outputs).start()

@@ -101,7 +101,7 @@ class Assembler:
                     relation = parse_relation(scan.message(index), streamed=True)
                     self._relations.announce(relation.table_id, self._streaming)
                 elif kind in (parcels.STREAM_START, parcels.STREAM_COMMIT, parcels.STREAM_ABORT):
-                    raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
+                    raise DecodeError(f"a message of kind {chr(kind)!r} is inside a streamed run", offset=0)
                 continue
             self._take_run(scan, base, done, index)
             self._take_single(kind, scan.message(index))
@@ -196,7 +196,7 @@ class Assembler:
         if len(rows):
             number = np.searchsorted(begins, rows)
             if (number + (opened is not None) - np.searchsorted(commits, rows) != 1).any():
-                raise DecodeError("a change outside of a transaction", offset=0)
+                raise DecodeError("a change is outside of a transaction", offset=0)
             counted_from = np.concatenate(([-self._ordinal], rows_before[begins - first]))
             ordinal = rows_before[rows - first] - counted_from[number]
             self._add_rows(scan, base, rows, (before + number).astype(np.int32), ordinal, prefix=0, stream=None)
@@ -282,13 +282,13 @@ class Assembler:
             self._relations.describe(parse_relation(message), at=at)
         elif kind == parcels.TRUNCATE:
             if self._open is None:
-                raise DecodeError("a truncate outside of a transaction", offset=0)
+                raise DecodeError("a truncate is outside of a transaction", offset=0)
             self._take_truncate(message, self._open)
         elif kind == parcels.MESSAGE:
             self._take_message(message, self._open)
         elif kind == parcels.STREAM_START:
             if self._open is not None:
-                raise DecodeError("a streamed run inside of a transaction", offset=0)
+                raise DecodeError("a streamed run starts inside a transaction", offset=0)
             self._streaming = parse_stream_start(message).xid
             self._streams.start(self._streaming)
         elif kind == parcels.STREAM_COMMIT:
@@ -299,7 +299,7 @@ class Assembler:
             if abort.xid == abort.subtransaction_xid:
                 self._relations.abort(abort.xid)
         else:
-            raise DecodeError("the end of a streamed run that never began", offset=0)
+            raise DecodeError("a streamed run ends that never started", offset=0)
 
     def _take_truncate(self, message: bytes, transaction: Transaction, stream: int | None = None) -> None:
         truncate = parse_truncate(message, streamed=stream is not None)
@@ -372,7 +372,7 @@ class Assembler:
             elif kind == parcels.MESSAGE:
                 self._take_message(message, transaction, transaction.xid)
             else:
-                raise DecodeError(f"a message of kind {chr(kind)!r} inside a streamed run", offset=0)
+                raise DecodeError(f"a message of kind {chr(kind)!r} is inside a streamed run", offset=0)
         self._replay_rows(scan, base, done, scan.count, transaction.xid, aborted)
 
     def _replay_rows(

@@ -175,7 +175,7 @@ class Capture:
             check_lineage(writer.lineage, lineage, needed, system.position, history)
         if not reaches(needed, confirmed):
             raise SlotUnusable(
-                f"slot {settings.slot!r} is at {confirmed}, after the position {needed} where capture has to continue",
+                f"slot {settings.slot!r} is at {confirmed}, after the position {needed} at which capture must resume",
                 hint="Another program has read from this slot, and the changes in between are lost: resync the tables.",
                 slot=settings.slot,
             )

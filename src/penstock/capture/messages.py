@@ -81,7 +81,7 @@ def parse_relation(message: bytes, *, streamed: bool = False) -> Relation:
     name = cursor.text("relation name")
     identity = chr(cursor.uint(1, "replica identity"))
     if identity not in "dnfi":
-        raise cursor.error("an unknown replica identity", at=cursor.position - 1)
+        raise cursor.error("the replica identity is unknown", at=cursor.position - 1)
     columns = tuple(_relation_column(cursor) for _ in range(cursor.uint(2, "column count")))
     cursor.finish()
     return Relation(table_id, namespace, name, identity, columns)
@@ -93,7 +93,7 @@ def parse_truncate(message: bytes, *, streamed: bool = False) -> Truncate:
     count = cursor.uint(4, "table count")
     options = cursor.uint(1, "options")
     if count * 4 > cursor.remaining:
-        raise cursor.error("more tables than bytes")
+        raise cursor.error("the message is too short for its number of tables")
     table_ids = tuple(cursor.uint(4, "relation") for _ in range(count))
     cursor.finish()
     return Truncate(table_ids, cascade=bool(options & 1), restart_identity=bool(options & 2))
@@ -126,7 +126,7 @@ def parse_stream_commit(message: bytes) -> StreamCommit:
     commit_lsn, end_lsn = cursor.position_in_log("commit position"), cursor.position_in_log("end position")
     commit_time = cursor.int(8, "commit time") + POSTGRES_EPOCH_MICROSECONDS
     if commit_time >= 1 << 63:
-        raise cursor.error("a commit time beyond all clocks")
+        raise cursor.error("the commit time is out of range")
     cursor.finish()
     return StreamCommit(xid, commit_lsn, end_lsn, commit_time)
 
@@ -179,13 +179,13 @@ class _Cursor:
     def position_in_log(self, what: str) -> Lsn:
         value = self.int(8, what)
         if value < 0:
-            raise self.error(f"a {what} beyond all logs", at=self.position - 8)
+            raise self.error(f"the {what} is out of range", at=self.position - 8)
         return Lsn(value)
 
     def text(self, what: str) -> str:
         end = self._message.find(b"\0", self.position)
         if end < 0:
-            raise self.error(f"the {what} has no end")
+            raise self.error(f"the {what} is not terminated")
         raw = self._message[self.position : end]
         try:
             text = raw.decode()

@@ -60,7 +60,7 @@ class Scan:
         self.start = self.end - parcel.lengths
         short = parcel.lengths <= HEADER
         if short.any():
-            raise DecodeError("a replication message without content", offset=0)
+            raise DecodeError("a replication message is empty", offset=0)
         self.kind = self._buffer.bytes[self.start + HEADER]
         unknown = ~_IS_KNOWN[self.kind]
         if unknown.any():
@@ -85,7 +85,7 @@ class Scan:
         """A position in the log at the same offset of several messages."""
         positions = self._buffer.read(">i8", self.start[messages] + (HEADER + offset))
         if (positions < 0).any():
-            raise DecodeError(f"a position beyond all logs at offset {offset}", offset=offset)
+            raise DecodeError(f"the position at offset {offset} is out of range", offset=offset)
         return positions
 
     def commit_times(self, messages: NDArray[np.int64], offset: int) -> NDArray[np.int64]:

@@ -86,7 +86,7 @@ class RelationMap:
         """The current lane of a table's rows."""
         lane = self._visible(table_id, transaction)
         if lane is None:
-            raise DecodeError(f"a change of relation {table_id}, which the server never described", offset=0)
+            raise DecodeError(f"a change belongs to relation {table_id}, which the server never described", offset=0)
         return lane
 
     def commit(self, transaction: int) -> None:

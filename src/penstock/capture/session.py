@@ -169,7 +169,7 @@ class ReplicationSession:
 
     def _take_keepalive(self, queue: ParcelQueue, message: memoryview) -> None:
         if message[0] != _KEEPALIVE or len(message) != 18:
-            raise DecodeError("a message that is neither a change nor a keepalive", offset=0)
+            raise DecodeError("a message is neither a change nor a keepalive", offset=0)
         position = Lsn(int.from_bytes(message[1:9], "big"))
         self._received = furthest(self._received, position)
         self._asked = self._asked or message[17] == 1

@@ -136,5 +136,5 @@ class OpenStreams:
         """Take the messages of a transaction that has committed."""
         stream = self._streams.pop(xid, None)
         if stream is None:
-            raise DecodeError(f"a commit of transaction {xid}, which was not streamed", offset=1)
+            raise DecodeError(f"the server committed transaction {xid}, which it had not streamed", offset=1)
         return stream

@@ -181,7 +181,7 @@ def keys_of(table: pa.Table, texts: Texts, names: Sequence[str], *, whole: bool 
 def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: bool) -> NetChanges:
     count = changes.count
     if any(name in changes.not_sent for name in names):
-        raise ValueError("a change without its key")
+        raise ValueError("a change has no key")
     keys = keys_of(changes.rows, changes.texts, names)
     if len(changes.old_at):
         keys = pa.concat_arrays([keys, keys_of(changes.old, changes.old_texts, names)])

@@ -184,7 +184,7 @@ def require_representable(rows: pa.Table, table: str, table_id: int, refused: Co
     columns = sorted(name for name in found if name in refused or name.removeprefix(f"{OLD}.") in refused)
     if columns:
         raise ValueOutOfRange(
-            f"{table} has values that the column type cannot hold: {', '.join(columns)}",
+            f"{table} has values that the types of these columns cannot hold: {', '.join(columns)}",
             hint='Choose another out_of_range policy ("keep" loses nothing) and run `penstock rollback`; or fix the '
             "values at the source and run `penstock resync`, because captured changes keep the old values.",
             table=table,

@@ -175,7 +175,7 @@ class _Asking:
         """Wait until a step is done; return the tables that it leaves out."""
         answer = self._await(self._send(step, **options))
         if answer.status is CommandStatus.REFUSED:
-            raise PenstockError(f"the pipeline rejected the comparison: {answer.reason}")
+            raise PenstockError(f"the pipeline refused the comparison: {answer.reason}")
         return dict(json.loads(answer.reason)["left_out"]) if answer.reason else {}
 
     def _send(self, step: HoldStep, **options: str) -> Command:

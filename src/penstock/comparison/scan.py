@@ -168,8 +168,8 @@ class Scan:
             with suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 return fit_type(column, wanted.type)
         raise NotComparable(
-            f"{self.table}: column {wanted.name!r} is {wanted.type}, but {column.type} at the destination",
-            hint="Run `penstock resync` for this table, or find out who changed it.",
+            f"{self.table}: column {wanted.name!r} is {wanted.type} at the source, {column.type} at the destination",
+            hint="Run `penstock resync` for this table, or find out which program changed it.",
             table=self.table,
         )
 

@@ -160,7 +160,8 @@ def _polling(section: PollingSection | None, indexes: Sequence[IndexChoice]) -> 
         found = select_tables(known, [pattern])
         if not found:
             raise ConfigError(
-                f'polling.tables."{pattern}": no index uses such a table', hint=f"Indexes use: {_listed(known)}."
+                f'polling.tables."{pattern}": no index uses a table that matches',
+                hint=f"Indexes use: {_listed(known)}.",
             )
         cursors |= dict.fromkeys(found, cursor)
     settings = PollSettings(section.interval.total_seconds(), section.overlap.total_seconds())

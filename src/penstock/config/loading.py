@@ -209,7 +209,7 @@ def _parse(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"cannot read the config file {str(path)!r}: {error.strerror}",
-            hint="Check that it is a file that this user may read.",
+            hint="Check that it is a file and that you have permission to read it.",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # The message may quote the text; its position is enough.

@@ -125,7 +125,7 @@ def _listed(written: Any) -> Any:
 
 def _check_names(destinations: list[DestinationSection]) -> list[DestinationSection]:
     if not destinations:
-        raise ValueError("should have at least one")
+        raise ValueError("needs at least one destination")
     if len({each.name for each in destinations}) < len(destinations):
         raise ValueError("each of several destinations needs its own name")
     return destinations
@@ -229,9 +229,9 @@ class ConfigFile(Section):
         if self.index and self.sink is None:
             raise ValueError("[[index]] needs a [sink] for its documents")
         if self.polling is not None and self.destination:
-            raise ValueError("[polling] works for documents only: a [destination] needs logical decoding")
+            raise ValueError("[polling] is only for documents: a [destination] needs logical decoding")
         if self.sink is not None and not self.index:
             raise ValueError("[sink] needs an [[index]]")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):
-            raise ValueError(f"destination.name: {DOCUMENTS_OUTPUT!r} is the name of the output of [[index]]")
+            raise ValueError(f"destination.name: {DOCUMENTS_OUTPUT!r} is reserved for the output of [[index]]")
         return self

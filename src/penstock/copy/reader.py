@@ -171,7 +171,7 @@ class RangeReader:
         # The server describes a domain as its base type.
         wanted = [resolve_domain(column.type, -1)[0].oid for column in self.schema.columns]
         if types != wanted:
-            raise self._changed("had the types of columns changed")
+            raise self._changed("had column types changed")
         return True
 
     def _changed(self, what: str) -> TableRewritten:

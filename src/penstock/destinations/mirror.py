@@ -89,7 +89,7 @@ class MirrorTable:
     def insert(self, row: Row) -> None:
         """Add a row; one with the same key is replaced."""
         if any(value is Unchanged for value in row.values()):
-            raise unknown_row(str(self._schema), "a new row has omitted values, and there is no old row")
+            raise unknown_row(str(self._schema), "a row has omitted values, and there is no old row to take them from")
         if self._schema.key:
             self._keyed[self._key(row)] = dict(row)
         else:
@@ -138,12 +138,12 @@ class MirrorTable:
         if self._schema.key:
             row = self._keyed.pop(self._key(identity), None)
             if row is None:
-                raise unknown_row(str(self._schema), "a change of a row that does not exist")
+                raise unknown_row(str(self._schema), "a changed or deleted row does not exist")
             return row
         frozen = _frozen_row(identity)
         pile = self._piles.get(frozen)
         if not pile:
-            raise unknown_row(str(self._schema), "a change of a row that does not exist")
+            raise unknown_row(str(self._schema), "a changed or deleted row does not exist")
         row = pile.pop()
         if not pile:
             del self._piles[frozen]

@@ -137,7 +137,7 @@ def unreadable(table: str, table_id: int, error: BaseException) -> PenstockError
         return DestinationUnavailable(f"{table}: its changes cannot be read: {_said(error)}", table=table)
     return PenstockError(
         f"{table}: its changes cannot be read from the spool ({type(error).__name__})",
-        hint="Check the disk of the spool. While the pipeline is stopped you can delete the spool; nothing is lost.",
+        hint="Check the spool's disk. While the pipeline is stopped, you can delete the spool without losing anything.",
         table=table,
         table_id=table_id,
     )

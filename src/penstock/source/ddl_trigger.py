@@ -268,7 +268,7 @@ def parse_announcement(content: bytes) -> CatalogTable:
             deferrable_key=bool(record.get("deferrable")),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise DecodeError(f"a malformed message of the DDL trigger ({type(error).__name__})", offset=0) from None
+        raise DecodeError(f"the DDL trigger wrote a malformed message ({type(error).__name__})", offset=0) from None
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def _check_timeline(stored: int, current: int, position: Lsn, history: Sequence[
     left = next((switch for switch in history if switch.timeline == stored), None)
     if left is None:
         raise LineageChanged(
-            f"the server is on timeline {current}, which does not come from timeline {stored} of the stored position",
+            f"the server is on timeline {current}, which does not descend from {stored}, that of the stored position",
             stored=stored,
             current=current,
         )

@@ -399,7 +399,7 @@ def ensure_publication(
     else:
         if publication.all_tables:
             raise ConfigError(
-                f"publication {name!r} is for all tables, so Penstock cannot choose its tables",
+                f"publication {name!r} is FOR ALL TABLES, so Penstock cannot choose its tables",
                 hint="Set manage_publication = false, or use another publication.",
             )
         with translated(connection, f"inspect publication {name!r}"):

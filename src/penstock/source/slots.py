@@ -256,8 +256,8 @@ def check_slot_name(name: str) -> None:
     """Raise for a name that the server would refuse."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
-            f"invalid name of a replication slot: {name!r}",
-            hint="Use lower-case letters, digits and underscores, at most 63.",
+            f"invalid name for a replication slot: {name!r}",
+            hint="Use at most 63 lower-case letters, digits and underscores.",
         )
 
 

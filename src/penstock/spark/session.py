@@ -53,7 +53,7 @@ class SparkSettings:
         if self.options.get("spark.speculation", "false").lower() != "false":
             raise ConfigError(
                 "spark.speculation must stay off",
-                hint="With it, Spark can run two copies of a task at once, which read and write everything twice.",
+                hint="Spark could otherwise run two copies of a task at once, which read and write everything twice.",
             )
 
     @property
@@ -100,7 +100,7 @@ def build_session(settings: SparkSettings | None = None) -> SparkSession:
     except (PySparkException, Py4JError) as error:
         raise ConfigError(
             f"Spark did not start on {settings.master}: {reason_of(error)}",
-            hint="See Spark's output above, and check master, memory and spark.* in the config.",
+            hint="See Spark's output above, and check `master`, `memory` and `spark.*` in the config.",
         ) from None
     session.sparkContext.setLogLevel(settings.log_level.upper())
     logger.info("spark started master=%s cores=%d", settings.master, session.sparkContext.defaultParallelism)

@@ -33,7 +33,7 @@ def read_parts(folder: SpoolFolder, *, repair: bool) -> Iterator[tuple[Path, lis
         entries, complete = parse(content, folder.root)
         if complete < len(content):
             if path != parts[-1]:
-                raise SpoolCorrupt(f"{path.name} is damaged at byte {complete} and is not the last part")
+                raise SpoolCorrupt(f"{path.name}, an earlier part of the spool's log, is damaged at byte {complete}")
             if repair:
                 os.truncate(path, complete)
         yield path, entries
@@ -47,7 +47,7 @@ def parse(content: bytes, root: Path) -> tuple[list[Entry], int]:
         entry = from_line(line, root)
         if entry is None:
             if line.endswith(b"\n") and complete + len(line) < len(content):
-                raise SpoolCorrupt(f"a damaged line at byte {complete} of the spool's log")
+                raise SpoolCorrupt(f"the spool's log is damaged at byte {complete}")
             break
         entries.append(entry)
         complete += len(line)
@@ -118,7 +118,7 @@ def from_line(line: bytes, root: Path) -> Entry | None:
             steps=tuple(_step_from_json(step, root) for step in record["steps"]),
         )
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise SpoolCorrupt(f"a malformed record in the spool's log: {error}") from error
+        raise SpoolCorrupt(f"the spool's log has a malformed line: {error}") from error
 
 
 def _step_to_json(step: Step, root: Path) -> dict[str, Any]:

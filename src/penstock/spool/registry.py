@@ -37,7 +37,7 @@ class Readers:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"invalid name of a reader: {name!r}", hint="Use letters, digits, dots, dashes and underscores."
+                f"invalid name for a reader: {name!r}", hint="Use letters, digits, dots, dashes and underscores."
             )
         known = self.position(name)
         if known is not None:

@@ -135,7 +135,7 @@ class CommandStore(StoreCore):
     def answer_command(self, number: int, status: CommandStatus, reason: str | None = None) -> Command:
         """Answer a command: done, or refused with the reason. A second answer changes nothing."""
         if status not in (CommandStatus.DONE, CommandStatus.REFUSED):
-            raise ValueError("the answer to a command is done or refused")
+            raise ValueError("the answer to a command must be 'done' or 'refused'")
         text = None if reason is None else storable_text(reason)
 
         def work(transaction: Transaction) -> Command:

@@ -147,8 +147,8 @@ class StoreCore:
         lease = self._lease
         if lease is None:
             raise LeaseLost(
-                "this process does not run the pipeline: it holds no lease",
-                hint="Only the holder of the lease changes state; other processes add commands for it.",
+                "this process does not hold the lease of the pipeline",
+                hint="Only the process that holds the lease may change the state; other processes send it commands.",
             )
         lease.check()
         return lease

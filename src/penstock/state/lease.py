@@ -143,7 +143,7 @@ class Lease:
         if record is None or record.epoch != self.epoch or record.holder != self._token:
             newer = describe(record, transaction.now())
             raise LeaseLost(
-                f"the lease of epoch {self.epoch} is over: "
+                f"the lease with epoch {self.epoch} has ended: "
                 + (f"{newer} runs the pipeline" if newer else "it was released"),
                 epoch=self.epoch,
             )

@@ -46,6 +46,6 @@ def _checked(path: Path) -> Path:
     if not path.parent.is_dir() and absolute.parent.is_dir():
         raise ConfigError(
             f"the folder {str(path.parent)!r} does not exist",
-            hint=f"For an absolute path write four slashes: sqlite:///{absolute}",
+            hint=f"For an absolute path, write four slashes: sqlite:///{absolute}",
         )
     return path

@@ -129,7 +129,7 @@ class Errored:
         if isinstance(self.previous, Errored) or followed != (self.position is not None):
             raise ValueError("a table has a position if and only if it failed in SyncDone or Ready")
         if self.position_lost and self.position is None:
-            raise ValueError("there is no position to lose")
+            raise ValueError("a position cannot be lost if there is none")
         object.__setattr__(self, "reason", storable_text(self.reason))
         object.__setattr__(self, "solution", None if self.solution is None else storable_text(self.solution))
 

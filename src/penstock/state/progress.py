@@ -112,7 +112,7 @@ class ProgressStore(StoreCore):
 
     def _lineage_in_use(self) -> Lineage:
         if self._lineage is None:
-            raise StateError("the store does not know whose positions these are: call use_lineage first")
+            raise StateError("the store does not know to which lineage these positions belong: call use_lineage first")
         return self._lineage
 
 

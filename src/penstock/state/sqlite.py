@@ -149,7 +149,7 @@ class SqliteDatabase:
         version = connection.execute("pragma user_version").fetchone()[0]
         mark = connection.execute("pragma application_id").fetchone()[0]
         if mark != APPLICATION_ID and connection.execute("select count(*) from sqlite_master").fetchone()[0]:
-            raise StateUnusable(f"{self._path} is a database of another program", hint="Choose another file.")
+            raise StateUnusable(f"{self._path} is another program's database", hint="Choose another file.")
         return version
 
     def _open_connection(self) -> sqlite3.Connection:

@@ -38,7 +38,7 @@ def discover(current: StoredPhase | None) -> StoredPhase:
 def start_copy(current: TableReplicationPhase) -> DataSync:
     """A copy starts, or restarts after a failed attempt."""
     if not isinstance(current, Init | DataSync | FinishedCopy):
-        raise _illegal(current, DataSync.name, "a table is copied only after it was reset to Init")
+        raise _illegal(current, DataSync.name, "only a table in Init can be copied")
     return DataSync()
 
 
@@ -84,7 +84,7 @@ def may_be_ready(current: TableReplicationPhase, durable: Lsn) -> bool:
 def become_ready(current: TableReplicationPhase, durable: Lsn) -> Ready:
     """The apply worker has taken the table over, at or after the boundary of the hand-over."""
     if not may_be_ready(current, durable):
-        raise _illegal(current, Ready.name, f"it is durable up to {durable}")
+        raise _illegal(current, Ready.name, f"the table is durable only up to {durable}")
     return Ready()
 
 

@@ -92,7 +92,8 @@ class TypeSettings:
     def __post_init__(self) -> None:
         if self.composites is CompositePolicy.STRUCT:
             raise ConfigError(
-                'composites = "struct" is not supported yet', hint='Use composites = "text"; the text loses nothing.'
+                'composites = "struct" is not supported yet',
+                hint='Use composites = "text", which keeps every value exactly.',
             )
 
 

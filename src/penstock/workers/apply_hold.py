@@ -77,10 +77,10 @@ class ApplyHold:
         if self.active and asker != self._asker:
             raise PenstockError(
                 "another comparison is running",
-                hint=f"Wait until it ends; the hold of one that died ends after {PATIENCE_SECONDS:g} s.",
+                hint=f"Wait until it ends; if its process has died, its hold expires after {PATIENCE_SECONDS:g} s.",
             )
         if step is not HoldStep.HOLD and not self.active:
-            raise PenstockError("apply is no longer held", hint="Start the comparison again.")
+            raise PenstockError("the apply worker is no longer held", hint="Start the comparison again.")
         if self._lifecycle.paused and step is not HoldStep.RELEASE:
             raise PenstockError("the pipeline is paused", hint="`penstock resume` resumes it.")
         self._deadline = self._clock() + PATIENCE_SECONDS
@@ -113,7 +113,7 @@ class ApplyHold:
 
     def _hold(self, command: Command, limit: Lsn) -> None:
         if not reaches(limit, self._board.applied):
-            raise PenstockError(f"apply is already beyond {limit}")
+            raise PenstockError(f"the apply worker is already past {limit}")
         if self._waiting is not None:
             self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "replaced by a later request")
         self._apply.limit = limit

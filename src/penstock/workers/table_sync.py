@@ -154,8 +154,8 @@ class TableSync:
         if isinstance(phase, Init) and phase.reason and limit is not None and (size is None or size > limit):
             known = "an unknown number of" if size is None else f"{size:,}"
             raise SchemaNotFollowed(
-                f"{phase.reason}; the table has {known} bytes, and recopy_max_bytes = {limit:,}",
-                hint=f"Copy the table again when it suits you: {RESYNC}.",
+                f"{phase.reason}; the table has {known} bytes, but recopy_max_bytes is {limit:,}",
+                hint=f"When the time is right, copy the table again: {RESYNC}.",
                 table=str(schema),
             )
 

@@ -78,7 +78,7 @@ def test_a_config_that_is_not_there_or_cannot_be_read(site: Site):
     (site.folder / "penstock.toml").chmod(0)
     said = run(site, *penstock("status"))
     assert "Permission denied" in said
-    assert "that this user may read" in said
+    assert "permission to read it" in said
 
 
 def test_a_variable_that_is_not_set(site: Site):
@@ -123,7 +123,7 @@ def test_a_spark_that_does_not_start(site: Site):
     site.configure(master="local[many]")
     said = run(site, *penstock("run", "--once"))
     assert "Spark did not start on local[many]: " in said
-    assert "master, memory and spark.*" in said
+    assert "`master`, `memory` and `spark.*" in said
 
 
 def test_whatever_the_system_refuses_is_told_without_a_traceback(site: Site):

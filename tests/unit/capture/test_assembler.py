@@ -153,7 +153,7 @@ def test_a_keepalive_moves_the_position_only_outside_of_transactions(corpus, tmp
         (lambda messages: messages[1:], "alternate|outside of a transaction|never described"),
         (lambda messages: [messages[0], *messages], "alternate"),
         (lambda messages: [message for message in messages if kind(message) != "R"], "never described"),
-        (lambda messages: [messages[0][:HEADER]], "without content"),
+        (lambda messages: [messages[0][:HEADER]], "is empty"),
         (lambda messages: [messages[0][:-3]], "ends at offset 18"),
         (lambda messages: [messages[0][:HEADER] + b"?"], "unknown kind"),
     ],

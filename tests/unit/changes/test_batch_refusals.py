@@ -53,7 +53,7 @@ def rows_of(found: EventBatch) -> Rows:
 @pytest.mark.parametrize("columns", [None, ["at"], [COMMIT_LSN]])
 def test_reading_a_refused_cell_raises_and_names_the_column(tmp_path, columns):
     segment = pickle.loads(pickle.dumps(rows_of(batch(tmp_path)))).segments[0]
-    with pytest.raises(ValueOutOfRange, match="the column type cannot hold: at") as raised:
+    with pytest.raises(ValueOutOfRange, match="the types of these columns cannot hold: at") as raised:
         segment.read(columns)
     assert "infinity" not in f"{raised.value} {raised.value.hint} {raised.value.facts}"
 

@@ -317,7 +317,7 @@ def test_several_destinations_need_different_names(load):
     assert "destination: each of several destinations needs its own name" in refusal(
         load, TWO.replace('"copy"', '"tables"')
     )
-    assert "destination: should have at least one" in refusal(
+    assert "destination: needs at least one destination" in refusal(
         load, TWO[: TWO.index("[[")].replace("[pipeline]", "destination = []\n[pipeline]")
     )
 

@@ -118,7 +118,7 @@ def test_paths_of_a_sink_are_relative_to_the_file(load, tmp_path):
         (INDEX, "[[index]] needs a [sink]"),
         (SINK + TABLES, "[sink] needs an [[index]]"),
         ("", "needs a [destination] for tables or an [[index]]"),
-        (INDEX + SINK + TABLES + 'name = "documents"', "'documents' is the name of the output of [[index]]"),
+        (INDEX + SINK + TABLES + 'name = "documents"', "'documents' is reserved for the output of [[index]]"),
         (INDEX + SINK + INDEX + "failure_polcy = 1", 'index.1.failure_polcy: there is no such key; did you mean "fail'),
         (INDEX + 'failure_policy = "s3cret"' + SINK, "index.failure_policy: should be 'stop' or 'skip'"),
         (INDEX + INDEX + SINK, "duplicate index 'customers'"),
@@ -170,6 +170,8 @@ def test_polling_is_for_documents_alone_and_names_its_cursors(load):
     polling = load(PIPELINE + INDEX + SINK + polled).indexes.polling
     assert (polling.cursor, polling.settings.interval, polling.settings.overlap) == ("updated_at", 5.0, 60.0)
     assert {str(name): cursor for name, cursor in polling.cursors.items()} == {"public.orders": "xmin"}
-    assert "[polling] works for documents only" in refusal(load, PIPELINE + INDEX + SINK + TABLES + polled)
+    assert "[polling] is only for documents" in refusal(load, PIPELINE + INDEX + SINK + TABLES + polled)
     assert "needs a [destination]" in refusal(load, PIPELINE + "[polling]\n")
-    assert "no index uses such a table" in refusal(load, PIPELINE + INDEX + SINK + polled.replace("orders", "xs"))
+    assert "no index uses a table that matches" in refusal(
+        load, PIPELINE + INDEX + SINK + polled.replace("orders", "xs")
+    )

@@ -143,7 +143,7 @@ def test_a_new_row_without_all_cells_and_without_an_old_one_is_an_error_and_neve
     mirror = MirrorTable(ORDERS)
     with pytest.raises(PenstockError, match="omitted values"):
         mirror.insert(order(1, Unchanged))
-    with pytest.raises(PenstockError, match="row that does not exist"):
+    with pytest.raises(PenstockError, match="row does not exist"):
         mirror.apply(Delete(OrderKey(Lsn(1), 0), datetime.now(UTC), 1, ORDERS, {"id": 1}))
     assert mirror.rows() == []
 

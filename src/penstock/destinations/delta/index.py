@@ -202,7 +202,7 @@ def _map_index(path: str) -> KeyIndex:
         raise ValueError("not an index")
     is_whole = boot == _boot() != _NO_BOOT
     if not is_whole and zlib.crc32(content.slice(_HEAD.size)) != checksum:
-        raise ValueError("a damaged index")
+        raise ValueError("the index is damaged")
     numbers = np.frombuffer(content, np.int64, count, _HEAD.size)
     rows = np.frombuffer(content, np.uint32, count, rows_at)
     if not with_keys:

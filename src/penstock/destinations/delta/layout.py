@@ -151,7 +151,8 @@ class TableLayout:
             name = _free_name(types[column.attnum], [field.name for field in fields])
             if name.lower() in retired:
                 raise not_followed(
-                    str(schema), f"files still have an earlier column {column.name!r}, which was dropped"
+                    str(schema),
+                    f"files still have an earlier column {column.name!r}, which was dropped before this one was added",
                 )
             names[column.attnum] = name
             fields.append(pa.field(names[column.attnum], arrow_type))
@@ -190,7 +191,7 @@ def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bo
     """Return the layout of a copied table; `columns` are those of the copy, with the names and types of segments."""
     if not source.columns:
         raise rejected(
-            str(source), "it has no columns, and a Delta table needs at least one", hint="Exclude the table."
+            str(source), "it has no columns, but a Delta table needs at least one", hint="Exclude the table."
         )
     fields = field_names(source)
     taken = _reserved(mode)

@@ -98,7 +98,9 @@ def plan_table(
     size = sum(add.size for add in version.snapshot.files.values())
     if fills and size > FILL_BYTES:
         # All tables would wait for this one; a new copy leaves them alone.
-        raise not_followed(changes.table, f"a column was added with a default, and {size:,} bytes would be rewritten")
+        raise not_followed(
+            changes.table, f"a column was added with a default, and writing it would rewrite {size:,} bytes"
+        )
     end = position if reaches(position, batch.end) else batch.end
     return Plan(table, version, replace(version.state, layout=layout), end, work, fills)
 

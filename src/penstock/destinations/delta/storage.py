@@ -111,7 +111,9 @@ def open_storage(path: str | Path, options: Mapping[str, str] | None = None) -> 
         text = text.removeprefix(_LOCAL_SCHEME)
     if "://" not in text:
         if options:
-            raise unusable("a folder takes no storage options", hint="Remove them, or use a URL like s3://bucket/lake.")
+            raise unusable(
+                "storage options cannot be used with a folder", hint="Remove them, or use a URL like s3://bucket/lake."
+            )
         return LocalStorage(Path(text).absolute())
     return ObjectStorage(text.rstrip("/"), dict(options or {}))
 
@@ -304,7 +306,7 @@ class ObjectStorage:
         except (store_errors.BaseError, ValueError) as error:
             raise unusable(
                 f"{self.url} cannot be opened: {type(error).__name__}",
-                hint="Use a path, or a URL like s3://bucket/lake, with the options that its store needs.",
+                hint="Use a path, or a URL like s3://bucket/lake with the options that the store needs.",
             ) from error
 
     @contextmanager

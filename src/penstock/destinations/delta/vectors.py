@@ -99,7 +99,7 @@ class Vector:
         if data[:4] != _MAGIC:
             raise ValueError("not a deletion vector: the magic number is missing")
         if len(data) < 12:
-            raise ValueError("the deletion vector is truncated")
+            raise ValueError("the deletion vector is incomplete")
         return cls(BitMap64.deserialize(data[4:]))
 
 
@@ -138,11 +138,11 @@ def read_vector(storage: Storage, descriptor: VectorDescriptor) -> Vector:
     if stored is None:
         raise _broken(path, "is missing")
     if len(stored) < descriptor.size + 2 * _SIZE.size:
-        raise _broken(path, "is truncated")
+        raise _broken(path, "is incomplete")
     (size,) = _SIZE.unpack(stored[: _SIZE.size])
     data = stored[_SIZE.size : -_SIZE.size]
     if size != descriptor.size:
-        raise _broken(path, "holds a vector of a different size than the log states")
+        raise _broken(path, "contains a vector whose size differs from the one in the log")
     if _SIZE.unpack(stored[-_SIZE.size :])[0] != zlib.crc32(data):
         raise _broken(path, "has a wrong checksum")
     return _checked(descriptor, data, path)
@@ -182,10 +182,10 @@ def decode_z85(text: str) -> bytes:
         value = 0
         for letter in text[start : start + 5]:
             if letter not in _Z85_VALUES:
-                raise ValueError("a character that z85 does not use")
+                raise ValueError("a character is not part of z85")
             value = value * 85 + _Z85_VALUES[letter]
         if value >= 1 << 32:
-            raise ValueError("five characters of z85 that exceed four bytes")
+            raise ValueError("five characters of z85 exceed four bytes")
         found += value.to_bytes(4, "big")
     return bytes(found)
 
@@ -196,7 +196,7 @@ def _checked(descriptor: VectorDescriptor, data: bytes, where: str) -> Vector:
     except ValueError as error:
         raise _broken(where, "is not a deletion vector") from error
     if len(vector) != descriptor.cardinality:
-        raise _broken(where, "has a different number of rows than the log states")
+        raise _broken(where, "marks a different number of rows than the log says")
     return vector
 
 

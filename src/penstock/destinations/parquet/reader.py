@@ -227,7 +227,7 @@ class CurrentReader:
         elif net.origins:
             net = net.located(KnownRows(np.zeros(0, np.int64), self.types.empty_table()))
         if len(net.incomplete()[0]):
-            raise unknown_row(str(self.schema), "a change of a row that does not exist")
+            raise unknown_row(str(self.schema), "a changed or deleted row does not exist")
         rows, texts = net.rows()
         return self._whole({name: rows.column(name) for name in rows.column_names}, texts, len(net.images))
 

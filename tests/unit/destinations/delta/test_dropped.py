@@ -66,7 +66,9 @@ def test_a_column_of_the_same_name_does_not_get_the_old_values(tmp_path: Path, n
         transaction.insert(again, due(31) | {name: 5})
     error = failure(destination, source, begin)
     assert isinstance(error, SchemaNotFollowed)
-    assert str(error).endswith(f"files still have an earlier column {name!r}, which was dropped")
+    assert str(error).endswith(
+        f"files still have an earlier column {name!r}, which was dropped before this one was added"
+    )
 
 
 def test_history_keeps_its_columns_and_stops(tmp_path: Path) -> None:

@@ -97,10 +97,10 @@ def test_bytes_that_are_no_vector_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("cut", "truncated"),
+        ("cut", "incomplete"),
         ("flipped", "checksum"),
         ("missing", "missing"),
-        ("size", "a different size"),
+        ("size", "whose size differs"),
         ("cardinality", "number of rows"),
     ],
 )

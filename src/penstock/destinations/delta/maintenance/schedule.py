@@ -67,7 +67,7 @@ class MaintenanceSettings:
             if getattr(self, name) < _LEAST_RETENTION_HOURS:
                 raise unusable(
                     f"{name} must be at least {_LEAST_RETENTION_HOURS}",
-                    hint="Readers and suspended writers need some time to notice that files were deleted.",
+                    hint="Readers and suspended writers need time to notice that files were deleted.",
                 )
 
 
