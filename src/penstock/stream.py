@@ -235,7 +235,7 @@ def _ensure_publication(
     unidentified = without_identity(connection, ensured.added) if ensured.added else []
     if unidentified:
         logger.warning(
-            "published without replica identity: the server refuses updates and deletes of %s until they have one",
+            "published without a replica identity: the server rejects updates and deletes on %s until they have one",
             ", ".join(unidentified),
         )
     if ensured.created and not ensured.added:

@@ -120,7 +120,7 @@ def _load_names(source: SourceSettings, table_ids: list[int]) -> dict[int, str]:
     )
     quick = replace(source, connect_timeout=_CONNECT_SECONDS)
     try:
-        with connect(quick, Role.CATALOG) as connection, translated(connection, "ask for the names of tables"):
+        with connect(quick, Role.CATALOG) as connection, translated(connection, "read the names of tables"):
             return dict(_rows(connection, query, [table_ids]))
     except SourceError:
         return {}
@@ -132,7 +132,7 @@ def _exists(config: Config) -> bool:
     if config.state_url == "memory:":
         return False
     state = SourceSettings(config.state_url)
-    with connect(state, Role.STATE) as connection, translated(connection, "look for the state"):
+    with connect(state, Role.STATE) as connection, translated(connection, "find the state"):
         return bool(_rows(connection, "select 1 where to_regnamespace(%s) is not null", [DEFAULT_SCHEMA]))
 
 

@@ -280,7 +280,7 @@ class TableSize:
 
 def load_sizes(connection: psycopg.Connection[Any], table_ids: Sequence[int]) -> dict[int, TableSize]:
     """The sizes of those tables that exist; one without any partition is not among them."""
-    with translated(connection, "ask for the sizes of tables"), connection.cursor(row_factory=tuple_row) as cursor:
+    with translated(connection, "read the sizes of tables"), connection.cursor(row_factory=tuple_row) as cursor:
         return {
             table_id: TableSize(size or 0, rows)
             for table_id, size, rows in cursor.execute(_SIZES, [list(table_ids)]).fetchall()
@@ -292,6 +292,6 @@ def sort_by_size(connection: psycopg.Connection[Any], table_ids: Sequence[int]) 
 
     Waits for no lock, unlike `load_sizes`.
     """
-    with translated(connection, "ask for the sizes of tables"), connection.cursor(row_factory=tuple_row) as cursor:
+    with translated(connection, "read the sizes of tables"), connection.cursor(row_factory=tuple_row) as cursor:
         pages: dict[int, int] = dict(cursor.execute(_PAGES, [list(table_ids)]).fetchall())
     return sorted(table_ids, key=lambda table_id: pages.get(table_id, 0))

@@ -118,7 +118,7 @@ def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) ->
     heaps: dict[int, dict[int, Heap]] = {table: {} for table in tables}
     columns: dict[int, dict[int, ColumnVersion]] = {}
     types: dict[int, dict[str, str]] = {}
-    with translated(connection, "look at the tables"), connection.cursor(row_factory=tuple_row) as cursor:
+    with translated(connection, "inspect the tables"), connection.cursor(row_factory=tuple_row) as cursor:
         # One statement per look, so one snapshot each: a difference between them is seen again by the next look.
         for table, oid, *found in cursor.execute(_HEAPS, parameters):
             heaps[table][oid] = Heap(*found)

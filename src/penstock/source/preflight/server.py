@@ -215,7 +215,7 @@ def check_open_transactions(context: Context) -> Iterator[Check]:
     yield failed(
         "open_transactions",
         Severity.WARNING,
-        f"{counted(names, 'open transaction')} delay new slots and the initial copy: {listed(names, 3)}",
+        f"new slots and the initial copy wait for {counted(names, 'open transaction')}: {listed(names, 3)}",
         "Wait until they end, or end them (pg_terminate_backend, rollback prepared).",
         names,
     )
@@ -242,7 +242,7 @@ def check_other_slots(context: Context) -> Iterator[Check]:
     yield failed(
         "other_slots",
         Severity.WARNING,
-        f"{counted(names, 'inactive slot')} retain WAL on the server's disk: {listed(names)}",
+        f"the server's disk retains WAL for {counted(names, 'inactive slot')}: {listed(names)}",
         "Drop unused slots: select pg_drop_replication_slot('<name>');",
         names,
     )

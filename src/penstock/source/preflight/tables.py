@@ -183,8 +183,8 @@ def check_identity(context: Context) -> Iterator[Check]:
         yield failed(
             "replica_identity",
             context.severity,
-            f"{counted(without)} without a replica identity: once published, the server refuses every update and "
-            f"delete of them: {listed(without)}",
+            f"{counted(without)} without a replica identity; publishing makes the server reject updates and "
+            f"deletes on such tables: {listed(without)}",
             _identity_remedy(context, without),
             without,
         )
@@ -232,7 +232,7 @@ def check_column_lists(context: Context) -> Iterator[Check]:
         yield failed(
             "column_lists",
             Severity.CRITICAL,
-            f"{counted(bad, 'column list')} without the replica identity: the server refuses updates and deletes of "
+            f"{counted(bad, 'column list')} without the replica identity: the server rejects updates and deletes on "
             f"{listed(bad)}",
             "Add the columns of the replica identity to the column list (with replica identity full: all columns).",
             bad,
@@ -252,8 +252,8 @@ def check_row_filters(context: Context) -> Iterator[Check]:
         yield failed(
             "row_filters",
             Severity.CRITICAL,
-            f"{counted(bad, 'row filter')} on columns outside the replica identity: the server refuses updates and "
-            f"deletes of {listed(bad)}",
+            f"{counted(bad, 'row filter')} on columns outside the replica identity: the server rejects updates and "
+            f"deletes on {listed(bad)}",
             "Filter only by columns of the replica identity, or run: alter table … replica identity full;",
             bad,
         )
@@ -348,7 +348,7 @@ def check_overrides(context: Context) -> Iterator[Check]:
         yield failed(
             "type_overrides",
             Severity.WARNING,
-            f"the types of [tables] name what no published table has: {listed(lost)}",
+            f"[tables] sets types for tables or columns that are not published: {listed(lost)}",
             'Write tables as "schema.table", and check the case of the names.',
             lost,
         )
