@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,10 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", f"{' '.join(QUICK_START)} -XX:+UseSer
 
 # No test does linear algebra; without this, every process that imports numpy starts threads for it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# A shell that runs tests in the background has them ignore Ctrl-C, and so would every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEFAULT_MAJOR = 18
 MAJORS = (15, 16, 18)
