@@ -26,7 +26,6 @@ from penstock.operations.status import (
     OutputStatus,
     PipelineStatus,
     SlotStatus,
-    TableError,
     TableState,
     TableStatus,
     driver_facts,
@@ -123,15 +122,19 @@ def render(found: PipelineStatus) -> RenderableType:
     if tables:
         parts += [_tables(tables, several=len(found.outputs) > 1), Text()]
     for table in tables:
-        parts += error_lines(table.table, table.error)
+        parts += problem_lines(table)
     indexes = [index for output in found.outputs for index in output.indexes]
     if indexes:
         parts += [_indexes(indexes), Text()]
     return Group(*parts[:-1])
 
 
-def error_lines(table: str, error: TableError | None) -> list[Text]:
-    """Why a table stopped and what to do, with an empty line behind; nothing without an error."""
+def problem_lines(state: TableState) -> list[Text]:
+    """Why a table stopped and what to do, or why it is copied again, with an empty line behind; else nothing."""
+    table, error = state.table, state.error
+    if state.copied_because is not None:
+        reason = state.copied_because.removeprefix(f"{table}: ")
+        return [Text.assemble((f"{table} is copied again", "bold"), f": {reason}"), Text()]
     if error is None:
         return []
     lines = [Text.assemble((f"{table} stopped", "bold"), f" at {error.since}: {error.reason}")]
@@ -272,7 +275,7 @@ def _print_tables(config: Config, driver: LeaseInfo | None, located: Sequence[tu
         console.print(table)
         console.print()
     for each in found:
-        for line in error_lines(each.table, each.error):
+        for line in problem_lines(each):
             console.print(line, soft_wrap=True)
     console.print(_summary(config, driver, found), soft_wrap=True)
 

@@ -30,7 +30,19 @@ from penstock.source.lineage import flushed_position
 from penstock.source.slots import Slot, find_blockers, inspect_slot
 from penstock.spool import Readers
 from penstock.spool.folder import SpoolFolder
-from penstock.state import Errored, IndexBuild, IndexStatus, LeaseInfo, Ready, Store, StoredPhase, SyncDone
+from penstock.state import (
+    DataSync,
+    Errored,
+    FinishedCopy,
+    IndexBuild,
+    IndexStatus,
+    Init,
+    LeaseInfo,
+    Ready,
+    Store,
+    StoredPhase,
+    SyncDone,
+)
 
 FRESH_SECONDS = 15.0
 """An older status file is not current."""
@@ -96,6 +108,8 @@ class TableState:
     position: str | None
     """The position up to which the table is durable."""
     error: TableError | None
+    copied_because: str | None = None
+    """Why Penstock copies it again automatically; None after the copy, and for a copy that was requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +219,7 @@ def table_states(
             phase=current.get(names.get(table_id, ""), phase.name),
             position=_text(_position(phase, positions.get(table_id), stored.position if stored else None)),
             error=_error(config, phase),
+            copied_because=reason_of_copy(config.secrets, store, table_id, phase),
         )
         for table_id, phase in store.get_table_replication_states().items()
     ]
@@ -359,6 +374,7 @@ def _table(state: TableState, live: LastLook | None, size: TableSize | None, pha
         phase=phase,
         position=state.position,
         error=state.error,
+        copied_because=state.copied_because,
         rows=None if size is None else size.rows,
         bytes=None if size is None else size.bytes,
         copy=None if live is None else live.copies.get(state.table),
@@ -395,6 +411,15 @@ def _error(config: Config, phase: StoredPhase) -> TableError | None:
         attempts=phase.attempts,
         position_lost=phase.position_lost,
     )
+
+
+def reason_of_copy(secrets: frozenset[str], store: Store, table_id: int, phase: StoredPhase) -> str | None:
+    """Why Penstock copies a table again automatically; None if it does not."""
+    if not isinstance(phase, Init | DataSync | FinishedCopy):
+        return None
+    phases = [record.phase for record in store.get_table_replication_history(table_id)]
+    reset = next((past for past in reversed(phases) if isinstance(past, Init)), None)
+    return None if reset is None or reset.reason is None else scrub(reset.reason, secrets)
 
 
 def _command(phase: Errored) -> str | None:

@@ -22,9 +22,10 @@ from penstock.operations.status import (
     SourceStatus,
     TableError,
     TableStatus,
+    reason_of_copy,
     status_facts,
 )
-from penstock.state import Catchup, DataSync, LeaseInfo
+from penstock.state import Catchup, DataSync, FinishedCopy, Init, LeaseInfo, MemoryStore, Ready, SyncDone
 
 NOW = datetime(2026, 11, 15, 11, 0, tzinfo=UTC)
 DRIVER = LeaseInfo(1, "vm", 42, NOW, NOW, gone=False)
@@ -72,6 +73,22 @@ def test_a_remedy_that_is_the_command_stands_there_once() -> None:
     error = TableError("dropped", f"Copy it again: {RESYNC}.", "resync", "2026-11-15T10:00:00+00:00", None, 1, False)
     output = replace(OUTPUT, tables=(replace(READY, phase="errored", error=error),))
     assert shown(replace(STATUS, outputs=(output,)))[-1] == "  Copy it again: penstock resync public.a."
+
+
+def test_a_table_that_is_copied_again_says_why() -> None:
+    output = replace(OUTPUT, tables=(READY, replace(COPYING, copied_because="public.b: its key changed")))
+    assert shown(replace(STATUS, outputs=(output,)))[-1] == "public.b is copied again: its key changed"
+
+
+def test_why_a_table_is_copied_is_known_until_it_is_ready() -> None:
+    store = MemoryStore("shop")
+    store.acquire_lease()
+    phases = [Init(), DataSync(), FinishedCopy(), SyncDone(Lsn(1)), Ready(), Init("its key changed"), DataSync()]
+    reasons: list[str | None] = []
+    for phase in [*phases, FinishedCopy(), SyncDone(Lsn(2))]:
+        store.update_table_replication_state(1, phase)
+        reasons.append(reason_of_copy(frozenset(), store, 1, phase))
+    assert reasons == [*[None] * 5, *["its key changed"] * 3, None]
 
 
 def test_long_transactions_are_named() -> None:
