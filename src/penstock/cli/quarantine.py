@@ -1,4 +1,4 @@
-"""`penstock index quarantine`: documents that an index rejected, under the policy `skip`."""
+"""`penstock index quarantine`: documents that the sink rejected, under the policy `skip`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.operations.stores import existing_store, require_shared_state, run
 
 quarantine = typer.Typer(
     name="quarantine",
-    help="List, retry or drop quarantined documents, which an index rejected.",
+    help="List, retry or drop quarantined documents: those that the sink rejected.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -79,7 +79,8 @@ def retry(
 ) -> None:
     """Build quarantined documents again and write them.
 
-    The running pipeline carries this out, or the next start does. Documents that are rejected again stay quarantined.
+    The pipeline does this at once if it is running, otherwise at its next start. Documents that are rejected
+    again stay quarantined.
 
     Examples:
 

@@ -134,7 +134,7 @@ def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> lis
         missing = [column.name for column in schema.columns if column.name not in (attnums or {})]
         if missing:
             raise TableRewritten(
-                f"a partition of {schema} lacks some of its columns: {', '.join(missing)}", table=str(schema)
+                f"a partition of {schema} lacks columns that the table has: {', '.join(missing)}", table=str(schema)
             )
         numbers = tuple(attnums[column.name] for column in schema.columns)
         leaves.append(Leaf(oid, filenode, blocks, size, numbers, row_count))
