@@ -26,7 +26,7 @@ from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
 from penstock.source.publications import Membership, changes_between
-from penstock.source.shapes import TableShape, silent_changes
+from penstock.source.shapes import TableShape, may_have_rows, silent_changes
 from penstock.state import (
     Command,
     CommandKind,
@@ -278,31 +278,44 @@ class RunningTables(RunningOutput):
             for table_id in followed & shapes.keys()
             if known.get(table_id) != shapes[table_id]
         }
-        for table_id, shape in changed.items():
-            if table_id in known:
-                self._follow_shape(table_id, known[table_id], shape)
+        processed = {
+            table_id: shape
+            for table_id, shape in changed.items()
+            if table_id not in known or self._follow_shape(table_id, known[table_id], shape)
+        }
         # Last, so that a table that was not processed is noticed again, even by the next process.
-        self.store.store_table_shapes(changed)
+        self.store.store_table_shapes(processed)
 
-    def _follow_shape(self, table_id: int, before: TableShape, now: TableShape) -> None:
+    def _follow_shape(self, table_id: int, before: TableShape, now: TableShape) -> bool:
+        """Return False if the table must be looked at again: its phase changed meanwhile."""
         policy = self._schema_changes(table_id)
         changes = silent_changes(before, now)
         if policy.partitions is Partitions.KEEP or not self.destination.capabilities.loses_nothing_by_a_copy:
             for change in (each for each in changes if each.leaves):
                 logger.info("rows are kept table=%s because=%s", self._name_of(table_id), change.text)
             changes = [each for each in changes if not each.leaves]
-        if changes:
-            self._copy_again(table_id, changes[0].text)
+        if policy.recopy is not Recopy.AUTOMATIC:
+            changes = [each for each in changes if not each.in_stream]
+        changes = [each for each in changes if each.attached is None or self._brings_rows(each.attached)]
+        return not changes or self._copy_again(table_id, changes[0].text)
 
-    def _copy_again(self, table_id: int, reason: str) -> None:
-        """Copy a table again, or stop it if its policy does not allow that."""
+    def _brings_rows(self, heap: int) -> bool:
+        """True if an attached partition has rows; in doubt, too."""
+        try:
+            with connect(self._tables.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
+                return may_have_rows(connection, heap)
+        except PenstockError:
+            return True
+
+    def _copy_again(self, table_id: int, reason: str) -> bool:
+        """Copy a table again, or stop it if its policy does not allow that; False if it is not followed any more."""
         name, policy = self._name_of(table_id), self._schema_changes(table_id)
         error = SchemaNotFollowed(f"{name}: {reason}", table=name)
         if policy.recopy is Recopy.AUTOMATIC:
             logger.warning("table is copied again table=%s reason=%s", name, reason)
             self._board.set_phase(table_id, resync(error.message))
             failpoints.reach("after_recopy")
-            return
+            return True
         positions = self._board.positions()
 
         def fail(phase: TableReplicationPhase) -> Errored | None:
@@ -311,7 +324,7 @@ class RunningTables(RunningOutput):
             logger.error("table stopped table=%s reason=%s", name, reason, extra={"reported_as": "stopped"})
             return errored(phase, error, position=positions[table_id])
 
-        self._board.alter(table_id, fail)
+        return self._board.alter(table_id, fail) is not None
 
     def _schema_changes(self, table_id: int) -> SchemaChanges:
         policy = self._tables.of_tables.get(self._name_of(table_id), self._tables.schema_changes)

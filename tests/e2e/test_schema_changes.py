@@ -85,6 +85,11 @@ STATEMENTS = {
         MOODS,
         "alter type {t}_mood rename value 'sad' to 'low'",
     ),
+    "enum_renamed": (
+        MOOD.format(t="{t}", key="int primary key", last=""),
+        MOODS,
+        "alter type {t}_mood rename value 'sad' to 'low'; alter type {t}_mood rename to {t}_feeling",
+    ),
     "enum": (
         MOOD.format(t="{t}", key="int primary key", last=""),
         MOODS,
@@ -100,6 +105,7 @@ STATEMENTS = {
     ),
     "detached": (PARTED, ROWS, "alter table {t} detach partition {t}_mid"),
     "dropped_leaf": (PARTED, ROWS, "drop table {t}_mid"),
+    "vacuumed_leaf": (PARTED, ROWS, "vacuum full {t}_mid"),
     "truncated_leaf": (PARTED, ROWS, "truncate {t}_mid"),
     "attached": (
         PARTED + "; create table {t}_far (like {t})",
@@ -123,6 +129,28 @@ STATEMENTS = {
         insert into {t} values (1001, 'far', 1); truncate {t}_far; insert into {t} values (1002, 'far', 1)
         """,
     ),
+    "attached_tree": (
+        PARTED
+        + """;
+        create table {t}_far (like {t}) partition by range (id);
+        create table {t}_farther partition of {t}_far for values from (1001) to (2000)
+        """,
+        ROWS + "; insert into {t}_farther select i, 'far', i from generate_series(1001, 1010) i",
+        "alter table {t} attach partition {t}_far for values from (1001) to (2000)",
+    ),
+    "reloaded_leaf": (
+        PARTED,
+        ROWS,
+        """
+        begin; truncate {t}_mid; insert into {t} values (11, 'new', 11); create index on {t}_mid (n); commit;
+        analyze {t}_mid
+        """,
+    ),
+    "vacuumed_leaf_default": (
+        PARTED,
+        ROWS + "; alter table {t} add c int default 7",
+        "alter table {t} alter c drop default; vacuum full {t}_low, {t}_mid, {t}_high",
+    ),
     "attached_at_once": (
         PARTED,
         ROWS,
@@ -144,8 +172,23 @@ QUIET = {
     ),
     "all_logged": (PLAIN, ROWS, "alter table {t} replica identity full"),
     "dropped": (PLAIN, ROWS, "alter table {t} drop column note"),
+    "empty_leaf": (
+        PARTED,
+        ROWS,
+        """
+        create table {t}_far (like {t} including all);
+        alter table {t} attach partition {t}_far for values from (1001) to (2000)
+        """,
+    ),
+    "renamed_leaf": (
+        PARTED,
+        ROWS,
+        """
+        begin; create table {t}_far partition of {t} for values from (1001) to (2000);
+        alter table {t}_far rename to {t}_further; commit; insert into {t} values (1001, 'far', 1)
+        """,
+    ),
     "vacuumed": (PLAIN, ROWS, "vacuum full {t}"),
-    "vacuumed_leaf": (PARTED, ROWS, "vacuum full {t}_mid"),
     "clustered": (PLAIN, ROWS, "cluster {t} using {t}_pkey"),
     "added": (PLAIN, ROWS, "alter table {t} add c int"),
     "not_null": (PLAIN, ROWS, "alter table {t} alter n set not null"),
@@ -261,6 +304,28 @@ def test_what_the_stream_carries_needs_no_copy(database: Any, tmp_path: Path) ->
     assert site_copies == dict.fromkeys(QUIET, 1)
 
 
+def test_columns_of_a_table_without_changes_are_followed_too(database: Any, tmp_path: Path) -> None:
+    """Readers of an idle table do not see values of a column that is gone under the name of another."""
+    site = Site(database, tmp_path, {name: STATEMENTS[name] for name in ("readded", "renamed", "exchanged")})
+    with site.running() as pipeline:
+        site.check(pipeline)
+        site.change()
+        site.wait_copied(pipeline, 2)
+        site.check(pipeline)
+
+
+def test_a_table_with_an_unlogged_partition_is_refused(database: Any, tmp_path: Path) -> None:
+    site = Site(database, tmp_path, {"parts": (PARTED, ROWS, "alter table {t}_mid set unlogged")})
+    with site.running() as pipeline:
+        site.check(pipeline)
+        site.change()
+        failed = wait_for(
+            lambda: next((each for each in pipeline.phases.values() if isinstance(each, Errored)), None), "the stop"
+        )
+    assert failed.reason.startswith("partition public.parts_mid of public.parts is unlogged")
+    assert failed.solution == "Run: alter table public.parts_mid set logged; then: penstock resync <table>."
+
+
 def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None:
     cases = {name: STATEMENTS[name] for name in ("renamed", "detached", "enum", "computed", "as_text")}
     site = Site(database, tmp_path, cases)
@@ -277,7 +342,7 @@ def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None
     assert reasons["public.renamed"] == "public.renamed: column 'note' was renamed to 'remark'"
     assert reasons["public.detached"] == "public.detached: partition public.detached_mid was detached or dropped"
     assert reasons["public.enum"] == "public.enum: type 'enum_mood' was altered"
-    assert reasons["public.computed"] == "public.computed: column 'n' was altered and all rows were rewritten"
+    assert reasons["public.computed"] == "public.computed: column 'n' was altered and all its rows were rewritten"
     assert reasons["public.as_text"].endswith(" bytes, but recopy_max_bytes is 10")
 
 

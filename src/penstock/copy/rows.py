@@ -19,7 +19,7 @@ from psycopg.rows import tuple_row
 from penstock.changes.frames import frame_of
 from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, Leaf, plan_ranges
 from penstock.copy.reader import RangeReader
-from penstock.errors import PublicationChanged, QueryFailed, TableLocked, TableRewritten
+from penstock.errors import RESYNC, PublicationChanged, QueryFailed, SourceError, TableLocked, TableRewritten
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
@@ -41,7 +41,7 @@ _LEAVES = """
         join pg_catalog.pg_class c on c.oid = i.inhrelid
         where t.relkind = 'p' and pg_catalog.to_jsonb(i) ->> 'inhdetachpending' is distinct from 'true'
     )
-    select c.oid::int8, c.relfilenode::int8,
+    select c.oid::int8, c.relpersistence, c.oid::regclass::text, c.relfilenode::int8,
            coalesce(pg_catalog.pg_relation_size(c.oid), 0) / pg_catalog.current_setting('block_size')::int8,
            coalesce(pg_catalog.pg_table_size(c.oid), 0), c.reltuples::float8,
            (
@@ -130,7 +130,13 @@ def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> lis
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_LEAVES, [schema.table_id]).fetchall()
     leaves: list[Leaf] = []
-    for oid, filenode, blocks, size, row_count, attnums in rows:
+    for oid, persistence, name, filenode, blocks, size, row_count, attnums in rows:
+        if persistence != "p":
+            raise SourceError(
+                f"partition {name} of {schema} is unlogged, so the server does not send its changes",
+                hint=f"Run: alter table {name} set logged; then: {RESYNC}.",
+                table=str(schema),
+            )
         missing = [column.name for column in schema.columns if column.name not in (attnums or {})]
         if missing:
             raise TableRewritten(

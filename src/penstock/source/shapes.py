@@ -16,38 +16,23 @@ from psycopg.rows import tuple_row
 
 from penstock.source.faults import translated
 
-# A table that was created as a partition has had no rows that were not sent. ATTACH updates all its attributes, so one
-# that is as it was created tells.
-_HEAPS = """
-    with recursive tree (root, id, links) as (
-        select t, t, '' from pg_catalog.unnest(%(tables)s::oid[]) t
+_FIRST_OWN_OID = 16384
+"""Types below it are the server's own, and never change."""
+# One statement, so one snapshot. A table that was created as a partition has had no rows that were not sent. ATTACH
+# updates all attributes of a table, but not its system columns, so an attribute that is as old as those tells.
+_SHAPES = f"""
+    with recursive tree (root, id, links, born) as (
+        select t, t, '', true from pg_catalog.unnest(%(tables)s::oid[]) t
         union all
-        select tree.root, i.inhrelid, tree.links || ' ' || i.xmin::text
+        select tree.root, i.inhrelid, tree.links || ' ' || i.xmin::text, tree.born and exists (
+            select from pg_catalog.pg_attribute s join pg_catalog.pg_attribute a on a.attrelid = s.attrelid
+            where s.attrelid = i.inhrelid and s.attnum = -1 and a.attnum > 0 and a.xmin = s.xmin and a.cmin = s.cmin
+        )
         from tree
         join pg_catalog.pg_class p on p.oid = tree.id and p.relkind = 'p'
         join pg_catalog.pg_inherits i on i.inhparent = tree.id
         where pg_catalog.to_jsonb(i) ->> 'inhdetachpending' is distinct from 'true'
-    )
-    select tree.root::int8, c.oid::int8, c.relfilenode::int8, tree.links, n.nspname || '.' || c.relname,
-           case when pg_catalog.current_setting('server_version_num')::int < 140000
-                then c.reltuples > 0 else c.reltuples >= 0 end,
-           c.oid = tree.root or exists (
-               select from pg_catalog.pg_type y join pg_catalog.pg_attribute a on a.attrelid = c.oid
-               where y.oid = c.reltype and a.attnum > 0 and a.xmin = y.xmin and a.cmin = y.cmin
-           )
-    from tree
-    join pg_catalog.pg_class c on c.oid = tree.id and c.relkind = 'r'
-    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
-"""
-_COLUMNS = """
-    select a.attrelid::int8, a.attnum, a.attname, a.xmin::text
-    from pg_catalog.pg_attribute a
-    where a.attrelid = any(%(tables)s::oid[]) and a.attnum > 0 and not a.attisdropped
-"""
-_FIRST_OWN_OID = 16384
-"""Types below it are the server's own, and never change."""
-_PARTS_OF_TYPES = f"""
-    with recursive used (root, id) as (
+    ), used (root, id) as (
         select a.attrelid, a.atttypid from pg_catalog.pg_attribute a
         where a.attrelid = any(%(tables)s::oid[]) and a.attnum > 0 and not a.attisdropped
           and a.atttypid >= {_FIRST_OWN_OID}
@@ -58,45 +43,63 @@ _PARTS_OF_TYPES = f"""
         cross join lateral (
             select t.typelem where t.typelem <> 0
             union all select t.typbasetype where t.typbasetype <> 0
-            union all select r.rngsubtype from pg_catalog.pg_range r where t.oid in (r.rngtypid, r.rngmultitypid)
+            union all select r.rngsubtype from pg_catalog.pg_range r
+                where t.oid::text in (r.rngtypid::text, pg_catalog.to_jsonb(r) ->> 'rngmultitypid')
             union all select a.atttypid from pg_catalog.pg_attribute a
                 where a.attrelid = t.typrelid and a.attnum > 0 and not a.attisdropped
         ) part (id)
         where part.id >= {_FIRST_OWN_OID}
     )
-    select used.root::int8, t.oid::int8, t.typname, 'label ' || e.oid::text, e.enumlabel
+    select 'heap', tree.root::int8, c.oid::int8, array[
+        c.relfilenode::text, c.relpersistence::text, tree.links, tree.born::text, (
+            select pg_catalog.string_agg(a.attnum::text || ':' || a.xmin::text, ' ' order by a.attnum)
+            from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+        ), n.nspname || '.' || c.relname
+    ]
+    from tree
+    join pg_catalog.pg_class c on c.oid = tree.id and c.relkind = 'r'
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    union all
+    select 'column', a.attrelid::int8, a.attnum::int8, array[a.attname::text]
+    from pg_catalog.pg_attribute a
+    where a.attrelid = any(%(tables)s::oid[]) and a.attnum > 0 and not a.attisdropped
+    union all
+    select 'type', used.root::int8, e.oid::int8, array[t.typname::text, e.enumlabel::text]
     from used
     join pg_catalog.pg_type t on t.oid = used.id
     join pg_catalog.pg_enum e on e.enumtypid = used.id
     union all
-    select used.root::int8, t.oid::int8, t.typname, 'attributes',
-           pg_catalog.string_agg(a.attnum::text || ' ' || a.atttypid::text, ',' order by a.attnum)
+    select 'type', used.root::int8, t.oid::int8, array[
+        t.typname::text, pg_catalog.string_agg(a.attnum::text || ' ' || a.atttypid::text, ',' order by a.attnum)
+    ]
     from used
     join pg_catalog.pg_type t on t.oid = used.id and t.typtype = 'c'
     join pg_catalog.pg_attribute a on a.attrelid = t.typrelid and a.attnum > 0 and not a.attisdropped
     group by used.root, t.oid, t.typname
 """  # noqa: S608 (a constant)
+_SIZE = "select pg_catalog.pg_relation_size(%s::oid)"
 
 
 class Heap(NamedTuple):
     """A relation that stores rows of the table: the table itself, or a leaf."""
 
-    filenode: int
+    filenode: str
     """Another one after TRUNCATE, VACUUM FULL, CLUSTER and any ALTER TABLE that rewrites all rows."""
+    persistence: str
     links: str
     """The versions of the catalog rows that make it a partition: other ones if it was detached and attached again."""
-    name: str
-    counted: bool
-    """The server has counted its rows: false after TRUNCATE, true after VACUUM FULL and CLUSTER."""
     born: bool
-    """It was created as what it is; false of a leaf that was attached later."""
-
-
-class ColumnVersion(NamedTuple):
-    """A column's row in the catalog."""
-
+    """It was created as what it is; false of a leaf that was attached later, or with a table above it."""
+    columns: str
+    """The versions of its columns in the catalog, by attribute number."""
     name: str
-    version: str
+
+
+class TypePart(NamedTuple):
+    """A label of an enum, or the attributes of a composite type."""
+
+    type_name: str
+    content: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,40 +108,49 @@ class TableShape:
 
     heaps: Mapping[int, Heap]
     """By oid; of a partitioned table its leaves, of any other the table itself."""
-    columns: Mapping[int, ColumnVersion]
-    """By attribute number."""
-    types: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The parts of types that the database defines: labels of enums, attributes of composites."""
+    columns: Mapping[int, str]
+    """The names of its columns by attribute number."""
+    types: Mapping[int, TypePart] = field(default_factory=dict[int, TypePart])
+    """The parts of types that the database defines, by their oids."""
     is_partitioned: bool = False
 
 
 def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) -> dict[int, TableShape]:
     """The shapes of tables, by oid; those that are gone are left out."""
-    parameters = {"tables": list(tables)}
+    found: dict[int, TableShape] = {}
     heaps: dict[int, dict[int, Heap]] = {table: {} for table in tables}
-    columns: dict[int, dict[int, ColumnVersion]] = {}
-    types: dict[int, dict[str, str]] = {}
+    columns: dict[int, dict[int, str]] = {table: {} for table in tables}
+    types: dict[int, dict[int, TypePart]] = {table: {} for table in tables}
     with translated(connection, "inspect the tables"), connection.cursor(row_factory=tuple_row) as cursor:
-        # One statement per look, so one snapshot each: a difference between them is seen again by the next look.
-        for table, oid, *found in cursor.execute(_HEAPS, parameters):
-            heaps[table][oid] = Heap(*found)
-        for table, attnum, *found in cursor.execute(_COLUMNS, parameters):
-            columns.setdefault(table, {})[attnum] = ColumnVersion(*found)
-        for table, type_id, name, part, content in cursor.execute(_PARTS_OF_TYPES.encode(), parameters):
-            types.setdefault(table, {})[f"{name} {type_id} {part}"] = content
-    return {
-        table: TableShape(heaps[table], columns.get(table, {}), types.get(table, {}), table not in heaps[table])
-        for table in tables
-        if heaps[table] or table in columns
-    }
+        for kind, table, number, values in cursor.execute(_SHAPES.encode(), {"tables": list(tables)}):
+            match kind:
+                case "heap":
+                    filenode, persistence, links, born, versions, name = values
+                    is_born = born == "true"
+                    heaps[table][number] = Heap(filenode, persistence, links, is_born, versions or "", name)
+                case "column":
+                    columns[table][number] = values[0]
+                case _:
+                    types[table][number] = TypePart(*values)
+    for table in tables:
+        if heaps[table] or columns[table]:
+            found[table] = TableShape(heaps[table], columns[table], types[table], table not in heaps[table])
+    return found
+
+
+def may_have_rows(connection: psycopg.Connection[Any], heap: int) -> bool:
+    """Return False if a relation has no rows, or no longer exists. Waits while it is locked exclusively."""
+    with translated(connection, "inspect a partition"), connection.cursor(row_factory=tuple_row) as cursor:
+        row = cursor.execute(_SIZE, [heap]).fetchone()
+    return row is not None and bool(row[0])
 
 
 def shape_to_json(shape: TableShape) -> dict[str, Any]:
     """The shape as plain dictionaries and lists."""
     return {
         "heaps": {str(oid): list(heap) for oid, heap in shape.heaps.items()},
-        "columns": {str(attnum): list(column) for attnum, column in shape.columns.items()},
-        "types": dict(shape.types),
+        "columns": {str(attnum): name for attnum, name in shape.columns.items()},
+        "types": {str(oid): list(part) for oid, part in shape.types.items()},
         "partitioned": shape.is_partitioned,
     }
 
@@ -147,34 +159,31 @@ def shape_from_json(record: Mapping[str, Any]) -> TableShape:
     """Read what `shape_to_json` returned."""
     return TableShape(
         {int(oid): Heap(*heap) for oid, heap in record["heaps"].items()},
-        {int(attnum): ColumnVersion(*column) for attnum, column in record["columns"].items()},
-        record["types"],
+        {int(attnum): name for attnum, name in record["columns"].items()},
+        {int(oid): TypePart(*part) for oid, part in record["types"].items()},
         record["partitioned"],
     )
 
 
 class SilentChange(NamedTuple):
-    """A difference between two moments that the stream does not carry."""
+    """A difference between two moments that the stream does not carry, or not yet."""
 
     text: str
     """What happened, after the table's name."""
     leaves: bool = False
     """Rows left the table with their partition, and nothing else happened to it."""
+    attached: int | None = None
+    """The leaf that was attached; if it has no rows, nothing changed."""
+    in_stream: bool = False
+    """The stream carries it with the next row; until then, readers see the earlier columns."""
 
 
 def silent_changes(before: TableShape, now: TableShape) -> list[SilentChange]:
     """Why the rows may differ from what the stream said between two moments; empty if they cannot.
 
-    In doubt there is a reason. Two things cannot be noticed: a partition that was truncated and analyzed in between,
-    and one that was created and dropped in between.
+    In doubt there is a reason. Not noticed is a partition that was created, filled and dropped in between.
     """
-    return [*_changed_partitions(before, now), *_changed_values(before, now)]
-
-
-def _rewritten(before: TableShape, now: TableShape) -> list[Heap]:
-    return [
-        heap for oid, heap in now.heaps.items() if oid in before.heaps and heap.filenode != before.heaps[oid].filenode
-    ]
+    return [*_changed_partitions(before, now), *_changed_values(before, now), *_changed_names(before, now)]
 
 
 def _changed_partitions(before: TableShape, now: TableShape) -> Iterator[SilentChange]:
@@ -183,21 +192,48 @@ def _changed_partitions(before: TableShape, now: TableShape) -> Iterator[SilentC
             yield SilentChange(f"partition {heap.name} was detached or dropped", leaves=True)
     for oid, heap in now.heaps.items():
         earlier = before.heaps.get(oid)
-        if not heap.born if earlier is None else heap.links != earlier.links:
-            yield SilentChange(f"partition {heap.name} was attached")
-        # A new relation has its oid as the number of its file.
-        elif now.is_partitioned and not heap.counted and heap.filenode != (earlier.filenode if earlier else oid):
-            yield SilentChange(f"partition {heap.name} was truncated", leaves=True)
+        # The catalog does not tell TRUNCATE from VACUUM FULL: after both, and more so later, it looks the same.
+        truncated = SilentChange(f"partition {heap.name} was truncated or rewritten", leaves=True)
+        if earlier is None:
+            if not heap.born:
+                yield SilentChange(f"partition {heap.name} was attached", attached=oid)
+            elif heap.filenode != str(oid):  # a new relation has its oid as the number of its file
+                yield truncated
+        elif heap.links != earlier.links:
+            yield SilentChange(f"partition {heap.name} was detached and attached again")
+        elif heap.persistence != earlier.persistence:
+            yield SilentChange(f"partition {heap.name} was set logged or unlogged")
+        elif now.is_partitioned and heap.filenode != earlier.filenode:
+            yield truncated
 
 
 def _changed_values(before: TableShape, now: TableShape) -> Iterator[SilentChange]:
-    for attnum, column in now.columns.items() if _rewritten(before, now) else ():
+    for oid, heap in now.heaps.items():
+        earlier = before.heaps.get(oid)
+        if earlier is None or heap.filenode == earlier.filenode:
+            continue
+        # Also after VACUUM FULL of a table with an added default, which it stores in the rows: it looks the same.
+        altered = dict(_versions(heap)).items() - dict(_versions(earlier)).items()
+        if altered:
+            names = sorted(now.columns.get(attnum, "") for attnum, _ in altered)
+            what = f"partition {heap.name}" if now.is_partitioned else f"column {names[0]!r}"
+            yield SilentChange(f"{what} was altered and all its rows were rewritten")
+    for oid, part in before.types.items():
+        if oid in now.types and now.types[oid].content != part.content:
+            yield SilentChange(f"type {now.types[oid].type_name!r} was altered")
+
+
+def _changed_names(before: TableShape, now: TableShape) -> Iterator[SilentChange]:
+    known = set(before.columns.values())
+    for attnum, name in now.columns.items():
         earlier = before.columns.get(attnum)
-        if earlier is None:
-            yield SilentChange(f"column {column.name!r} was added and all rows were rewritten")
-        elif column.version != earlier.version:
-            # Or VACUUM FULL has stored the default of an added column in the rows; the catalog looks the same then.
-            yield SilentChange(f"column {column.name!r} was altered and all rows were rewritten")
-    for part, content in before.types.items():
-        if now.types.get(part, content) != content:
-            yield SilentChange(f"type {part.split(' ')[0]!r} was altered")
+        if earlier is not None and earlier != name:
+            yield SilentChange(f"column {earlier!r} was renamed to {name!r}", in_stream=True)
+        elif earlier is None and name in known:
+            yield SilentChange(f"column {name!r} was dropped and added again", in_stream=True)
+
+
+def _versions(heap: Heap) -> Iterator[tuple[int, str]]:
+    for each in heap.columns.split():
+        attnum, _, version = each.partition(":")
+        yield int(attnum), version

@@ -135,6 +135,9 @@ class TableLayout:
             raise not_followed(str(schema), "its key changed")
         types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
         dropped = {self.names[attnum] for attnum in before.keys() - after.keys()}
+        if dropped and (self.has_texts or not schema.columns):
+            # Files have texts of cells by the names of their columns, and a Delta table needs a column.
+            raise not_followed(str(schema), f"columns were dropped: {', '.join(sorted(dropped))}")
         retired = self.retired | {name.lower() for name in dropped}
         fields = [field for field in self.schema if field.name not in dropped]
         names = {attnum: name for attnum, name in self.names.items() if name not in dropped}
