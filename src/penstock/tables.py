@@ -327,7 +327,11 @@ class RunningTables(RunningOutput):
         return self._board.alter(table_id, fail) is not None
 
     def _schema_changes(self, table_id: int) -> SchemaChanges:
-        policy = self._tables.of_tables.get(self._name_of(table_id), self._tables.schema_changes)
+        of_tables = self._tables.of_tables
+        former = None if self._folders is None else self._folders.former_name(table_id)
+        # A table that was renamed keeps the policy of the name under which its rows are.
+        name = next((each for each in (self._name_of(table_id), former) if each in of_tables), None)
+        policy = self._tables.schema_changes if name is None else of_tables[name]
         # A new copy would lose what a destination keeps on purpose: changes, deleted rows, rows of former partitions.
         shape = self.store.get_table_shapes().get(table_id)
         keeps = policy.partitions is Partitions.KEEP and shape is not None and shape.is_partitioned

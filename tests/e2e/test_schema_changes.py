@@ -219,8 +219,8 @@ class Site:
 
     @contextmanager
     def running(self, **changes: Any) -> Iterator[Alone]:
-        tables = tuple(f"public.{name}" for name in self.cases)
-        settings = tables_settings(self.database, self.folder, "changes", tables=tables, **changes)
+        changes = {"tables": tuple(f"public.{name}" for name in self.cases), **changes}
+        settings = tables_settings(self.database, self.folder, "changes", **changes)
         with tables_alone(settings, self.store, DeltaDestination(self.folder / "lake"), ProcessTasks()) as pipeline:
             yield pipeline
 
@@ -360,6 +360,21 @@ def test_rows_of_partitions_that_leave_are_kept_if_asked(database: Any, tmp_path
     lake = LakeReadBack(tmp_path / "lake")
     assert {name: lake.read_table(f"public.{name}").num_rows for name in cases} == dict.fromkeys(cases, 21)
     assert {name: site.copies(name) for name in cases} == dict.fromkeys(cases, 1)
+
+
+def test_rows_are_kept_when_the_table_is_renamed(database: Any, tmp_path: Path) -> None:
+    site = Site(database, tmp_path, {"events": (PARTED, ROWS, "drop table {t}_mid; alter table {t} rename to former")})
+    keep = {"public.events": SchemaChanges(partitions=Partitions.KEEP)}
+    with site.running(tables=("public.*",), of_tables=keep) as pipeline:
+        site.check(pipeline)
+        site.change()
+        looks = pipeline.coordinator.looks
+        wait_for(lambda: pipeline.wait(0) or pipeline.coordinator.looks > looks + 1, "two looks at the catalog")
+        database.execute("insert into former values (101, 'new', 1)")
+        end = current_position(database)
+        wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply")
+    assert LakeReadBack(tmp_path / "lake").read_table("public.former").num_rows == 21
+    assert (tmp_path / "lake" / "public" / "events").exists()
 
 
 def test_the_phase_says_why_a_table_waits_to_be_copied_again(database: Any, tmp_path: Path) -> None:
