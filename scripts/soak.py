@@ -149,6 +149,8 @@ STAGES = (
         {"PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed)})),
     Stage("destinations", "run of their long tests", 1, 0.05, 60, 5, lambda count, seed: Run(
         (*_soak("tests/unit/destinations", "tests/integration/destinations"), "-k", "not versitygw"))),
+    Stage("versions", "run on each version of the server", 1, 0.05, 300, 5, lambda count, seed: Run(
+        _soak(*(f"tests/e2e/test_{each}.py" for each in ("partition_identities", "renames", "schema_changes"))))),
     Stage("commands", "run of their long tests", 1, 0.05, 120, 5, lambda count, seed: Run(
         _soak("tests/integration/cli", "tests/integration/testing"))),
 )  # fmt: skip

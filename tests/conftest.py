@@ -1,7 +1,8 @@
 """Fixtures that every test can use: real servers, and a database per test.
 
 `database` is an empty database on PostgreSQL 18 (or on the server that PENSTOCK_TEST_DSN names); `any_database` runs
-its test once per version. `make_server` starts servers for one test, to restart, kill or reconfigure them.
+its test once per version, and `each_database` does so in `make soak`. `make_server` starts servers for one test, to
+restart, kill or reconfigure them.
 `spark` is a Spark session that all tests share; `delta_spark` is the same one where it can read Delta tables.
 `opensearch` is a search server that all tests of a run share (or the one that PENSTOCK_TEST_OPENSEARCH names), and
 `index_name` a name on it that is free; `pressed` is one that is overloaded, and may be killed; `make_opensearch` gives
@@ -113,6 +114,15 @@ def database(server: DatabaseServer) -> Iterator[Database]:
 def any_server(request: pytest.FixtureRequest, server_pool: ServerPool) -> DatabaseServer:
     """A shared server of each version; a version that is not installed skips its tests by name."""
     return server_pool.get(request.param)
+
+
+@pytest.fixture(
+    params=[pytest.param(major, marks=[] if major == DEFAULT_MAJOR else [pytest.mark.soak]) for major in MAJORS],
+    ids=[f"pg{major}" for major in MAJORS],
+)
+def each_database(request: pytest.FixtureRequest, server_pool: ServerPool) -> Iterator[Database]:
+    """An empty database on the newest version; in `make soak`, on each."""
+    yield from _database_on(server_pool.get(request.param))
 
 
 @pytest.fixture

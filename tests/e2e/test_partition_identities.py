@@ -193,9 +193,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
 @pytest.mark.trap(25, 26)
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_what_every_leaf_identifies_is_followed(
-    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str
+    each_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str
 ) -> None:
-    database = any_database
+    database = each_database
     create(database, *FOLLOWED[case])
     with run(database, tmp_path, destination) as pipeline:
         wait_ready(pipeline)
@@ -206,9 +206,9 @@ def test_what_every_leaf_identifies_is_followed(
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_matched_is_refused_and_its_remedy_works(
-    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str
+    each_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str
 ) -> None:
-    database = any_database
+    database = each_database
     create(database, *REFUSED[case])
     with run(database, tmp_path, destination) as pipeline:
         refused = wait_refused(pipeline)
@@ -289,9 +289,9 @@ ALTERED: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("ddl_trigger", [False, True], ids=["by the catalog", "by the trigger"])
 @pytest.mark.parametrize("case", ALTERED)
 def test_an_identity_that_changes_while_running_is_noticed(
-    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str, ddl_trigger: bool
+    each_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack], case: str, ddl_trigger: bool
 ) -> None:
-    database = any_database
+    database = each_database
     create(database, "alter table t add primary key (id, part)")
     with run(database, tmp_path, destination, ddl_trigger=ddl_trigger) as pipeline:
         wait_ready(pipeline)
@@ -307,10 +307,10 @@ def test_an_identity_that_changes_while_running_is_noticed(
 
 
 def test_old_rows_that_may_lack_what_is_now_expected_of_them_lead_to_a_new_copy(
-    any_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack]
+    each_database: Any, tmp_path: Path, destination: tuple[Destination, ReadBack]
 ) -> None:
     """The catalog is ahead of the stream: while Penstock was stopped, leaves that sent their keys became full."""
-    database = any_database
+    database = each_database
     create(database, "alter table t add primary key (id, part)", "alter table t replica identity full")
     store = MemoryStore("leaves")
     settings = tables_settings(database, tmp_path, "leaves")

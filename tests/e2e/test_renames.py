@@ -179,12 +179,12 @@ ALL = ["public.a", "public.b", "public.t"]
 @RENAMES
 @DESTINATIONS
 def test_renamed_tables_move_to_the_folders_of_their_names_while_the_pipeline_runs(
-    any_database: Any, tmp_path: Path, kind: str, statements: str, tables: list[str]
+    each_database: Any, tmp_path: Path, kind: str, statements: str, tables: list[str]
 ) -> None:
-    made = House(any_database, tmp_path, kind)
+    made = House(each_database, tmp_path, kind)
     with made.running() as pipeline:
         made.wait(pipeline, ALL)
-        with Background(any_database, lambda connection: connection.execute("update b set v = v || '.'"), 0.05):
+        with Background(each_database, lambda connection: connection.execute("update b set v = v || '.'"), 0.05):
             made.rename(statements)
             made.change(tables)
             made.wait_moved(pipeline, tables)
@@ -197,24 +197,24 @@ def test_renamed_tables_move_to_the_folders_of_their_names_while_the_pipeline_ru
 @RENAMES
 @DESTINATIONS
 def test_tables_that_were_renamed_while_the_pipeline_was_down_move_at_its_start(
-    any_database: Any, tmp_path: Path, kind: str, statements: str, tables: list[str]
+    each_database: Any, tmp_path: Path, kind: str, statements: str, tables: list[str]
 ) -> None:
-    made = House(any_database, tmp_path, kind)
+    made = House(each_database, tmp_path, kind)
     with made.running() as pipeline:
         made.wait(pipeline, ALL)
     made.change(ALL)
     made.rename(statements)
     for table in tables:
-        any_database.execute(f"insert into {table} values (200, 'later still')")
+        each_database.execute(f"insert into {table} values (200, 'later still')")
     with made.running() as pipeline:
         made.wait_moved(pipeline, tables)
         made.check(tables)
-        any_database.execute(f"delete from {tables[-1]} where id > 3")
+        each_database.execute(f"delete from {tables[-1]} where id > 3")
         made.wait(pipeline, tables)
         made.check(tables)
     with made.running() as pipeline:
         # Where they are is known to the next process.
-        any_database.execute(f"delete from {tables[-1]} where id = 3")
+        each_database.execute(f"delete from {tables[-1]} where id = 3")
         made.wait(pipeline, tables)
         made.check(tables)
         assert {len(made.copies(table)) for table in tables} <= {1, 2}

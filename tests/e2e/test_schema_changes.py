@@ -279,8 +279,8 @@ def test_what_the_stream_does_not_carry_is_copied_again_by_itself(
         site.check(pipeline)
 
 
-def test_what_happened_while_the_pipeline_was_down_is_noticed_at_its_start(any_database: Any, tmp_path: Path) -> None:
-    site = Site(any_database, tmp_path, STATEMENTS)
+def test_what_happened_while_the_pipeline_was_down_is_noticed_at_its_start(each_database: Any, tmp_path: Path) -> None:
+    site = Site(each_database, tmp_path, STATEMENTS)
     with site.running() as pipeline:
         site.check(pipeline)
     site.change()
