@@ -422,10 +422,11 @@ class RunningTables(RunningOutput):
             self._pool.start(table_id, self._worker(table_id), self._sync_failed)
 
     def _with_folders(self, table_ids: list[int]) -> list[int]:
-        """Leave out tables whose folder has the rows of a table that has not moved yet."""
+        """Leave out tables whose folder is not known yet, or has the rows of a table that has not moved yet."""
         folders = self._folders
         if folders is None or not table_ids:
             return table_ids
+        table_ids = [table_id for table_id in table_ids if folders.knows(table_id)]
         self._finish_copies(folders)
         to_copy = self._board.to_copy()
         waits = {table_id: folders.waits_for(table_id, to_copy) for table_id in table_ids}

@@ -91,7 +91,7 @@ def test_an_index_is_rebuilt_when_somebody_asks(site: Site) -> None:
         wait_for(lambda: all(each.answered for each in output.store.get_commands()), "answers")
         answers = {each.number: each for each in output.store.get_commands()}
         assert answers[wrong.number].status is CommandStatus.REFUSED
-        assert "there is no index nothing" in answers[wrong.number].reason
+        assert "no such index: nothing" in answers[wrong.number].reason
         assert answers[other.number].status is CommandStatus.REFUSED
         assert answers[right.number].status is CommandStatus.DONE
         site.wait_settled(output)

@@ -92,6 +92,11 @@ class TableFolders:
             self._next = {table_id: folder for table_id, folder in self._next.items() if table_id in names}
             self._index()
 
+    def knows(self, table_id: int) -> bool:
+        """Return False for a table that is not published yet, as when the destination did not answer."""
+        with self._lock:
+            return table_id in self._names
+
     def finish(self, table_ids: Collection[int]) -> None:
         """Record that the copies of these tables are complete."""
         with self._lock:
