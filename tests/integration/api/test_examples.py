@@ -132,7 +132,7 @@ def test_a_pipeline_runs_once(shop: Any) -> None:
             penstock.open().start()
         pipeline.wait_until_ready(PATIENCE)
         shop.execute("insert into orders values (1000)")
-        with pytest.raises(TimeoutError, match="not caught up after 0 s"):
+        with pytest.raises(TimeoutError, match="not caught up within 0 s"):
             pipeline._wait_for(lambda: False, 0.0, "caught up")
     pipeline.close()
     with pipeline:
