@@ -385,26 +385,13 @@ class Workload:
         """Give an added column another type."""
         table, sample = self._random.choice(self._tables), self._random.choice([*_ADDED_SAMPLES.values()])
         for name, _ in self._one_added(session, table):
-            self._drop_default(session, table, name)
-            self._alter(
-                session,
-                table,
-                "alter column {} type {} using {}",
-                *(sql.Identifier(name), sql.SQL(sample.type), self._literal(sample)),
-            )
+            self._compute(session, table, name, sample)
 
     def _do_compute_column(self, session: _Session) -> None:
-        """Compute an added column anew, with the type that it has."""
+        """Compute an added column again, with the type that it has."""
         table = self._random.choice(self._tables)
         for name, type_ in self._one_added(session, table):
-            sample = _ADDED_SAMPLES[type_]
-            self._drop_default(session, table, name)
-            self._alter(
-                session,
-                table,
-                "alter column {} type {} using {}",
-                *(sql.Identifier(name), sql.SQL(sample.type), self._literal(sample)),
-            )
+            self._compute(session, table, name, _ADDED_SAMPLES[type_])
 
     def _do_add_computed_column(self, session: _Session) -> None:
         """Add a column with a default that differs from row to row, and sometimes drop the default."""
@@ -413,11 +400,12 @@ class Workload:
         if self._random.random() < 0.5:
             self._alter(session, table, "alter column {} drop default", name)
 
-    def _drop_default(self, session: _Session, table: PlannedTable, name: str) -> None:
-        self._alter(session, table, "alter column {} drop default", sql.Identifier(name))
-
-    def _literal(self, sample: Sample) -> sql.Composable:
-        return sql.SQL("{}::{}").format(sql.Literal(sample.value(self._random)), sql.SQL(sample.type))
+    def _compute(self, session: _Session, table: PlannedTable, name: str, sample: Sample) -> None:
+        """Give all rows one value of a sample, and the column its type."""
+        column, type_ = sql.Identifier(name), sql.SQL(sample.type)
+        value = sql.SQL("{}::{}").format(sql.Literal(sample.value(self._random)), type_)
+        self._alter(session, table, "alter column {} drop default", column)
+        self._alter(session, table, "alter column {} type {} using {}", column, type_, value)
 
     def _alter(self, session: _Session, table: PlannedTable, what: LiteralString, *parts: sql.Composable) -> None:
         statement = sql.SQL("alter table {} ").format(table.identifier) + sql.SQL(what).format(*parts)

@@ -1,7 +1,7 @@
 """The shape of a table: the parts of the catalog that reveal changed rows that the stream does not mention.
 
 The stream carries rows and, before a row, the columns of its table. It is silent when rows come or go with a partition,
-when a partition is truncated by itself, when ALTER TABLE computes a column again, and when a label of an enum gets
+when only a partition is truncated, when ALTER TABLE computes a column again, and when a label of an enum gets
 another name. `load_shapes` reads the catalog and takes no lock on any table; `silent_changes` compares two readings.
 """
 
@@ -77,7 +77,7 @@ _SHAPES = f"""
     join pg_catalog.pg_attribute a on a.attrelid = t.typrelid and a.attnum > 0 and not a.attisdropped
     group by used.root, t.oid, t.typname
 """  # noqa: S608 (a constant)
-_SIZE = "select pg_catalog.pg_relation_size(%s::oid)"
+_HAS_ROWS = "select pg_catalog.pg_relation_size(%s::oid) > 0"
 
 
 class Heap(NamedTuple):
@@ -139,10 +139,10 @@ def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) ->
 
 
 def may_have_rows(connection: psycopg.Connection[Any], heap: int) -> bool:
-    """Return False if a relation has no rows, or no longer exists. Waits while it is locked exclusively."""
-    with translated(connection, "inspect a partition"), connection.cursor(row_factory=tuple_row) as cursor:
-        row = cursor.execute(_SIZE, [heap]).fetchone()
-    return row is not None and bool(row[0])
+    """Return False if a relation has no rows, by its size, so that uncommitted rows count. Waits for its lock."""
+    doing = "check whether a partition is empty"
+    with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
+        return cursor.execute(_HAS_ROWS, [heap]).fetchone() != (False,)
 
 
 def shape_to_json(shape: TableShape) -> dict[str, Any]:

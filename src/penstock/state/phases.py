@@ -44,7 +44,7 @@ class Init:
     """Discovered, or waiting to be copied again."""
 
     reason: str | None = None
-    """Why Penstock copies it again by itself; None if it is new, or if the copy was requested."""
+    """Why Penstock copies it again automatically; None if it is new, or if the copy was requested."""
     name: ClassVar[str] = "init"
     owner: ClassVar[Owner] = Owner.PIPELINE
 

@@ -64,7 +64,7 @@ class ApplyStatus:
 
 
 class _CopiedAgain:
-    """When one table may be copied again by itself."""
+    """When one table may be copied again automatically."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(first=1.0, longest=300.0)

@@ -149,7 +149,7 @@ class TableSync:
                 self._holds.release(self._reader, self._table_id)
 
     def _refuse_large(self, schema: TableSchema, size: int | None) -> None:
-        """Raise if Penstock would copy the table again by itself although the config says that it is too large."""
+        """Raise if Penstock would copy the table again automatically although the config says that it is too large."""
         phase, limit = self._board.phase(self._table_id), self._schema_changes.recopy_max_bytes
         if isinstance(phase, Init) and phase.reason and limit is not None and (size is None or size > limit):
             known = "an unknown number of" if size is None else f"{size:,}"

@@ -9,9 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
-
-import psycopg
 
 from penstock import failpoints
 from penstock.documents.base import Sink
@@ -20,10 +17,10 @@ from penstock.documents.output.backfill import filling_of, serving_of
 from penstock.documents.output.indexes import Builds, Indexes, require_published
 from penstock.documents.output.writer import DocumentsSettings
 from penstock.documents.relation_map import RelationMap
-from penstock.documents.statements import run_statement
 from penstock.lsn import Lsn
 from penstock.source.connections import NO_TIMEOUTS, Role, connect
-from penstock.source.publications import Heap, Membership, changes_between
+from penstock.source.publications import Membership, changes_between
+from penstock.source.shapes import may_have_rows
 from penstock.source.snapshots import take_snapshot
 from penstock.state import IndexBuild, IndexStatus, Store
 from penstock.stream import Published, StreamSettings
@@ -117,7 +114,7 @@ class Readiness:
         with connect(self._settings.source, Role.CATALOG) as connection:
             for name in seen.heaps.keys() & now.heaps.keys():
                 added = now.heaps[name] - seen.heaps[name]
-                if seen.heaps[name] - now.heaps[name] or any(_has_rows(connection, each) for each in added):
+                if seen.heaps[name] - now.heaps[name] or any(may_have_rows(connection, each.oid) for each in added):
                     moved.add(name)
         return moved
 
@@ -175,9 +172,3 @@ class Readiness:
                 reason = "one of its tables left the publication for a while or was replaced"
                 self._builds.want(name, indexes.mappings[name].fingerprint, reason)
             self._learn(indexes)
-
-
-def _has_rows(connection: psycopg.Connection[Any], heap: Heap) -> bool:
-    """Judge by the size, so that uncommitted rows count."""
-    statement = "select pg_catalog.pg_relation_size($1::int8::pg_catalog.oid::pg_catalog.regclass) > 0"
-    return run_statement(connection, statement, [heap.oid], "check whether a partition is empty")[0][0] is not False
