@@ -39,6 +39,7 @@ from penstock.source.shapes import TableShape, load_shapes
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
 from penstock.spool import Holds, Readers, SpoolReader, SpoolSettings
 from penstock.spool.folder import SpoolFolder
+from penstock.spool.partitions import load_mentioned_leaves
 from penstock.state import Errored, IndexStatus, Ready, Store, SyncDone
 from penstock.state.positions import start_position
 from penstock.values import TypeSettings
@@ -99,6 +100,8 @@ class Published:
     """Tables that should be published and cannot be, by name."""
     shapes: Mapping[int, TableShape] = field(default_factory=dict[int, TableShape])
     """By table id: whether rows changed although the stream does not say so."""
+    leaves: Mapping[int, Mapping[int, Lsn]] = field(default_factory=dict[int, Mapping[int, Lsn]])
+    """By table id: the leaves that the stream has described, with their positions (`penstock.spool.partitions`)."""
 
 
 class Stream:
@@ -140,8 +143,10 @@ class Stream:
             if self._settings.manage_publication:
                 self._publication.ensure(connection)
             membership = load_membership(connection, self._settings.publication)
+            # Before the catalog, so that a leaf that is mentioned and not there any more has gone.
+            leaves = load_mentioned_leaves(SpoolFolder(self._settings.spool.path))
             shapes = load_shapes(connection, membership.names)
-        return Published(membership, membership.names, self.unpublished, shapes)
+        return Published(membership, membership.names, self.unpublished, shapes, leaves)
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
 from penstock.source.publications import Membership, changes_between
-from penstock.source.shapes import TableShape, may_have_rows, silent_changes
+from penstock.source.shapes import SilentChange, TableShape, may_have_rows, silent_changes, vanished
 from penstock.state import (
     Command,
     CommandKind,
@@ -242,7 +242,7 @@ class RunningTables(RunningOutput):
                 logger.info("table was removed and added again, copying it again table=%s", self._name_of(table_id))
                 self._board.set_phase(table_id, resync())
         self._notice_identities(change.reidentified if change else (), now)
-        self._notice_silent_changes(published.shapes)
+        self._notice_silent_changes(published)
         self._follow_names(published)
         # Last, so that a table that was not processed is noticed again, even by the next process.
         if now != seen:
@@ -268,28 +268,27 @@ class RunningTables(RunningOutput):
                     table_id, "the replica identities of its partitions do not fit together: see penstock check"
                 )
 
-    def _notice_silent_changes(self, shapes: Mapping[int, TableShape]) -> None:
+    def _notice_silent_changes(self, published: Published) -> None:
         """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""
         known = self.store.get_table_shapes()
         phases = self._board.phases()
         followed = {table_id for table_id, phase in phases.items() if isinstance(phase, SyncDone | Ready)}
-        changed = {
-            table_id: shapes[table_id]
-            for table_id in followed & shapes.keys()
-            if known.get(table_id) != shapes[table_id]
-        }
-        processed = {
-            table_id: shape
-            for table_id, shape in changed.items()
-            if table_id not in known or self._follow_shape(table_id, known[table_id], shape)
-        }
+        processed: dict[int, TableShape] = {}
+        for table_id in followed & published.shapes.keys():
+            before, now = known.get(table_id), published.shapes[table_id]
+            mentioned = published.leaves.get(table_id, {})
+            if before is None:
+                processed[table_id] = replace(now, former=frozenset(mentioned))
+            elif (before != now or vanished(before, now, mentioned)) and self._follow_shape(
+                table_id, silent_changes(before, now, mentioned)
+            ):
+                processed[table_id] = now.following(before, mentioned)
         # Last, so that a table that was not processed is noticed again, even by the next process.
         self.store.store_table_shapes(processed)
 
-    def _follow_shape(self, table_id: int, before: TableShape, now: TableShape) -> bool:
+    def _follow_shape(self, table_id: int, changes: list[SilentChange]) -> bool:
         """Return False if the table must be looked at again: its phase changed meanwhile."""
         policy = self._schema_changes(table_id)
-        changes = silent_changes(before, now)
         if policy.partitions is Partitions.KEEP or not self.destination.capabilities.loses_nothing_by_a_copy:
             for change in (each for each in changes if each.leaves):
                 logger.info("rows are kept table=%s because=%s", self._name_of(table_id), change.text)

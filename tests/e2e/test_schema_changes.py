@@ -151,6 +151,23 @@ STATEMENTS = {
         ROWS + "; alter table {t} add c int default 7",
         "alter table {t} alter c drop default; vacuum full {t}_low, {t}_mid, {t}_high",
     ),
+    "new_and_dropped": (
+        PARTED,
+        ROWS,
+        """
+        create table {t}_far partition of {t} for values from (1001) to (2000);
+        insert into {t} values (1001, 'far', 1); drop table {t}_far
+        """,
+    ),
+    "passing_through": (
+        PARTED + "; create table {t}_tree partition of {t} for values from (1001) to (3000) partition by list (id)",
+        ROWS,
+        """
+        begin; create table {t}_far partition of {t}_tree for values in (1001);
+        insert into {t} select 1001, repeat(md5(i::text), 10), i from generate_series(1, 1) i; commit;
+        update {t} set n = 2 where id = 1001; alter table {t}_tree detach partition {t}_far
+        """,
+    ),
     "attached_at_once": (
         PARTED,
         ROWS,

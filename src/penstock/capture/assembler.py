@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from penstock.capture import parcels
 from penstock.capture.block import Block, DecodedPart, Extent, Mark, RowIndex, Transaction
 from penstock.capture.messages import (
+    Relation,
     StreamCommit,
     parse_logical_message,
     parse_relation,
@@ -68,6 +69,8 @@ class Assembler:
         self._block = Block()
         self._open: Transaction | None = None
         self._ordinal = 0
+        self._described: tuple[int, OrderKey | None] = 0, None
+        """The table that was described last, and where."""
         self._committed = Extent()
         self._end: Lsn | None = None
         """The end of the last commit that is not published yet."""
@@ -279,7 +282,7 @@ class Assembler:
     def _take_single(self, kind: int, message: bytes) -> None:
         if kind == parcels.RELATION:
             at = None if self._open is None else OrderKey(self._open.commit_lsn, self._ordinal)
-            self._relations.describe(parse_relation(message), at=at)
+            self._describe(parse_relation(message), at)
         elif kind == parcels.TRUNCATE:
             if self._open is None:
                 raise DecodeError("a truncate is outside of a transaction", offset=0)
@@ -300,6 +303,15 @@ class Assembler:
                 self._relations.abort(abort.xid)
         else:
             raise DecodeError("a streamed run ends that never started", offset=0)
+
+    def _describe(self, relation: Relation, at: OrderKey | None, stream: int | None = None) -> None:
+        """Take the description of a table. The one of a leaf directly follows that of the table it belongs to."""
+        self._relations.describe(relation, transaction=stream, at=at)
+        if at is not None:
+            table_id, place = self._described
+            if place == at and table_id != relation.table_id:
+                self._sink.note_leaf(table_id, relation.table_id, at.commit_lsn)
+            self._described = relation.table_id, at
 
     def _take_truncate(self, message: bytes, transaction: Transaction, stream: int | None = None) -> None:
         truncate = parse_truncate(message, streamed=stream is not None)
@@ -364,7 +376,7 @@ class Assembler:
                 # Kept even if its sub-transaction was rolled back, because the server does not send it again.
                 relation = parse_relation(message, streamed=True)
                 at = OrderKey(transaction.commit_lsn, self._ordinal)
-                self._relations.describe(relation, transaction=transaction.xid, at=at)
+                self._describe(relation, at, transaction.xid)
             elif int.from_bytes(message[1:5], "big") in aborted:
                 continue
             elif kind == parcels.TRUNCATE:

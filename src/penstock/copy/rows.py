@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
@@ -78,7 +78,7 @@ def prepare_copy(
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
         schema, row_filter, unpublished = _describe(connection, publication, table_id)
         leaves = load_leaves(connection, schema)
-        shape = load_shapes(connection, [table_id])[table_id]
+        shape = replace(load_shapes(connection, [table_id])[table_id], copied_at=snapshot.position)
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
     ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
     rows = CopyRows(

@@ -8,12 +8,13 @@ another name. `load_shapes` reads the catalog and takes no lock on any table; `s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import psycopg
 from psycopg.rows import tuple_row
 
+from penstock.lsn import Lsn, is_in
 from penstock.source.faults import translated
 
 _FIRST_OWN_OID = 16384
@@ -113,6 +114,15 @@ class TableShape:
     types: Mapping[int, TypePart] = field(default_factory=dict[int, TypePart])
     """The parts of types that the database defines, by their oids."""
     is_partitioned: bool = False
+    copied_at: Lsn | None = field(default=None, compare=False)
+    """The position of the copy that the table had at this moment."""
+    former: frozenset[int] = field(default=frozenset(), compare=False)
+    """Leaves that have gone since that copy, and whose rows were dealt with."""
+
+    def following(self, before: TableShape, mentioned: Mapping[int, Lsn]) -> TableShape:
+        """This reading, with what is remembered since the copy."""
+        gone = (before.heaps.keys() | vanished(before, self, mentioned)) - self.heaps.keys()
+        return replace(self, copied_at=before.copied_at, former=before.former | gone)
 
 
 def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) -> dict[int, TableShape]:
@@ -152,6 +162,8 @@ def shape_to_json(shape: TableShape) -> dict[str, Any]:
         "columns": {str(attnum): name for attnum, name in shape.columns.items()},
         "types": {str(oid): list(part) for oid, part in shape.types.items()},
         "partitioned": shape.is_partitioned,
+        "copied_at": None if shape.copied_at is None else str(shape.copied_at),
+        "former": sorted(shape.former),
     }
 
 
@@ -162,6 +174,8 @@ def shape_from_json(record: Mapping[str, Any]) -> TableShape:
         {int(attnum): name for attnum, name in record["columns"].items()},
         {int(oid): TypePart(*part) for oid, part in record["types"].items()},
         record["partitioned"],
+        None if record.get("copied_at") is None else Lsn.parse(record["copied_at"]),
+        frozenset(record.get("former", ())),
     )
 
 
@@ -178,15 +192,29 @@ class SilentChange(NamedTuple):
     """The stream carries it with the next row; until then, readers see the earlier columns."""
 
 
-def silent_changes(before: TableShape, now: TableShape) -> list[SilentChange]:
+def silent_changes(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) -> list[SilentChange]:
     """Why the rows may differ from what the stream said between two moments; empty if they cannot.
 
-    In doubt there is a reason. Not noticed is a partition that was created, filled and dropped in between.
+    In doubt there is a reason. `mentioned` has the leaves that the stream described, from before the second moment.
     """
-    return [*_changed_partitions(before, now), *_changed_values(before, now), *_changed_names(before, now)]
+    return [*_changed_partitions(before, now, mentioned), *_changed_values(before, now), *_changed_names(before, now)]
 
 
-def _changed_partitions(before: TableShape, now: TableShape) -> Iterator[SilentChange]:
+def vanished(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) -> set[int]:
+    """Leaves that sent rows since the copy and that no reading of the catalog has shown."""
+    if not now.is_partitioned:
+        return set()
+    known = before.heaps.keys() | before.former | now.heaps.keys()
+    return {
+        leaf
+        for leaf, at in mentioned.items()
+        if leaf not in known and not (before.copied_at is not None and is_in(at, before.copied_at))
+    }
+
+
+def _changed_partitions(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) -> Iterator[SilentChange]:
+    if vanished(before, now, mentioned):
+        yield SilentChange("a partition was created, filled, and detached or dropped", leaves=True)
     for oid, heap in before.heaps.items():
         if oid not in now.heaps:
             yield SilentChange(f"partition {heap.name} was detached or dropped", leaves=True)

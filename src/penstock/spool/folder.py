@@ -6,6 +6,7 @@ spool/
   log/00000001.jsonl    entries in order, in parts
   segments/00000042/    the files of entry 42
   schemas/16384/…json   versions of a table's schema
+  leaves.json           partitions that the stream has mentioned
   readers/<name>.json   the position of each reader
   released.json         the position before which entries may be deleted
   holds/16384.json      tables that are being copied: their changes are kept longer
@@ -126,6 +127,10 @@ class SpoolFolder:
         return self.root / "schemas"
 
     @property
+    def leaves(self) -> Path:
+        return self.root / "leaves.json"
+
+    @property
     def readers(self) -> Path:
         return self.root / "readers"
 
@@ -166,7 +171,7 @@ class SpoolFolder:
         # The log first: without it, the other files are ignored.
         for folder in (self.log, self.readers, self.holds, self.open, self.schemas, self.segments):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.lineage, self.released):
+        for file in (self.lineage, self.released, self.leaves):
             file.unlink(missing_ok=True)
 
 

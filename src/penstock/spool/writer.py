@@ -39,6 +39,7 @@ from penstock.spool.folder import (
     replace_file,
 )
 from penstock.spool.log import read_parts, to_line
+from penstock.spool.partitions import MentionedLeaves
 from penstock.spool.registry import Readers
 from penstock.spool.retention import Retention
 from penstock.spool.schemas import SchemaVersions
@@ -79,6 +80,7 @@ class SpoolWriter:
             self.disk = DiskGuard(settings.path, min_free_bytes=settings.min_free_bytes, stop=self._stop)
             self.readers = Readers(self._folder)
             self.schemas = SchemaVersions(self._folder)
+            self._leaves = MentionedLeaves(self._folder)
             self._boot = self._clear_after_restart()
             entries = self._recover()
         except BaseException:
@@ -170,6 +172,10 @@ class SpoolWriter:
                 unrepresentable=count_unrepresentable(rows),
             )
         )
+
+    def note_leaf(self, table_id: int, leaf: int, at: Lsn) -> None:
+        """Note that rows of a leaf follow, in a transaction that commits at this position."""
+        self.disk.run(lambda: self._leaves.add(table_id, leaf, at), lambda: None)
 
     def write_step(self, step: Truncation | Message) -> None:
         """Add a truncation or a message to the next entry."""

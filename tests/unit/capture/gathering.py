@@ -27,6 +27,7 @@ class MemorySink:
     ends: list[Lsn] = field(default_factory=list)
     transactions: int = 0
     pending: list[object] = field(default_factory=list)
+    leaves: list[tuple[int, int, Lsn]] = field(default_factory=list)
 
     def write_rows(self, schema: TableSchema, rows: pa.Table, first: OrderKey, last: OrderKey) -> None:
         keys = list(zip(rows[COMMIT_LSN].to_pylist(), rows[ORDINAL].to_pylist(), strict=True))
@@ -35,6 +36,9 @@ class MemorySink:
         # Durable segments survive Parquet: what Arrow itself finds wrong must not get there.
         rows.validate(full=True)
         self.pending.append((schema, rows))
+
+    def note_leaf(self, table_id: int, leaf: int, at: Lsn) -> None:
+        self.leaves.append((table_id, leaf, at))
 
     def write_step(self, step: Truncation | Message) -> None:
         self.pending.append(step)

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.source.shapes import Heap, TableShape, TypePart, shape_from_json, shape_to_json, silent_changes
+from penstock.lsn import Lsn
+from penstock.source.shapes import (
+    Heap,
+    TableShape,
+    TypePart,
+    shape_from_json,
+    shape_to_json,
+    silent_changes,
+    vanished,
+)
 
 OWN = Heap("70", "p", "", True, "1:500 2:500", "public.t")
 LOW = Heap("70", "p", " 5", True, "1:500 2:500", "public.low")
@@ -16,7 +25,7 @@ PARTED = replace(PLAIN, heaps={7: LOW, 8: HIGH}, is_partitioned=True)
 
 
 def texts(before: TableShape, now: TableShape) -> list[str]:
-    return [each.text for each in silent_changes(before, now)]
+    return [each.text for each in silent_changes(before, now, {})]
 
 
 def with_heap(shape: TableShape, oid: int, heap: Heap) -> TableShape:
@@ -43,7 +52,7 @@ def test_partitions_that_come_with_rows_or_go() -> None:
     born = Heap("9", "p", " 6", True, "1:600 2:600", "public.new")
     assert texts(PARTED, with_heap(PARTED, 9, born)) == []
     attached = with_heap(PARTED, 9, born._replace(born=False))
-    assert [(each.text, each.attached) for each in silent_changes(PARTED, attached)] == [
+    assert [(each.text, each.attached) for each in silent_changes(PARTED, attached, {})] == [
         ("partition public.new was attached", 9)
     ]
     assert texts(attached, PARTED) == ["partition public.new was detached or dropped"]
@@ -56,6 +65,22 @@ def test_partitions_that_come_with_rows_or_go() -> None:
     assert texts(PARTED, with_heap(PARTED, 7, LOW._replace(persistence="u"))) == [
         "partition public.low was set logged or unlogged"
     ]
+
+
+def test_a_leaf_that_only_the_stream_has_seen() -> None:
+    copied = replace(PARTED, copied_at=Lsn(100), former=frozenset({9}))
+    assert vanished(copied, PARTED, {7: Lsn(200), 9: Lsn(200), 10: Lsn(99)}) == set()
+    assert vanished(copied, PARTED, {10: Lsn(100)}) == {10}
+    assert vanished(PLAIN, PLAIN, {10: Lsn(100)}) == set()
+    (change,) = silent_changes(copied, PARTED, {10: Lsn(100)})
+    assert change == ("a partition was created, filled, and detached or dropped", True, None, False)
+    # Each is dealt with once.
+    without_low = replace(PARTED, heaps={8: HIGH})
+    later = without_low.following(copied, {10: Lsn(100)})
+    assert (later.copied_at, later.former) == (Lsn(100), {7, 9, 10})
+    assert vanished(later, without_low, {7: Lsn(200), 10: Lsn(100)}) == set()
+    stored = shape_from_json(shape_to_json(later))
+    assert (stored, stored.copied_at, stored.former) == (later, later.copied_at, later.former)
 
 
 def test_a_column_that_was_altered_or_added_matters_only_with_its_rows() -> None:
@@ -78,7 +103,7 @@ def test_names_that_the_stream_carries_with_the_next_row() -> None:
         (renamed, "column 'note' was renamed to 'remark'"),
         (again, "column 'note' was dropped and added again"),
     ):
-        assert [(each.text, each.in_stream) for each in silent_changes(PLAIN, now)] == [(text, True)]
+        assert [(each.text, each.in_stream) for each in silent_changes(PLAIN, now, {})] == [(text, True)]
     assert texts(PLAIN, replace(PLAIN, columns={1: "id"})) == []
     assert texts(PLAIN, replace(PLAIN, columns={**PLAIN.columns, 3: "c"})) == []
 
