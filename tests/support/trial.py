@@ -1,6 +1,6 @@
 """A trial: pipelines replicate random writes while processes are killed; in the end the destination equals the source.
 
-    python -m tests.support.trial --seed 7 --kills 6 --pipelines 2 --master 'local[2]' --ddl any
+    python -m tests.support.trial --seed 7 --kills 6 --destination delta --master 'local[2]' --ddl structure
 
 The seed determines the tables, the statements and their order, the victims of kills, and the number of statements
 before each kill. How far a pipeline is at that moment depends on the machine, so a failing seed fails again often, but
@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -27,27 +27,31 @@ from random import Random
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 
 from penstock.destinations.parquet import ParquetReader
 from penstock.lsn import Lsn
+from penstock.schema import TableSchema
 from penstock.state import open_store
 from penstock.state.commands import CommandKind
 from penstock.testing.postgres import PostgresServer
+from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.oracle import current_position
 from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess
-from tests.support.planned_tables import PlannedTable, Size, plan_tables
+from tests.support.planned_tables import Size, plan_tables
 from tests.support.processes import Part
 from tests.support.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
 from tests.support.replay import Discrepancy
+from tests.support.restructure import SCHEMAS
 from tests.support.samples import available_samples
 from tests.support.workload import Ddl
 from tests.support.writers import Writers
 
 _COLUMNS = """
-    select c.relname, array_agg(a.attname::text)
+    select c.relnamespace::regnamespace::text || '.' || c.relname, array_agg(a.attname::text)
     from pg_catalog.pg_class c join pg_catalog.pg_attribute a on a.attrelid = c.oid
-    where c.relnamespace = 'public'::regnamespace and c.relkind = 'r'
+    where c.relnamespace::regnamespace::text = any(%s) and c.relkind in ('r', 'p') and not c.relispartition
         and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
     group by c.oid
 """
@@ -109,9 +113,10 @@ class TrialSettings:
     def command(self) -> str:
         """The command that repeats the trial."""
         master = f" --master '{self.master}'" if self.master else ""
+        options = f" --options '{json.dumps(self.options)}'" if self.options else ""
         return (
             f"python -m tests.support.trial --seed {self.seed} --kills {self.kills} "
-            f"--pipelines {self.pipelines}{master} --ddl {self.ddl}"
+            f"--pipelines {self.pipelines}{master} --destination {self.destination}{options} --ddl {self.ddl}"
         )
 
     def plan_kills(self) -> list[Kill]:
@@ -147,6 +152,8 @@ class TrialReport:
     tables: int = 0
     rows: int = 0
     changes: int = 0
+    restructured: Counter[str] = field(default_factory=Counter[str])
+    """What was done to whole tables."""
 
 
 def run_trial(
@@ -154,13 +161,12 @@ def run_trial(
     folder: Path,
     *,
     server: PostgresServer | None = None,
-    readback_of: Callable[[DriveSettings], ReadBack] = lambda driven: ParquetReader(driven.lake),
 ) -> TrialReport:
     """Run a trial; an error carries the command that repeats it. `server` crashes, so no other test may use it."""
     try:
         with ExitStack() as stack:
             server = server or stack.enter_context(PostgresServer())
-            return _Trial(settings, server, folder, readback_of).run(stack)
+            return _Trial(settings, server, folder).run(stack)
     except BaseException as error:
         error.add_note(f"to see it again: {settings.command}")
         raise
@@ -170,7 +176,6 @@ def run_trials(
     trials: Sequence[TrialSettings],
     folder: Path,
     note: Callable[[str, object], None],
-    readback_of: Callable[[DriveSettings], ReadBack] = lambda driven: ParquetReader(driven.lake),
 ) -> None:
     """Run all trials, then fail if any failed; `note` receives the seeds and the totals."""
     failures: list[str] = []
@@ -178,9 +183,9 @@ def run_trials(
     for settings in trials:
         place = folder / str(settings.seed)
         try:
-            reports.append(run_trial(settings, place, readback_of=readback_of))
+            reports.append(run_trial(settings, place))
         except Exception as error:
-            failures.append(f"{settings.command} {settings.options or ''}\n{type(error).__name__}: {error}")
+            failures.append(f"{settings.command}\n{type(error).__name__}: {error}")
             continue
         shutil.rmtree(place)
     kills = sum((report.kills for report in reports), Counter[str]())
@@ -197,12 +202,10 @@ class _Trial:
         settings: TrialSettings,
         server: PostgresServer,
         folder: Path,
-        readback_of: Callable[[DriveSettings], ReadBack],
     ) -> None:
         self._settings = settings
         self._database = server.create_database()
         self._dsn = server.dsn(self._database)
-        self._readback_of = readback_of
         self._report = TrialReport(settings.seed)
         self._pipelines = [self._make_pipeline(folder, number) for number in range(settings.pipelines)]
 
@@ -217,14 +220,14 @@ class _Trial:
             pipeline.start()
         with writers:
             for kill in settings.plan_kills():
-                self._strike(kill, writers, len(tables))
+                self._strike(kill, writers)
             # Changes must also stream after the last kill.
             for pipeline in self._pipelines:
-                self._settle(pipeline, len(tables))
+                self._settle(pipeline)
             writers.wait_for_actions(writers.actions + 100)
         report.statements, report.transactions = writers.actions, writers.transactions
-        report.reconnects = writers.reconnects
-        self._finish(tables)
+        report.reconnects, report.restructured = writers.reconnects, writers.restructured
+        self._finish()
         report.starts = sum(pipeline.starts for pipeline in self._pipelines)
         return report
 
@@ -235,6 +238,7 @@ class _Trial:
             DriveSettings(
                 dsn=self._dsn,
                 folder=str(own),
+                tables=tuple(f"{schema}.*" for schema in SCHEMAS),
                 slot=f"trial_{number}_{self._database[-12:]}",
                 id=f"trial{number}",
                 destination=self._settings.destination,
@@ -243,7 +247,7 @@ class _Trial:
             )
         )
 
-    def _strike(self, kill: Kill, writers: Writers, count: int) -> None:
+    def _strike(self, kill: Kill, writers: Writers) -> None:
         pipeline = self._pipelines[kill.pipeline]
         self._revive()
         match kill.milestone:
@@ -252,7 +256,7 @@ class _Trial:
                 with suppress(PipelineEnded):
                     pipeline.wait_for("it to run", lambda seen: seen.applied is not None)
             case Milestone.READY:
-                self._settle(pipeline, count)
+                self._settle(pipeline)
             case _:
                 pass
         writers.wait_for_actions(writers.actions + kill.after)
@@ -270,34 +274,36 @@ class _Trial:
             if not pipeline.running:
                 pipeline.start()
 
-    def _finish(self, tables: Sequence[PlannedTable]) -> None:
+    def _finish(self) -> None:
         """After the writers ended, check that every change arrived exactly once."""
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             end = current_position(connection)
-        report, names = self._report, [table.name for table in tables]
+        report, columns = self._report, self._columns()
         for pipeline in self._pipelines:
-            self._settle(pipeline, len(names), end)
+            self._settle(pipeline, end)
             code = pipeline.stop()
             if code != 0:
                 raise PipelineEnded(f"exit code {code} after SIGTERM")
-            readback = self._readback_of(pipeline.settings)
-            report.tables += len(names)
-            report.rows += check_equal(self._dsn, readback, names)
-            self._check_columns(readback)
+            readback = _read_back(pipeline.settings)
+            if self._settings.ddl is Ddl.STRUCTURE:
+                # Rows of a table that was dropped stay.
+                readback = _Existing(readback, columns)
+            report.tables += len(columns)
+            report.rows += check_equal(self._dsn, readback, [name.partition(".")[2] for name in columns])
+            for table in readback.tables():
+                # The last rows of all tables came after the last change of columns.
+                found = {column.name for column in readback.schema(table).columns}
+                if found != columns[table]:
+                    raise Discrepancy(f"{table} has the columns {sorted(found)} instead of {sorted(columns[table])}")
             if isinstance(readback, ChangesReadBack):
                 report.changes += check_exactly_once(readback)
 
-    def _check_columns(self, readback: ReadBack) -> None:
-        """Check the columns; the last rows of all tables came after the last change of columns."""
+    def _columns(self) -> dict[str, set[str]]:
+        """The columns of each table that the source has now."""
         with psycopg.connect(self._dsn) as connection:
-            wanted = dict(connection.execute(_COLUMNS).fetchall())
-        for table in readback.tables():
-            schema = readback.schema(table)
-            found = {column.name for column in schema.columns}
-            if found != set(wanted[schema.name]):
-                raise Discrepancy(f"{table} has the columns {sorted(found)} instead of {sorted(wanted[schema.name])}")
+            return {name: set(columns) for name, columns in connection.execute(_COLUMNS, [[*SCHEMAS]]).fetchall()}
 
-    def _settle(self, pipeline: PipelineProcess, count: int, end: Lsn | None = None) -> None:
+    def _settle(self, pipeline: PipelineProcess, end: Lsn | None = None) -> None:
         """Wait until all tables are ready, and have reached `end` if it is given.
 
         A driver whose JVM was killed last notices this with its next batch, ends, and is restarted.
@@ -305,29 +311,34 @@ class _Trial:
         for attempt in (1, 2):
             self._revive()
             try:
-                self._wait_ready(pipeline, count)
+                if end is None and self._settings.ddl is Ddl.STRUCTURE:
+                    # There is always something that is being copied.
+                    self._wait_looks(pipeline)
+                    return
+                self._wait_ready(pipeline)
                 if end is not None:
                     pipeline.wait_applied(end)
-                    if self._settings.ddl is Ddl.REWRITES:
+                    if self._settings.ddl.has_rewrites:
                         self._wait_looks(pipeline)
                     # A table that was still behind catches up later.
-                    self._wait_ready(pipeline, count)
+                    self._wait_ready(pipeline)
                 return
             except PipelineEnded:
                 if attempt == 2:
                     raise
 
-    def _wait_ready(self, pipeline: PipelineProcess, count: int) -> None:
+    def _wait_ready(self, pipeline: PipelineProcess) -> None:
         """Wait until all tables are ready. Where a new copy would lose something, stopped ones are resynced."""
-        settings = self._settings
+        settings, tables = self._settings, self._columns().keys()
         follows_all = settings.destination == "delta" and settings.options.get("mode", "mirror") == "mirror"
         if settings.ddl is Ddl.NONE or follows_all:
-            pipeline.wait_phases("ready", count, 2 * HANG_SECONDS)
+            ready = dict.fromkeys(tables, "ready")
+            pipeline.wait_for("ready tables", lambda seen: seen.phases == ready, 2 * HANG_SECONDS)
             return
         while True:
             pipeline.wait_for(
                 "tables ready or stopped",
-                lambda seen: len(seen.phases) == count and set(seen.phases.values()) <= {"ready", "errored"},
+                lambda seen: seen.phases.keys() == tables and set(seen.phases.values()) <= {"ready", "errored"},
                 2 * HANG_SECONDS,
             )
             stopped = [name for name, phase in pipeline.seen.phases.items() if phase == "errored"]
@@ -352,6 +363,29 @@ class _Trial:
             pipeline.wait_for("an answer to the resync", lambda _: is_answered())
 
 
+def _read_back(driven: DriveSettings) -> ReadBack:
+    if driven.destination == "parquet":
+        return ParquetReader(driven.lake)
+    return (HistoryReadBack if driven.options.get("mode") == "history" else LakeReadBack)(driven.lake)
+
+
+@dataclass(frozen=True, slots=True)
+class _Existing:
+    """The tables of a destination that the source still has."""
+
+    whole: ReadBack
+    names: Collection[str]
+
+    def tables(self) -> list[str]:
+        return [table for table in self.whole.tables() if table in self.names]
+
+    def schema(self, table: str) -> TableSchema:
+        return self.whole.schema(table)
+
+    def read_table(self, table: str) -> pa.Table:
+        return self.whole.read_table(table)
+
+
 def _kill_one(backends: list[int]) -> bool:
     try:
         os.kill(backends[0], signal.SIGKILL)
@@ -369,9 +403,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--master", default=None, help="Spark's master; by default tasks run in the pipelines' processes"
     )
+    parser.add_argument("--destination", choices=["parquet", "delta"], default="parquet")
+    parser.add_argument("--options", type=json.loads, default={}, help="options of the destination, as JSON")
     parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)
     given = parser.parse_args(arguments)
-    settings = TrialSettings(given.seed, given.kills, given.pipelines, given.master, ddl=Ddl(given.ddl))
+    settings = TrialSettings(
+        given.seed,
+        given.kills,
+        given.pipelines,
+        given.master,
+        destination=given.destination,
+        options=given.options,
+        ddl=Ddl(given.ddl),
+    )
     with tempfile.TemporaryDirectory(prefix="penstock-trial-") as folder:
         report = run_trial(settings, Path(folder))
     # Not `asdict`, which cannot copy a Counter before Python 3.12.

@@ -10,6 +10,7 @@ Backends and the server may be killed meanwhile: their transactions are lost, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -21,6 +22,7 @@ from psycopg import pq, sql
 from penstock.lsn import Lsn
 from penstock.source.connections import PINNED_PARAMETERS
 from tests.support.planned_tables import PlannedColumn, PlannedTable, Size
+from tests.support.restructure import Restructuring
 from tests.support.samples import Sample
 
 LOCK_TIMEOUT = "30ms"
@@ -29,6 +31,8 @@ _CONFLICTS = (psycopg.errors.LockNotAvailable, psycopg.errors.IntegrityError, ps
 """Errors that sessions cause each other."""
 _CONFLICTS_OF_DDL = (psycopg.errors.UndefinedColumn, psycopg.errors.ObjectInUse)
 """Errors of DDL: another session changed the columns, or the table has pending checks."""
+_CONFLICTS_OF_STRUCTURE = (psycopg.ProgrammingError, psycopg.errors.ObjectNotInPrerequisiteState)
+"""The name or the bounds are taken, or what was found in the catalog is not there any more."""
 _PREPARED = "select gid from pg_prepared_xacts where database = current_database()"
 
 _ADDED = "added "
@@ -62,6 +66,13 @@ class Ddl(StrEnum):
     """Added columns are also renamed or dropped."""
     REWRITES = "rewrites"
     """Added columns also get other types and values, and existing rows get values that the stream does not carry."""
+    STRUCTURE = "structure"
+    """Also partitions come and go, and tables get other names, schemas and keys, are created and dropped."""
+
+    @property
+    def has_rewrites(self) -> bool:
+        """True if the catalog tells more than the stream."""
+        return self in (Ddl.REWRITES, Ddl.STRUCTURE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +135,7 @@ class Workload:
         self.truncates = truncates
         self._ddl = ddl
         self._conflicts = _CONFLICTS if ddl is Ddl.NONE else (*_CONFLICTS, *_CONFLICTS_OF_DDL)
+        self.restructuring = Restructuring(random) if ddl is Ddl.STRUCTURE else None
         self._observer = self._connect()
         self._sessions = [_Session(self._connect(LOCK_TIMEOUT)) for _ in range(size.sessions)]
         self._prepared: list[tuple[str, _Session]] = []
@@ -163,6 +175,8 @@ class Workload:
                 self._observer.execute(statement)
             for _ in range(self._random.randrange(self._size.initial_rows + 1)):
                 self._insert_new(table)
+        if self.restructuring is not None:
+            self._create_structure(self.restructuring)
         return Truth(self._tables, self.look())
 
     def look(self) -> Checkpoint:
@@ -194,6 +208,8 @@ class Workload:
         """Insert a row into each table, so that the stream describes its current columns."""
         for table in self._tables:
             self._insert_new(table)
+        if self.restructuring is not None:
+            self.restructuring.write_everywhere(self._observer)
 
     def sweep(self, truth: Truth) -> None:
         """Insert every sample value into every column, change it to the next, and delete some."""
@@ -251,9 +267,11 @@ class Workload:
         }
         if self._ddl is not Ddl.NONE:
             actions |= {self._do_add_column: 3, self._do_fill_column: 8}
-        if self._ddl in (Ddl.ANY, Ddl.REWRITES):
+        if self._ddl is Ddl.ANY or self._ddl.has_rewrites:
             actions |= {self._do_rename_column: 1, self._do_drop_column: 1}
-        if self._ddl is Ddl.REWRITES:
+        if self.restructuring is not None:
+            actions[self._do_restructure] = 6
+        if self._ddl.has_rewrites:
             actions |= {self._do_retype_column: 1, self._do_compute_column: 1, self._do_add_computed_column: 1}
         if session.savepoints:
             actions |= {self._do_roll_back_to: 6, self._do_release: 3}
@@ -419,6 +437,22 @@ class Workload:
         """Return an added column and its type, or None."""
         found = session.connection.execute(_ADDED_COLUMNS, [table.name, f"{_ADDED}%"]).fetchall()
         return self._random.sample(found, min(1, len(found)))
+
+    # Whole tables
+
+    def _create_structure(self, restructuring: Restructuring) -> None:
+        """Create the tables that are restructured; random names and bounds may be taken."""
+        while True:
+            with suppress(psycopg.ProgrammingError), self._observer.transaction():
+                restructuring.create(self._observer)
+                return
+
+    def _do_restructure(self, session: _Session) -> None:
+        assert self.restructuring is not None
+        try:
+            self.restructuring.act(session.connection)
+        except _CONFLICTS_OF_STRUCTURE:
+            self._recover(session)
 
     # Everything else
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -75,6 +76,12 @@ class Writers:
     def reconnects(self) -> int:
         """How many times connections were lost."""
         return self._reconnects
+
+    @property
+    def restructured(self) -> Counter[str]:
+        """What was done to whole tables."""
+        restructuring = self._workload.restructuring
+        return Counter() if restructuring is None else restructuring.done
 
     @property
     def backends(self) -> list[int]:
