@@ -258,7 +258,7 @@ class RunningTables(RunningOutput):
             is_followed = isinstance(phase, SyncDone | Ready)
             if table_id in reidentified:
                 reason = "its partitions have other replica identities than before"
-                if is_followed or (isinstance(phase, Errored) and phase.position is not None):
+                if _was_followed(phase):
                     self._copy_again(table_id, reason)
                 else:
                     logger.info("copying a table again table=%s reason=%s", self._name_of(table_id), reason)
@@ -271,8 +271,8 @@ class RunningTables(RunningOutput):
     def _notice_silent_changes(self, published: Published) -> None:
         """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""
         known = self.store.get_table_shapes()
-        phases = self._board.phases()
-        followed = {table_id for table_id, phase in phases.items() if isinstance(phase, SyncDone | Ready)}
+        # A changed row may stop a table before its cause is seen here: the row has values that the stream never sent.
+        followed = {table_id for table_id, phase in self._board.phases().items() if _was_followed(phase)}
         processed: dict[int, TableShape] = {}
         for table_id in followed & published.shapes.keys():
             before, now = known.get(table_id), published.shapes[table_id]
@@ -481,6 +481,11 @@ class RunningTables(RunningOutput):
         if self.destination.capabilities.records_position:
             return self.destination.position(table_id)
         return self.store.get_table_position(table_id)
+
+
+def _was_followed(phase: TableReplicationPhase) -> bool:
+    """True if changes are applied to the table, or were until it stopped."""
+    return isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.position is not None)
 
 
 def _do_nothing(_: None) -> None:
