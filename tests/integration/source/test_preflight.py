@@ -146,6 +146,34 @@ def test_column_lists_and_row_filters_that_break_updates(any_database: Any) -> N
     assert report.ready
 
 
+def test_identities_with_generated_columns_that_break_updates(database: Any) -> None:
+    """PostgreSQL 18 rejects updates if the replica identity has generated columns that it does not send."""
+    database.execute(
+        """
+        create table whole (id int, g int generated always as (id) stored);
+        create table in_key (id int, g int generated always as (id) stored not null, primary key (id, g));
+        create table virtual (id int, v int generated always as (id));
+        create table keyed (id int primary key, g int generated always as (id) stored, v int generated always as (1));
+        alter table whole replica identity full; alter table virtual replica identity full;
+        insert into whole values (1); insert into in_key values (1); insert into virtual values (1);
+        insert into keyed values (1);
+        create publication pub for all tables
+        """
+    )
+    report = look(database, publication="pub")
+    assert state(report, "generated_identity") == CRITICAL
+    assert finding(report, "generated_identity").subjects == ("public.in_key", "public.virtual", "public.whole")
+    for table in ("whole", "in_key", "virtual"):
+        with pytest.raises(psycopg.errors.InvalidColumnReference):
+            database.execute(f"update {table} set id = 2")
+    database.execute("update keyed set id = 2")
+    database.execute("alter publication pub set (publish_generated_columns = stored)")
+    assert finding(look(database, publication="pub"), "generated_identity").subjects == ("public.virtual",)
+    database.execute("update whole set id = 2; update in_key set id = 2")
+    database.execute("alter table virtual add primary key (id), replica identity default; update virtual set id = 2")
+    assert look(database, publication="pub").ready
+
+
 def test_good_to_know(any_database: Any) -> None:
     any_database.execute(
         """

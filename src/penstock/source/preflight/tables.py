@@ -46,6 +46,7 @@ _UNREADABLE = """
        )
 """
 
+_REJECTS_UNSENT_SINCE = 180000
 _STRINGS = ("text", "varchar", "bpchar", "name", "char", "json", "jsonb", "uuid", "citext")
 
 
@@ -299,6 +300,35 @@ def check_generated(context: Context) -> Iterator[Check]:
         )
 
 
+def check_generated_identity(context: Context) -> Iterator[Check]:
+    """Does the server reject updates because generated columns of the replica identity are not published?"""
+    publication = context.publication
+    if context.connection.info.server_version < _REJECTS_UNSENT_SINCE:
+        return
+    if publication is not None and not publication.operations & {"update", "delete"}:
+        return
+    unsent = {"v"} if publication is not None and publication.generated_columns else {"s", "v"}
+
+    def is_rejected(table: CatalogTable) -> bool:
+        identity = {attribute.attnum for attribute in table.live_attributes}
+        if table.replica_identity is not ReplicaIdentity.FULL:
+            identity = set(table.identity_attnums)
+        return any(each.generated in unsent and each.attnum in identity for each in table.live_attributes)
+
+    listed_columns = {subject.published.oid for subject in context.subjects if subject.published.column_attnums}
+    names = _stored_tables(context, lambda table: table.oid not in listed_columns and is_rejected(table))
+    if names:
+        yield failed(
+            "generated_identity",
+            context.severity,
+            f"{counted(names)} with generated columns in the replica identity that are not published; publishing makes "
+            f"the server reject updates and deletes on such tables: {listed(names)}",
+            "For stored columns, run: alter publication … set (publish_generated_columns = stored); "
+            "for virtual ones, add a primary key and run: alter table … replica identity default;",
+            names,
+        )
+
+
 def check_types(context: Context) -> Iterator[Check]:
     """Which columns are replicated as text?"""
     types = context.types
@@ -416,6 +446,7 @@ CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "row_filters": check_row_filters,
     "partitions": check_partitions,
     "generated_columns": check_generated,
+    "generated_identity": check_generated_identity,
     "types_as_text": check_types,
     "exact_keys": check_keys,
     "type_overrides": check_overrides,
