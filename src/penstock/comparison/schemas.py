@@ -45,10 +45,12 @@ def compare_columns(rows: CopyRows, pinned: PinnedTable) -> ColumnComparison:
     """Compare the published columns of a table with those of the destination."""
     schema = rows.schema
     layout = segment_layout(schema, rows.reader.types)
+    # Once: a table may have more than a thousand columns.
+    fields = {field.name: field.type for field in pinned.arrow_schema}
     there = {
         column.attnum: (column, name)
         for column, name in zip(pinned.schema.columns, field_names(pinned.schema), strict=True)
-        if name in pinned.arrow_schema.names
+        if name in fields
     }
     same: list[ComparedColumn] = []
     differences: list[ColumnDifference] = []
@@ -60,7 +62,7 @@ def compare_columns(rows: CopyRows, pinned: PinnedTable) -> ColumnComparison:
         other, field = there.pop(column.column.attnum)
         if other.name != name:
             differences.append(ColumnDifference(ColumnKind.RENAMED, name, name, other.name))
-        wanted, found = column.codec.arrow_type, pinned.arrow_schema.field(field).type
+        wanted, found = column.codec.arrow_type, fields[field]
         common = common_type(wanted, found)
         if common is None:
             differences.append(ColumnDifference(ColumnKind.TYPE, name, str(wanted), str(found)))

@@ -108,7 +108,8 @@ class LakeReader:
     def _names(self) -> list[str]:
         """Return the columns to read. Another program may have removed some of the source's columns from the table."""
         names = [*self.layout.columns, *([UNREPRESENTABLE] if self.layout.has_texts else [])]
-        return [name for name in names if name in self.layout.schema.names]
+        there = set(self.layout.schema.names)
+        return [name for name in names if name in there]
 
     def as_segment(self, rows: pa.Table) -> pa.Table:
         """Return rows of the lake, named and typed as in segments."""

@@ -1,0 +1,84 @@
+"""Tables as PostgreSQL's own regression scripts leave them: legal, and rarely thought of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.comparison.verification import verify_tables
+from penstock.destinations.delta.destination import DeltaDestination
+from penstock.lsn import reaches
+from penstock.state import CommandKind, open_store
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
+
+
+class Odd:
+    """A pipeline of all tables, into Delta."""
+
+    def __init__(self, database: Any, folder: Path) -> None:
+        self.database = database
+        self.folder = folder
+        self.store = open_store(f"sqlite:///{folder / 'state.db'}", "odd")
+        database.execute("create publication odd for all tables with (publish_via_partition_root = true)")
+
+    @contextmanager
+    def running(self) -> Iterator[Alone]:
+        settings = tables_settings(self.database, self.folder, "odd", manage_publication=False)
+        destination = DeltaDestination(self.folder / "lake")
+        with tables_alone(settings, self.store, destination, ProcessTasks()) as pipeline:
+            yield pipeline
+
+    def check(self, pipeline: Alone, *tables: str) -> None:
+        """Wait until exactly these tables are followed and have everything, and compare them."""
+        names = {f"public.{name}" for name in tables}
+        end = current_position(self.database)
+        self.store.add_command(CommandKind.REFRESH)
+        looks = pipeline.coordinator.looks
+
+        def settled() -> bool:
+            pipeline.wait(0)
+            phases = {name: phase.name for name, phase in pipeline.phases.items()}
+            is_followed = phases == dict.fromkeys(names, "ready")
+            return is_followed and pipeline.coordinator.looks > looks and reaches(pipeline.status.applied, end)
+
+        try:
+            wait_for(settled, "the tables", 60)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}: {pipeline.phases}") from None
+        report = verify_tables(pipeline.settings, self.store, pipeline.destination, ProcessTasks())
+        assert {each.table: each.result for each in report.tables} == dict.fromkeys(names, "equal"), report.to_json()
+
+
+def test_a_table_is_skipped_while_it_has_no_columns(database: Any, tmp_path: Path) -> None:
+    database.execute(
+        """
+        create table never (); insert into never default values;
+        create table later (); alter table later replica identity full; insert into later default values;
+        create table loses (a int, b int); alter table loses replica identity full; insert into loses values (1, 2)
+        """
+    )
+    odd = Odd(database, tmp_path)
+    with odd.running() as pipeline:
+        odd.check(pipeline, "loses")
+        database.execute("alter table later add id int; insert into later values (1), (2)")
+        database.execute("alter table loses drop a, drop b; insert into loses default values; delete from loses")
+        odd.check(pipeline, "later")
+        database.execute("insert into loses default values; alter table loses add a text")
+        database.execute(
+            "update loses set a = 'x'; update later set id = 3 where id = 1; delete from later where id = 2"
+        )
+        odd.check(pipeline, "later", "loses")
+
+
+def test_very_many_columns(database: Any, tmp_path: Path) -> None:
+    """Comparing them took time by the cube of their number: minutes."""
+    columns = ", ".join(f"column_{number} int" for number in range(800))
+    database.execute(f"create table wide ({columns}); insert into wide (column_7) values (7)")
+    database.execute("alter table wide replica identity full")
+    odd = Odd(database, tmp_path)
+    with odd.running() as pipeline:
+        database.execute("update wide set column_799 = 9; insert into wide (column_0) values (1)")
+        odd.check(pipeline, "wide")
