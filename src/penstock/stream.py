@@ -95,7 +95,7 @@ class Published:
 
     membership: Membership
     tables: Mapping[int, str]
-    """Names by table id."""
+    """Names by table id, of tables that have columns."""
     unpublished: Mapping[str, PenstockError]
     """Tables that should be published and cannot be, by name."""
     shapes: Mapping[int, TableShape] = field(default_factory=dict[int, TableShape])
@@ -112,6 +112,7 @@ class Stream:
         self._starts = starts
         self._capture = capture
         self._publication = _PublicationKeeper(settings)
+        self._without_columns: set[str] = set()
         self.is_decodable = True
         """False if the server reported that it cannot decode its WAL from this slot."""
 
@@ -146,7 +147,14 @@ class Stream:
             # Before the catalog, so that a leaf that is mentioned and not there any more has gone.
             leaves = load_mentioned_leaves(SpoolFolder(self._settings.spool.path))
             shapes = load_shapes(connection, membership.names)
-        return Published(membership, membership.names, self.unpublished, shapes, leaves)
+        tables = {oid: name for oid, name in membership.names.items() if oid in shapes and shapes[oid].columns}
+        self._report_without_columns({name for oid, name in membership.names.items() if oid not in tables})
+        return Published(membership, tables, self.unpublished, shapes, leaves)
+
+    def _report_without_columns(self, names: set[str]) -> None:
+        for name in sorted(names - self._without_columns):
+            logger.info("table is skipped until it has columns table=%s", name)
+        self._without_columns = names
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
