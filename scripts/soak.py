@@ -151,6 +151,8 @@ STAGES = (
         (*_soak("tests/unit/destinations", "tests/integration/destinations"), "-k", "not versitygw"))),
     Stage("versions", "run on each version of the server", 1, 0.05, 300, 5, lambda count, seed: Run(
         _soak(*(f"tests/e2e/test_{each}.py" for each in ("partition_identities", "renames", "schema_changes"))))),
+    Stage("regression", "run of the server's own scripts on each of two versions", 1, 0.15, 2400, 5,
+        lambda count, seed: Run(_soak("tests/e2e/test_regression_scripts.py"))),
     Stage("commands", "run of their long tests", 1, 0.05, 120, 5, lambda count, seed: Run(
         _soak("tests/integration/cli", "tests/integration/testing"))),
 )  # fmt: skip
