@@ -153,6 +153,8 @@ class RunningTables(RunningOutput):
         self._tasks = output.tasks
         self._names: dict[int, str] = dict(published.tables)
         self._folders = folders
+        self._left_out: dict[int, int] = {}
+        """Tables that are not followed, and the ones whose names theirs read like."""
         self._told: dict[int, str] = {}
         """The names that the destination was told."""
         self._waiting: dict[int, int] = {}
@@ -227,6 +229,7 @@ class RunningTables(RunningOutput):
 
     def refresh(self, published: Published) -> None:
         """Follow the publication: new tables start, removed ones stop, re-added ones start over."""
+        published = replace(published, tables=self._told_apart(published))
         self._names |= published.tables
         seen, now = self._membership, published.membership
         change = changes_between(seen, now) if seen is not None else None
@@ -248,6 +251,25 @@ class RunningTables(RunningOutput):
         if now != seen:
             self.store.store_publication_membership(self._tables.publication, now)
         self._membership = now
+
+    def _told_apart(self, published: Published) -> dict[int, str]:
+        """Return the tables; of those whose names read alike, only the one that is known longest.
+
+        `a."b.c"` and `"a.b".c` read alike: commands, settings and readers could not tell them apart.
+        """
+        names, known = published.membership.table_names(), self._board.phases()
+        owners: dict[str, int] = {}
+        left_out: dict[int, int] = {}
+        for table_id in sorted(published.tables, key=lambda each: (each not in known, each)):
+            owner = owners.setdefault(published.tables[table_id], table_id)
+            if owner != table_id:
+                left_out[table_id] = owner
+        for table_id, owner in left_out.items():
+            if self._left_out.get(table_id) != owner:
+                text = "table is skipped, because its name reads like that of another table=%s other=%s"
+                logger.warning(text, names[table_id].quoted, names[owner].quoted)
+        self._left_out = left_out
+        return {table_id: name for table_id, name in published.tables.items() if table_id not in left_out}
 
     def _notice_identities(self, reidentified: Collection[int], membership: Membership) -> None:
         """Copy partitioned tables again whose captured changes may lack what identifies rows now.
@@ -349,7 +371,8 @@ class RunningTables(RunningOutput):
             for table_id, policy in policies.items()
             if policy.recopy is Recopy.STOP or policy.recopy_max_bytes is not None
         }
-        folders.publish(published.membership.table_names(), keeping)
+        names = published.membership.table_names()
+        folders.publish({table_id: names[table_id] for table_id in published.tables}, keeping)
         self._finish_copies(folders)
         phases = self._board.phases()
         for table_id, (folder, target) in folders.misplaced().items():

@@ -1,19 +1,31 @@
-"""Reads Delta tables with delta-rs, and restores names and types for comparison with the source."""
+"""Reads Delta tables with delta-rs, and restores names and types for comparison with the source; a pipeline into both
+Delta and Parquet."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from deltalake import DeltaTable, QueryBuilder
 
 from penstock.changes.events import Unrepresentable
 from penstock.changes.segment import UNREPRESENTABLE_TYPE
+from penstock.coordinator import Coordinator
+from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.layout import DELETED_AT, Mode
 from penstock.destinations.delta.reader import DeltaReader, LakeReader
 from penstock.destinations.delta.storage import open_storage
+from penstock.destinations.parquet import ParquetDestination, ParquetReader
+from penstock.lsn import reaches
 from penstock.schema import TableSchema
+from penstock.state import MemoryStore, Store
+from penstock.tables import TablesOutput
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.support import current_position, tables_settings, wait_for
+from tests.support.readback import ReadBack, check_equal
 from tests.unit.destinations.delta.reading import read_table, replay_history
 
 
@@ -71,3 +83,55 @@ class HistoryReadBack(LakeReadBack):
         changes = read_table(self._folder, self.schema(table))
         assert changes is not None
         return changes
+
+
+class BothLakes:
+    """One pipeline whose tables go to Delta and to Parquet; a context manager, which may be entered again."""
+
+    def __init__(self, database: Any, folder: Path, **changes: Any) -> None:
+        self.database = database
+        self.folder = folder
+        self.readbacks: dict[str, ReadBack] = {
+            "Delta": LakeReadBack(folder / "delta"),
+            "Parquet": ParquetReader(folder / "parquet"),
+        }
+        self._settings = tables_settings(database, folder, "both", manage_publication=True, **changes)
+        self.stores: dict[str, Store] = {name: MemoryStore(f"both/{name}") for name in ("delta", "parquet")}
+
+    def __enter__(self) -> BothLakes:
+        destinations = {
+            "delta": DeltaDestination(self.folder / "delta"),
+            "parquet": ParquetDestination(self.folder / "parquet"),
+        }
+        self.running = Coordinator(
+            [
+                TablesOutput(replace(self._settings, output=name), self.stores[name], destination, ProcessTasks())
+                for name, destination in destinations.items()
+            ]
+        )
+        self.running.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.running.shutdown()
+
+    def wait(self, tables: int) -> None:
+        """Wait until this many tables are ready at both, with everything that is committed now."""
+        end = current_position(self.database)
+
+        def done() -> bool:
+            self.running.wait(0)
+            phases = [output.phases for output in self.running]
+            stopped = [(name, phase) for each in phases for name, phase in each.items() if phase.name == "errored"]
+            assert not stopped, stopped
+            return (
+                all(len(each) == tables for each in phases)
+                and {phase.name for each in phases for phase in each.values()} == {"ready"}
+                and all(reaches(output.status.applied, end) for output in self.running)
+            )
+
+        wait_for(done, f"{tables} tables at both")
+
+    def check_equal(self, names: list[str]) -> None:
+        for readback in self.readbacks.values():
+            check_equal(self.database.dsn, readback, names)

@@ -217,8 +217,9 @@ def _old(
     whole = table.column(OLD)
     at = np.flatnonzero(whole.is_valid().to_numpy())
     taken = whole.take(pa.array(at)).combine_chunks()
-    names = {field.name for field in whole.type}
-    columns = {name: pc.struct_field(taken, before) for name, before in renamed.items() if before in names}
+    # By number: Arrow takes a name that begins with a dot for a path.
+    places = {field.name: number for number, field in enumerate(whole.type)}
+    columns = {name: pc.struct_field(taken, places[before]) for name, before in renamed.items() if before in places}
     prefixed = {name: f"{OLD}.{before}" for name, before in renamed.items()}
     old_texts = {name: texts[there].take(pa.array(at)) for name, there in prefixed.items() if there in texts}
     return at, pa.table(columns), old_texts

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.errors import RESYNC, ConfigError, ValueOutOfRange
-from penstock.schema import Column, ReplicaIdentity, TableSchema
+from penstock.schema import Column, ReplicaIdentity, TableSchema, fold_case
 from penstock.values import Codec, NumericPolicy, OutOfRange, TypeSettings, codec_for, merging_setting
 
 OP = "_op"
@@ -151,13 +151,13 @@ def field_names(schema: TableSchema) -> tuple[str, ...]:
     a suffix.
     """
     # In `_unrepresentable` the old value of a column stands under `_old.` and its name.
-    taken: set[str] = {*RESERVED, *(f"{OLD}.{column.name}".lower() for column in schema.columns)}
+    taken: set[str] = {*RESERVED, *(fold_case(f"{OLD}.{column.name}") for column in schema.columns)}
     names: list[str] = []
     for column in schema.columns:
         name = column.name
-        while name.lower() in taken:
+        while fold_case(name) in taken:
             name = f"{name}#{column.attnum}"
-        taken.add(name.lower())
+        taken.add(fold_case(name))
         names.append(name)
     return tuple(names)
 

@@ -342,7 +342,8 @@ def _rename_rules(file: ConfigFile) -> RenameRules:
     written = {name: section.schema_changes.rename_table for name, section in file.tables.items()}
     own = {name: rule for name, rule in written.items() if rule is not None}
     for name in own:
-        TablePattern(name)  # raises if it is not a name
+        if name.count(".") < 2:  # more dots are part of a schema or table
+            TablePattern(name)  # raises if it is not a name
     return RenameRules(file.schema_changes.rename_table, own)
 
 

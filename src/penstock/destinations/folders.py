@@ -26,7 +26,7 @@ from enum import StrEnum
 
 from penstock.destinations.naming import FOLDERS
 from penstock.schema import TableSchema
-from penstock.source.patterns import TableName, TablePattern
+from penstock.source.patterns import TableName, refers_to
 
 _OWN = "--oid"
 _THREADS = 8
@@ -52,8 +52,7 @@ class RenameRules:
         """Return the rule of a table that is in `folder`."""
         names = [table] if folder is None else [table, _name_of(folder)]
         for text, rule in self.tables.items():
-            pattern = TablePattern(text)
-            if any(pattern.matches(name) for name in names):
+            if any(refers_to(text, name) for name in names):
                 return rule
         return self.default or otherwise
 

@@ -79,28 +79,34 @@ def require_stopped(config: Config, store: Store, *, hint: str | None = None) ->
 
 def table_names(config: Config, store: Store) -> dict[int, str]:
     """The names of the tables that have a state, as the pipeline last saw them; else from the source if it answers."""
-    known = {version.table_id: str(version.schema) for version in store.get_table_schemas()}
+    found = _known_names(config, store)
+    return {each: str(found.get(each, f"oid {each}")) for each in store.get_table_replication_states()}
+
+
+def _known_names(config: Config, store: Store) -> dict[int, TableName]:
+    schemas = ((version.table_id, version.schema) for version in store.get_table_schemas())
     # A schema has the name that a table had at its last change.
-    known |= {table_id: str(name) for table_id, name in store.get_table_names().items()}
+    known = {table_id: TableName(schema.namespace, schema.name) for table_id, schema in schemas}
+    known |= store.get_table_names()
     table_ids = list(store.get_table_replication_states())
     unnamed = [table_id for table_id in table_ids if table_id not in known]
     if unnamed:
-        known |= {table_id: f"oid {table_id}" for table_id in unnamed} | _load_names(config.pipeline.source, unnamed)
-    return {table_id: known[table_id] for table_id in table_ids}
+        known |= _load_names(config.pipeline.source, unnamed)
+    return {table_id: known[table_id] for table_id in table_ids if table_id in known}
 
 
 def choose_tables(config: Config, store: Store, wanted: Sequence[str]) -> list[str]:
     """The tables that match names or patterns, by the names that the pipeline uses; `orders` is `public.orders`."""
-    stored = table_names(config, store)
-    if wanted and (running(store) is None or not set(wanted) <= set(stored.values())):
+    stored = _known_names(config, store)
+    if wanted and (running(store) is None or not set(wanted) <= set(map(str, stored.values()))):
         # Tables may have been renamed since the pipeline last looked.
-        stored |= _load_names(config.pipeline.source, list(stored))
-    names = sorted(stored.values())
-    known = {TableName(*name.split(".", 1)): name for name in names if "." in name}
+        stored |= _load_names(config.pipeline.source, list(store.get_table_replication_states()))
+    known = sorted(stored.values())
+    names = [str(name) for name in known]
     chosen: dict[str, None] = {}
     for each in wanted:
         # An exact name, as `penstock tables` prints it, comes before a pattern.
-        found = [each] if each in names else [known[table] for table in select_tables(known, [each])]
+        found = [each] if each in names else [str(table) for table in select_tables(known, [each])]
         if not found:
             near = difflib.get_close_matches(each, names, n=1)
             raise ConfigError(
@@ -112,16 +118,16 @@ def choose_tables(config: Config, store: Store, wanted: Sequence[str]) -> list[s
     return list(chosen)
 
 
-def _load_names(source: SourceSettings, table_ids: list[int]) -> dict[int, str]:
+def _load_names(source: SourceSettings, table_ids: list[int]) -> dict[int, TableName]:
     """The current names of the tables that exist; none if the source does not answer."""
     query = (
-        "select c.oid::int8, n.nspname || '.' || c.relname from pg_catalog.pg_class c"
+        "select c.oid::int8, n.nspname, c.relname from pg_catalog.pg_class c"
         " join pg_catalog.pg_namespace n on n.oid = c.relnamespace where c.oid = any(%s::oid[])"
     )
     quick = replace(source, connect_timeout=_CONNECT_SECONDS)
     try:
         with connect(quick, Role.CATALOG) as connection, translated(connection, "read the names of tables"):
-            return dict(_rows(connection, query, [table_ids]))
+            return {oid: TableName(*name) for oid, *name in _rows(connection, query, [table_ids])}
     except SourceError:
         return {}
 

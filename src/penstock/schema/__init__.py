@@ -1,6 +1,6 @@
 """Schemas: Postgres types, columns and tables."""
 
-from penstock.schema.table import Column, ReplicaIdentity, TableSchema, quote_identifier, quote_literal
+from penstock.schema.table import Column, ReplicaIdentity, TableSchema, fold_case, quote_identifier, quote_literal
 from penstock.schema.types import (
     PostgresType,
     TypeKind,
@@ -14,6 +14,7 @@ __all__ = [
     "ReplicaIdentity",
     "TableSchema",
     "TypeKind",
+    "fold_case",
     "numeric_precision_scale",
     "quote_identifier",
     "quote_literal",

@@ -69,6 +69,16 @@ def quote_literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
+def fold_case(name: str) -> str:
+    """Return what names have in common that are the same to readers that ignore case, such as Spark.
+
+    They compare letter by letter, so that `s` and `ſ`, `i` and `İ`, `µ` and `μ` are the same, too.
+    """
+    upper = (letter.upper() for letter in name)
+    folded = "".join(many if len(many) == 1 else letter for letter, many in zip(name, upper, strict=True))
+    return "".join(letter.lower()[0] for letter in folded)
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column. `attnum` identifies it: a name can move to another column, a number cannot."""

@@ -12,6 +12,7 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
+from penstock.schema import quote_identifier
 
 _PART = re.compile(r'"(?P<literal>(?:[^"]|"")+)"|(?P<glob>[^."]+)')
 
@@ -24,6 +25,11 @@ class TableName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
+
+    @property
+    def quoted(self) -> str:
+        """The name as a pattern that no other table matches, and as one writes it in SQL."""
+        return f"{quote_identifier(self.namespace)}.{quote_identifier(self.name)}"
 
 
 class TablePattern:
@@ -55,6 +61,16 @@ def select_tables(tables: Iterable[TableName], patterns: Sequence[str], exclude:
         if any(pattern.matches(table) for pattern in included)
         and not any(pattern.matches(table) for pattern in excluded)
     ]
+
+
+def refers_to(text: str, table: TableName) -> bool:
+    """True if `text` is the name of a table as commands print it, which may contain dots, or a pattern for it."""
+    if text == str(table):
+        return True
+    try:
+        return TablePattern(text).matches(table)
+    except ConfigError:
+        return False
 
 
 def _split(text: str) -> list[str]:

@@ -162,7 +162,7 @@ def test_tables_and_columns_have_types_of_their_own(load):
         ('[spark]\nmaster = "none"\nmemory = "1g"', "no other keys are allowed"),
         ('[tables."public.a"]\nmode = "history"', 'tables."public.a".mode: there is no such key'),
         ('[schema_changes]\nrename_table = "s3cret"', "schema_changes.rename_table: should be 'follow' or 'keep'"),
-        ('[tables."a.b.c".schema_changes]\nrename_table = "keep"', "invalid table pattern: 'a.b.c'"),
+        ('[tables."a.".schema_changes]\nrename_table = "keep"', "invalid table pattern: 'a.'"),
         ('[[index]]\nname = "x"', "index.specification: is missing"),
         ('[[index]]\nspecifiction = "x"', 'did you mean "specification"?'),
         ('[[index]]\nspecification = "x"', "[[index]] needs a [sink]"),

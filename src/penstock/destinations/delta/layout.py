@@ -42,7 +42,7 @@ from penstock.destinations.delta.schema import (
     schema_string,
 )
 from penstock.destinations.refusals import not_followed, rejected
-from penstock.schema import Column, ReplicaIdentity, TableSchema
+from penstock.schema import Column, ReplicaIdentity, TableSchema, fold_case
 from penstock.schema.table import schema_from_json, schema_to_json
 from penstock.schema.types import keeps_values
 from penstock.values.datetimes import holds_times
@@ -74,7 +74,7 @@ class TableLayout:
     times: frozenset[int] = frozenset()
     """Columns that are times of day, which a Delta table stores as text."""
     retired: frozenset[str] = frozenset()
-    """The names of dropped columns, in lower case: files may still have them, so a new column cannot use them."""
+    """The names of dropped columns, regardless of case: files may still have them, so a new column cannot use them."""
 
     def fit(self, rows: pa.Table) -> pa.Table:
         """Return rows with some of the columns, in the types of the lake; columns that need large offsets keep them."""
@@ -138,7 +138,7 @@ class TableLayout:
         if dropped and (self.has_texts or not schema.columns):
             # Files have texts of cells by the names of their columns, and a Delta table needs a column.
             raise not_followed(str(schema), f"columns were dropped: {', '.join(sorted(dropped))}")
-        retired = self.retired | {name.lower() for name in dropped}
+        retired = self.retired | {fold_case(name) for name in dropped}
         fields = [field for field in self.schema if field.name not in dropped]
         names = {attnum: name for attnum, name in self.names.items() if name not in dropped}
         times = set(self.times)
@@ -152,7 +152,7 @@ class TableLayout:
                     raise not_followed(str(schema), f"the type of column {column.name!r} changed")
                 continue
             name = _free_name(types[column.attnum], [field.name for field in fields])
-            if name.lower() in retired:
+            if fold_case(name) in retired:
                 raise not_followed(
                     str(schema),
                     f"files still have an earlier column {column.name!r}, which was dropped before this one was added",
@@ -200,7 +200,7 @@ def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bo
     taken = _reserved(mode)
     clean = column_names(fields)
     lake_names = {
-        column.attnum: _free_name(name, taken) if name.lower() in taken else name
+        column.attnum: _free_name(name, taken) if fold_case(name) in taken else name
         for column, name in zip(source.columns, clean, strict=True)
     }
     own = [
@@ -291,11 +291,11 @@ def _keeps_values(before: Column, after: Column) -> bool:
 
 def _free_name(name: str, taken: list[str]) -> str:
     """Return a name that Delta allows and no other column has, regardless of case."""
-    used = {each.lower() for each in taken}
+    used = {fold_case(each) for each in taken}
     (clean,) = column_names([name])
     number = 2
     candidate = clean
-    while candidate.lower() in used:
+    while fold_case(candidate) in used:
         candidate = f"{clean}_{number}"
         number += 1
     return candidate

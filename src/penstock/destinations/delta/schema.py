@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from penstock.destinations.delta.actions import Metadata, Protocol, compact_json
 from penstock.destinations.refusals import rejected
+from penstock.schema import fold_case
 from penstock.values.datetimes import holds_times, print_times
 
 OWNER = "penstock.owner"
@@ -117,10 +118,10 @@ def column_names(names: Sequence[str]) -> tuple[str, ...]:
     A name with a forbidden character, or with capitals if another name differs only by case, gets a digest of itself as
     a suffix, so it stays the same when other columns are added or dropped.
     """
-    counts = Counter(name.lower() for name in names)
+    counts = Counter(map(fold_case, names))
     return tuple(
         _with_digest(name)
-        if _FORBIDDEN_IN_NAMES.search(name) or (counts[name.lower()] > 1 and name != name.lower())
+        if _FORBIDDEN_IN_NAMES.search(name) or (counts[fold_case(name)] > 1 and name != fold_case(name))
         else name
         for name in names
     )

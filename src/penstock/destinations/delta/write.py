@@ -207,7 +207,7 @@ def _changes(segment: pa.Table, schema: TableSchema, layout: TableLayout) -> pa.
 
 def _old(old: pa.StructArray, names: Mapping[str, str], wanted: pa.StructType) -> pa.Array:
     """Return the identity before a change, with the names and types of the lake."""
-    there = pa.table({names[field.name]: pc.struct_field(old, field.name) for field in old.type})
+    there = pa.table({names[field.name]: pc.struct_field(old, number) for number, field in enumerate(old.type)})
     fitted = fit(there, pa.schema(list(wanted))).combine_chunks()
     arrays = [column.chunk(0) if column.num_chunks else pa.nulls(0, column.type) for column in fitted.columns]
     return pa.StructArray.from_arrays(arrays, fields=list(wanted), mask=old.is_null())

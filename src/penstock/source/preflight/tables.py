@@ -138,6 +138,30 @@ def check_excluded(context: Context) -> Iterator[Check]:
         )
 
 
+def check_left_out(context: Context) -> Iterator[Check]:
+    """Which published tables are not followed?"""
+    empty = [str(subject) for subject in context.subjects if not subject.attnums]
+    if empty:
+        yield failed(
+            "tables_without_columns",
+            Severity.INFO,
+            f"{counted(empty)} without published columns, skipped until they have some: {listed(empty)}",
+            "Nothing to do, unless they should be replicated.",
+            empty,
+        )
+    alike: dict[str, list[str]] = {}
+    for subject in context.subjects:
+        alike.setdefault(str(subject), []).append(_as_pattern(subject))
+    for tables in (each for each in alike.values() if len(each) > 1):
+        yield failed(
+            "names_alike",
+            Severity.WARNING,
+            f"the names of {' and '.join(tables)} read alike, and only one of them is replicated",
+            "Rename a table, or exclude all but one.",
+            tables,
+        )
+
+
 def check_privileges(context: Context) -> Iterator[Check]:
     """Can the role read every table?"""
     subjects = {subject.published.oid: subject for subject in context.subjects}
@@ -429,6 +453,10 @@ def _becomes_text(type_: PostgresType, modifier: int) -> bool:
     return str(codec_for(type_, modifier).arrow_type) in ("string", "large_string")
 
 
+def _as_pattern(subject: Subject) -> str:
+    return TableName(subject.published.namespace, subject.published.name).quoted
+
+
 def _quoted(subject: Subject) -> str:
     return f"{quote_if_needed(subject.published.namespace)}.{quote_if_needed(subject.published.name)}"
 
@@ -438,6 +466,7 @@ CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "publication_operations": check_operations,
     "table_patterns": check_patterns,
     "unpublishable_tables": check_excluded,
+    "tables_left_out": check_left_out,
     "select_privilege": check_privileges,
     "row_security": check_row_security,
     "replica_identity": check_identity,
