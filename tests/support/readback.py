@@ -81,7 +81,7 @@ def check_equal(dsn: str, readback: ReadBack, names: Iterable[str]) -> int:
         raise Discrepancy(f"tables missing: {sorted(wanted - found)}, too many: {sorted(found - wanted)}")
     options = " ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
     with psycopg.connect(dsn, autocommit=True, options=options) as server:
-        return sum(_check_table(server, readback, table) for table in tables)
+        return sum(check_table(server, readback, table) for table in tables)
 
 
 def check_exactly_once(readback: ChangesReadBack) -> int:
@@ -100,11 +100,12 @@ def check_exactly_once(readback: ChangesReadBack) -> int:
     return count
 
 
-def _check_table(server: psycopg.Connection[Any], readback: ReadBack, table: str) -> int:
+def check_table(server: psycopg.Connection[Any], readback: ReadBack, table: str) -> int:
+    """Compare one table; return the number of rows, or raise `Discrepancy`."""
     schema = readback.schema(table)
     columns = [column.name for column in schema.columns]
     expected = Counter(normalised(read_rows(server, sql.Identifier(schema.namespace, schema.name), columns), schema))
-    found = Counter(_rows(readback.read_table(table), schema))
+    found = Counter(formatted(readback.read_table(table), schema))
     if found != expected:
         raise Discrepancy(
             f"{table}: {(found - expected).total()} rows too many, {(expected - found).total()} missing; "
@@ -113,7 +114,8 @@ def _check_table(server: psycopg.Connection[Any], readback: ReadBack, table: str
     return expected.total()
 
 
-def _rows(rows: pa.Table, schema: TableSchema) -> Iterator[Row]:
+def formatted(rows: pa.Table, schema: TableSchema) -> Iterator[Row]:
+    """Yield what `ReadBack.read_table` returned, in the form of `normalised`."""
     kept: list[Any] = [None] * rows.num_rows
     if UNREPRESENTABLE in rows.column_names:
         kept = rows.column(UNREPRESENTABLE).to_pylist()
