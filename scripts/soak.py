@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.handover_model import SCENARIOS  # noqa: E402
 
 PAGE = ROOT / "docs" / "soak" / "README.md"
+VERSIONED = ("inexact_keys", "one_column", "partition_identities", "renames", "schema_changes")
 GRACE_SECONDS = 120.0
 """A stage that takes this much more than twice its share is stopped."""
 
@@ -150,7 +151,7 @@ STAGES = (
     Stage("destinations", "run of their long tests", 1, 0.05, 60, 5, lambda count, seed: Run(
         (*_soak("tests/unit/destinations", "tests/integration/destinations"), "-k", "not versitygw"))),
     Stage("versions", "run on each version of the server", 1, 0.05, 300, 5, lambda count, seed: Run(
-        _soak(*(f"tests/e2e/test_{each}.py" for each in ("partition_identities", "renames", "schema_changes"))))),
+        _soak(*(f"tests/e2e/test_{each}.py" for each in VERSIONED)))),
     Stage("regression", "run of the server's own scripts on each of two versions", 1, 0.15, 2400, 5,
         lambda count, seed: Run(_soak("tests/e2e/test_regression_scripts.py"))),
     Stage("commands", "run of their long tests", 1, 0.05, 120, 5, lambda count, seed: Run(

@@ -42,9 +42,9 @@ def wait_phases(pipeline: Alone, wanted: dict[str, str]) -> None:
     ],
 )
 def test_a_key_that_a_setting_would_change_stops_its_table_until_it_is_overridden(
-    any_database, tmp_path, types, column, says
+    each_database, tmp_path, types, column, says
 ):
-    database = any_database
+    database = each_database
     values = {"date": ("infinity", "10000-01-01"), "numeric": (str(2**60), str(2**60 + 1))}[column]
     database.execute(f"create table keyed (id {column} primary key, note text)")
     database.execute(f"create table whole (cell {column}); alter table whole replica identity full")

@@ -56,8 +56,8 @@ def change(connection, name: str) -> None:
 
 @pytest.mark.trap(29, 31)
 @pytest.mark.parametrize("kind", ["mirror", "soft_delete", "parquet"])
-def test_the_only_column_may_be_null(any_database, tmp_path, kind):
-    database = any_database
+def test_the_only_column_may_be_null(each_database, tmp_path, kind):
+    database = each_database
     with database.connect() as connection:
         names = make_tables(connection)
     lake = tmp_path / "lake"

@@ -80,7 +80,9 @@ class Restructuring:
     def write_everywhere(self, connection: psycopg.Connection[Any]) -> None:
         """Write a row into each table, so that the stream describes its current columns."""
         for schema, name in connection.execute(_MINE, [[*SCHEMAS], "m%"]).fetchall():
-            self._write(connection, sql.Identifier(schema, name), self._random.randrange(_SLOTS * _SLOT))
+            self._number += 1
+            table, values = sql.Identifier(schema, name), sql.SQL("({}, 0, 'last')").format(10_000 + self._number)
+            self._run(connection, "insert into {} (id, n, note) values {}", table, values)
         self.write_leaf(connection)
 
     # Rows
