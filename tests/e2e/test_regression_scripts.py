@@ -31,7 +31,7 @@ from tests.support.regression import HBA, HOW_TO_GET_THEM, Scripts, Workload, di
 SETTLE_SECONDS = 600.0
 """A guard against hangs."""
 CHOSEN = os.environ.get("PENSTOCK_SOAK_SCRIPTS", "").split()
-PAUSE_SECONDS = float(os.environ.get("PENSTOCK_SOAK_PAUSE", "0.1"))
+PAUSE_SECONDS = float(os.environ.get("PENSTOCK_SOAK_PAUSE", "0.05"))
 EXPECTED_ERRORS = (
     # Of scripts that take the replica identity away from a table.
     "^cannot (update|delete from) table .* because it does not have a replica identity",
@@ -54,15 +54,15 @@ def start_workload(
 class Followed:
     """A pipeline of all tables of a database, and what was found wrong with it."""
 
-    def __init__(self, database: Database, folder: Path) -> None:
+    def __init__(self, database: Database, folder: Path, *, managed: bool) -> None:
         self.database = database
         self.lake = folder / "lake"
         self.store = open_store(f"sqlite:///{folder / 'state.db'}", "regression")
         # PostgreSQL 18 refuses updates of tables with replica identity full whose generated columns are not sent.
         generated = ", publish_generated_columns = stored" if database.server.major >= 18 else ""
         options = f"publish_via_partition_root = true{generated}"
-        database.execute(f"create publication regression for all tables with ({options})")
-        settings = tables_settings(database, folder, "regression", tables=("*.*",), manage_publication=False)
+        database.execute(f"create publication regression{'' if managed else ' for all tables'} with ({options})")
+        settings = tables_settings(database, folder, "regression", tables=("*.*",), manage_publication=managed)
         self.pipeline: Alone = tables_alone(settings, self.store, DeltaDestination(self.lake), ProcessTasks())
         self.findings: list[str] = []
 
@@ -112,16 +112,18 @@ def _is_settled(phase: Any) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("major", [15, 18])
+@pytest.mark.parametrize(
+    ("major", "managed"), [(15, False), (18, False), (18, True)], ids=["pg15", "pg18", "pg18 managed"]
+)
 def test_the_servers_own_scripts_leave_equal_tables(
-    major: int, make_server: MakeServer, tmp_path: Path, record_property: Callable[[str, object], None]
+    major: int, managed: bool, make_server: MakeServer, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     scripts = find_scripts(major)
     if scripts is None:
         pytest.skip(HOW_TO_GET_THEM.format(major=major))
     groups = [["test_setup"], CHOSEN] if CHOSEN else scripts.groups()
     database, workload = start_workload(make_server, major, scripts, PAUSE_SECONDS)
-    followed = Followed(database, tmp_path)
+    followed = Followed(database, tmp_path, managed=managed)
     known: set[str] = set()
     with followed.pipeline as pipeline:
         for group in groups:

@@ -136,8 +136,8 @@ class Workload:
             thread.join()
 
     def errors(self, name: str) -> list[str]:
-        """Return the errors of a script, without numbers, which differ from run to run."""
-        text = self._output(name).read_text(errors="replace")
+        """Return the errors of a script, without numbers and folders, which differ from run to run."""
+        text = self._output(name).read_text(errors="replace").replace(str(self._server.folder), "")
         return [_NUMBERS.sub("#", message) for _, message in _ERROR.findall(text)]
 
     def _run(self, name: str) -> None:

@@ -131,7 +131,11 @@ def load_tables(connection: psycopg.Connection[Any], table_oids: Iterable[int]) 
     wanted = sorted(set(table_oids))
     with translated(connection, "read the tables"), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_TABLE, [wanted]).fetchall()
-    attributes = _load_attributes(connection, wanted)
+        attributes = _load_attributes(connection, wanted)
+        # A table without columns may have been dropped between the two statements.
+        if empty := [row[0] for row in rows if row[0] not in attributes]:
+            still = {row[0] for row in cursor.execute(_TABLE, [empty]).fetchall()}
+            rows = [row for row in rows if row[0] in attributes or row[0] in still]
     roots = [row[0] for row in rows if row[3] == "p"]
     partitions = load_partitions(connection, roots) if roots else {}
     return {row[0]: _build_table(row, attributes.get(row[0], []), partitions.get(row[0])) for row in rows}

@@ -20,6 +20,7 @@ from penstock.source import (
     load_types,
     schema_from_catalog,
 )
+from penstock.source import catalog as catalog_module
 
 
 @pytest.fixture
@@ -270,6 +271,22 @@ def test_a_rewrite_makes_the_catalog_forget_what_rows_from_before_have(
         "c": (True, None),
         "d": (False, None),
     }
+
+
+def test_a_table_that_is_dropped_while_it_is_read_is_none(
+    any_database: Any, connection: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    any_database.execute("create table t (id int); create table bare ()")
+    oid, bare = table_oid(any_database, "t"), table_oid(any_database, "bare")
+    read = catalog_module._load_attributes
+
+    def read_late(*arguments: Any) -> Any:
+        any_database.execute("drop table if exists t")
+        return read(*arguments)
+
+    monkeypatch.setattr(catalog_module, "_load_attributes", read_late)
+    assert load_table(connection, oid) is None
+    assert load_table(connection, bare) is not None
 
 
 def test_a_table_that_does_not_exist_is_none(connection: psycopg.Connection[Any]) -> None:
