@@ -19,7 +19,7 @@ from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
 from penstock.destinations.base import Destination, DestinationContext, FolderDestination, Tasks
 from penstock.destinations.folders import RenameRules, TableFolders
-from penstock.errors import PenstockError, SchemaNotFollowed
+from penstock.errors import PenstockError, PublicationChanged, SchemaNotFollowed
 from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import sort_by_size
@@ -489,9 +489,12 @@ class RunningTables(RunningOutput):
         after = next((past for past in recent if isinstance(past, Errored)), None)
 
         def fail(phase: TableReplicationPhase) -> Errored:
-            failed = errored(phase, error, position=None, after=after)
+            # A table that was dropped or unpublished is forgotten at the next look; one that came back is copied.
+            has_left = isinstance(error, PublicationChanged)
+            failed = errored(phase, error, position=None, after=after, timed=has_left)
+            level = logging.INFO if has_left else logging.ERROR
             text = "copy stopped table=%s reason=%s"
-            logger.error(text, self._name_of(table_id), failed.reason, extra={"reported_as": "stopped"})
+            logger.log(level, text, self._name_of(table_id), failed.reason, extra={"reported_as": "stopped"})
             return failed
 
         self._board.advance(table_id, self._workers[table_id].attempt, fail)

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from penstock import coordinator
 from penstock.comparison.verification import verify_tables
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.lsn import reaches
-from penstock.state import CommandKind, open_store
+from penstock.state import CommandKind, Errored, Ready, open_store
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
 
@@ -71,6 +74,23 @@ def test_a_table_is_skipped_while_it_has_no_columns(database: Any, tmp_path: Pat
             "update loses set a = 'x'; update later set id = 3 where id = 1; delete from later where id = 2"
         )
         odd.check(pipeline, "later", "loses")
+
+
+def test_a_table_that_was_not_published_for_a_moment_is_copied_after_all(
+    database: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unlogged table is not published. Between two looks at the publication, nothing tells that it was one."""
+    database.execute("create table t (id int primary key); insert into t values (1)")
+    odd = Odd(database, tmp_path)
+    with monkeypatch.context() as patch, odd.running() as pipeline:
+        patch.setattr(coordinator, "REFRESH_SECONDS", 3600.0)
+        odd.check(pipeline, "t")
+        database.execute("alter table t set unlogged; insert into t values (2)")
+        odd.store.add_command(CommandKind.RESYNC, ["public.t"])
+        wait_for(lambda: isinstance(pipeline.phases["public.t"], Errored), "the copy to fail")
+        database.execute("alter table t set logged; insert into t values (3)")
+        wait_for(lambda: isinstance(pipeline.phases["public.t"], Ready), "the copy", 20)
+        odd.check(pipeline, "t")
 
 
 def test_very_many_columns(database: Any, tmp_path: Path) -> None:
