@@ -88,7 +88,7 @@ fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-shutdown bench-documents ## run all benchmarks
+bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents ## run all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
@@ -101,6 +101,10 @@ bench-copy: $(STAMP) ## compare copying a table with psql and COPY; smaller: ARG
 .PHONY: bench-verify
 bench-verify: $(STAMP) ## compare verifying a table with copying it; smaller: ARGS="--rows 300000"
 	$(BIN)/python benchmarks/verify.py $(ARGS)
+
+.PHONY: bench-schema-changes
+bench-schema-changes: $(STAMP) ## measure the lag of a small table while large ones go through DDL; smaller: ARGS="--rows 300000"
+	$(BIN)/python benchmarks/schema_changes.py $(ARGS)
 
 .PHONY: bench-handover
 bench-handover: $(STAMP) ## measure the lag of small tables while a large one is copied; smaller: ARGS="--rows 1000000"

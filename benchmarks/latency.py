@@ -14,17 +14,12 @@ count only in the final comparison of rows and sums.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import psycopg
-import pyarrow as pa
-import pyarrow.parquet as pq
 from harness import (
     BenchmarkFailed,
     format_table,
@@ -32,8 +27,7 @@ from harness import (
     print_result,
     say,
 )
-from lakes import query_delta
-from numpy.typing import NDArray
+from lakes import query_delta, read_versions
 from processes import TreeWatch, merge_peaks
 from runs import Run, Site, Writer
 from stages import CORES, open_stage
@@ -83,7 +77,7 @@ def measure(site: Site, run: Run, rows: int, arguments: argparse.Namespace) -> d
         run.wait_confirmed()
     if writer.late_seconds > 1:
         say(f"the writer was late by up to {writer.late_seconds:.1f} s: the machine is too busy for its rate")
-    versions = [version for version in _versions(site.lake / "public" / _name(rows)) if len(version[1])]
+    versions = [version for version in read_versions(site.lake / "public" / _name(rows)) if len(version[1])]
     written = np.concatenate([moments for _, moments in versions])
     lag = np.concatenate([visible - moments for visible, moments in versions])
     counts = (written >= began) & (written < ended)
@@ -104,23 +98,6 @@ def measure(site: Site, run: Run, rows: int, arguments: argparse.Namespace) -> d
     }
     say(f"{rows:,} rows: p50 {p50:.2f} s, p95 {p95:.2f} s, p99 {p99:.2f} s, load average {load_average():.1f}")
     return {name: round(value, 3) for name, value in result.items()}
-
-
-def _versions(folder: Path) -> Iterator[tuple[float, NDArray[np.float64]]]:
-    """When each version could be seen, and when its new rows were written; all by the same machine's clock."""
-    for path in sorted((folder / "_delta_log").glob("[0-9]*.json")):
-        actions = [json.loads(line) for line in path.read_text().splitlines()]
-        if not any("txn" in action for action in actions):
-            continue
-        # A file that is removed and added in one version is an old one, with more rows deleted.
-        removed = {action["remove"]["path"] for action in actions if "remove" in action}
-        added = [action["add"]["path"] for action in actions if "add" in action]
-        new = [unquote(each) for each in added if each not in removed]
-        if any("metaData" in action for action in actions):
-            continue
-        moments = [pq.read_table(folder / each, columns=["updated_at"])["updated_at"] for each in new]
-        column = pa.chunked_array([chunk for each in moments for chunk in each.chunks], pa.timestamp("us", "UTC"))
-        yield path.stat().st_mtime, column.drop_null().cast("int64").to_numpy() / 1e6
 
 
 def _name(rows: int) -> str:

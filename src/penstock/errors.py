@@ -49,6 +49,7 @@ a secret or the value of a cell.
     ├── DestinationError            where changes are written
     │   ├── DestinationUnavailable  the whole destination is unreachable or full; all tables wait: retried
     │   ├── TableBusy               other writers keep committing to the table: retried
+    │   ├── TakesLong               files have to be rewritten: the table's changes are written apart from the others
     │   ├── DestinationRefused      credentials, certificate or privileges refused
     │   ├── TableRejected           the destination cannot store a table or its changes
     │   │   └── SchemaNotFollowed   a change of the schema that needs a new copy
@@ -76,6 +77,8 @@ class Retry(Enum):
     """Retry automatically, with back-off."""
     COPY = "copy"
     """Copy the table again: nothing else helps."""
+    ALONE = "alone"
+    """Write the table's changes by themselves, while other tables continue."""
     OPERATOR = "operator"
     """Stop and wait for the operator."""
 
@@ -410,6 +413,13 @@ class TableBusy(DestinationError):
 
     retry = Retry.TIMED
     default_hint = "Find out which other program writes this table; Penstock keeps retrying."
+
+
+class TakesLong(DestinationError):
+    """A table's changes take so long to write that other tables must not wait for them."""
+
+    retry = Retry.ALONE
+    default_hint = "Penstock writes the table by itself, while the others continue."
 
 
 class DestinationRefused(DestinationError):

@@ -17,10 +17,10 @@ from typing import Any
 from penstock import failpoints
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
-from penstock.destinations.base import Destination, DestinationContext, FolderDestination, Tasks
+from penstock.destinations.base import Destination, DestinationContext, FolderDestination, PartDestination, Tasks
 from penstock.destinations.folders import RenameRules, TableFolders
 from penstock.errors import PenstockError, PublicationChanged, SchemaNotFollowed
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
@@ -57,6 +57,7 @@ from penstock.workers import (
     TableSync,
 )
 from penstock.workers.failures import errored
+from penstock.workers.partitions import PartitionCopy
 
 __all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "RunningTables", "TablesOutput", "TablesSettings"]
 
@@ -119,6 +120,7 @@ class TablesOutput:
                     tasks=self.tasks,
                     session=self.session,
                     source_rows=SourceFetch(self.settings.source, self.settings.types),
+                    records_ddl=self.settings.ddl_trigger,
                     **({} if folders is None else {"take_folder": folders.take}),
                 )
             )
@@ -155,6 +157,9 @@ class RunningTables(RunningOutput):
         self._folders = folders
         self._left_out: dict[int, int] = {}
         """Tables that are not followed, and the ones whose names theirs read like."""
+        self._pending: set[int] = set()
+        self._awaited: dict[int, Lsn] = {}
+        """Tables with other columns than before, and the position up to which the stream may bring them."""
         self._told: dict[int, str] = {}
         """The names that the destination was told."""
         self._waiting: dict[int, int] = {}
@@ -169,7 +174,6 @@ class RunningTables(RunningOutput):
             lambda table_id: self._recorded(table_id) if table_id in published.tables else None,
             self._name_of,
         )
-        self.refresh(published)
         self._apply = ApplyWorker(
             name=settings.output,
             spool=settings.spool.path,
@@ -183,6 +187,7 @@ class RunningTables(RunningOutput):
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),
             schema_changes=self._schema_changes,
         )
+        self.refresh(published)
         self._hold = ApplyHold(
             self._apply,
             self._board,
@@ -199,6 +204,11 @@ class RunningTables(RunningOutput):
     @property
     def phases(self) -> dict[str, TableReplicationPhase]:
         return {self._name_of(table_id): phase for table_id, phase in self._board.phases().items()}
+
+    @property
+    def pending(self) -> set[str]:
+        """The tables that do not follow yet what the last look at the catalog has shown."""
+        return {self._name_of(table_id) for table_id in self._pending}
 
     @property
     def copies(self) -> dict[str, CopyStatus]:
@@ -296,19 +306,21 @@ class RunningTables(RunningOutput):
         # A changed row may stop a table before its cause is seen here: the row has values that the stream never sent.
         followed = {table_id for table_id, phase in self._board.phases().items() if _was_followed(phase)}
         processed: dict[int, TableShape] = {}
+        changed: set[int] = set()
         for table_id in followed & published.shapes.keys():
             before, now = known.get(table_id), published.shapes[table_id]
             mentioned = published.leaves.get(table_id, {})
             if before is None:
                 processed[table_id] = replace(now, former=frozenset(mentioned))
-            elif (before != now or vanished(before, now, mentioned)) and self._follow_shape(
-                table_id, silent_changes(before, now, mentioned)
-            ):
-                processed[table_id] = now.following(before, mentioned)
+            elif before != now or vanished(before, now, mentioned):
+                changed.add(table_id)
+                if self._follow_shape(table_id, before, now, silent_changes(before, now, mentioned)):
+                    processed[table_id] = now.following(before, mentioned)
+        self._pending = changed - processed.keys()
         # Last, so that a table that was not processed is noticed again, even by the next process.
         self.store.store_table_shapes(processed)
 
-    def _follow_shape(self, table_id: int, changes: list[SilentChange]) -> bool:
+    def _follow_shape(self, table_id: int, before: TableShape, now: TableShape, changes: list[SilentChange]) -> bool:
         """Return False if the table must be looked at again: its phase changed meanwhile."""
         policy = self._schema_changes(table_id)
         if policy.partitions is Partitions.KEEP or not self.destination.capabilities.loses_nothing_by_a_copy:
@@ -318,7 +330,61 @@ class RunningTables(RunningOutput):
         if policy.recopy is not Recopy.AUTOMATIC:
             changes = [each for each in changes if not each.in_stream]
         changes = [each for each in changes if each.attached is None or self._brings_rows(each.attached)]
+        is_followed = isinstance(self._board.phase(table_id), SyncDone | Ready)
+        if changes and all(each.of_partition for each in changes) and is_followed and self._copies_partitions:
+            self._copy_partitions(table_id, before, changes[0].text)
+            return False  # it stores the shape that it has followed
+        exact = self._tables.ddl_trigger
+        if changes and all(each.in_stream and (exact or not each.moved) for each in changes) and is_followed:
+            followed = self._stream_brought(table_id, now)
+            if followed is not False:
+                return followed is True
         return not changes or self._copy_again(table_id, changes[0].text)
+
+    @property
+    def _copies_partitions(self) -> bool:
+        return self.destination.capabilities.loses_nothing_by_a_copy and isinstance(self.destination, PartDestination)
+
+    def _copy_partitions(self, table_id: int, before: TableShape, reason: str) -> None:
+        if self._apply.is_apart(table_id):
+            return
+        settings, name = self._tables, self._name_of(table_id)
+        logger.info("partitions changed table=%s reason=%s", name, reason)
+        assert isinstance(self.destination, PartDestination)
+        copy = PartitionCopy(
+            table_id,
+            name,
+            reason,
+            before,
+            self._schema_changes(table_id).partitions is Partitions.KEEP,
+            settings.source,
+            settings.publication,
+            self.store,
+            self.destination,
+            self._tasks,
+            settings.copy,
+            settings.types,
+            self.lifecycle.stop,
+        )
+        self._apply.write_apart(table_id, copy.write)
+
+    def _stream_brought(self, table_id: int, now: TableShape) -> bool | None:
+        """True if the stream has brought the columns of a shape; False if it has not: no row has changed since. None
+        as long as that is not known, because changes from before the shape was read are still on their way."""
+        position = self._board.positions().get(table_id)
+        if position is None:
+            return None
+        version = self.store.get_table_schema(table_id, OrderKey(position, 0))
+        columns = () if version is None else version.schema.columns
+        if columns and {each.attnum: each.name for each in columns}.items() <= now.columns.items():
+            self._awaited.pop(table_id, None)
+            return True
+        if table_id not in self._awaited:
+            self._awaited[table_id] = current_position(self._tables.source)
+        if not reaches(position, self._awaited[table_id]):
+            return None
+        del self._awaited[table_id]
+        return False
 
     def _brings_rows(self, heap: int) -> bool:
         """True if an attached partition has rows; in doubt, too."""

@@ -41,6 +41,8 @@ FAILING = ("before_errored", "after_errored", "before_rollback", "after_rollback
 OVERDUE = ("before_lose_position", "after_lose_position")
 ASKED = ("after_resync", "after_removed")
 ALTERED = ("before_recopy", "after_recopy")
+SOLO = ("before_solo_write", "after_solo_write")
+PARTS = ("before_partitions", "during_partitions", "after_partitions")
 """A destination that keeps every change never gets there: a Delta table does."""
 
 
@@ -128,7 +130,9 @@ def killed(request, database, tmp_path):
 
 
 def test_every_point_is_tried_here() -> None:
-    assert sorted(sum(STARTING, ()) + STREAMING + FAILING + OVERDUE + ASKED + ALTERED) == sorted(failpoints.POINTS)
+    assert sorted(sum(STARTING, ()) + STREAMING + FAILING + OVERDUE + ASKED + ALTERED + SOLO + PARTS) == sorted(
+        failpoints.POINTS
+    )
 
 
 @pytest.mark.trap(3, 4, 9, 19, 20, 23, 28)
@@ -201,7 +205,7 @@ def test_killed_while_a_changed_table_is_reset(database, tmp_path):
     try:
         pipeline.start(armed="before_recopy=kill")
         pipeline.wait_phases("ready", 2)
-        database.execute("alter table seen rename note to remark")
+        database.execute("alter table seen drop constraint seen_pkey, add primary key (note)")
         database.execute("insert into seen values (100, 'after')")
         assert pipeline.wait_ended() == -signal.SIGKILL
         database.execute("alter table silent alter n type int using n + 1")
@@ -214,6 +218,77 @@ def test_killed_while_a_changed_table_is_reset(database, tmp_path):
     finally:
         pipeline.close()
     check_equal(database.dsn, LakeReadBack(pipeline.settings.lake), ["seen", "silent"])
+
+
+@pytest.mark.trap(15, 28)
+def test_killed_while_the_files_of_a_table_are_rewritten(database, tmp_path):
+    database.execute("create table seen (id int primary key, note text); create table other (id int primary key)")
+    database.execute("insert into seen select i, i from generate_series(1, 20) i")
+    pipeline = PipelineProcess(
+        DriveSettings(
+            dsn=database.dsn,
+            folder=str(tmp_path),
+            slot=f"e2e_{database.name[-12:]}",
+            destination="delta",
+            rewrite_bytes=0,
+        )
+    )
+    try:
+        pipeline.start(armed="before_solo_write=kill")
+        pipeline.wait_phases("ready", 2)
+        database.execute("insert into seen values (99, 'before')")
+        database.execute("alter table seen rename note to remark")
+        database.execute("insert into seen values (100, 'after')")
+        assert pipeline.wait_ended() == -signal.SIGKILL
+        database.execute("insert into other values (1)")
+        database.execute("update seen set remark = 'down' where id = 3")
+        pipeline.start(armed="after_solo_write=kill")
+        assert pipeline.wait_ended() == -signal.SIGKILL
+        pipeline.start()
+        pipeline.wait_applied(current_position(database))
+        pipeline.wait_phases("ready", 2)
+        assert pipeline.stop() == 0
+    finally:
+        pipeline.close()
+    check_equal(database.dsn, LakeReadBack(pipeline.settings.lake), ["seen", "other"])
+
+
+@pytest.mark.trap(17, 28)
+def test_killed_while_partitions_are_copied_again(database, tmp_path):
+    database.execute("create table parts (id int primary key, note text) partition by range (id)")
+    for number in range(4):
+        low = number * 10
+        database.execute(f"create table parts_{number} partition of parts for values from ({low}) to ({low + 10})")
+    database.execute("insert into parts select i, 'n' from generate_series(0, 39) i")
+    pipeline = PipelineProcess(
+        DriveSettings(dsn=database.dsn, folder=str(tmp_path), slot=f"e2e_{database.name[-12:]}", destination="delta")
+    )
+    try:
+        pipeline.start(armed=f"{PARTS[0]}=kill")
+        pipeline.wait_phases("ready", 1)
+        for number, point in enumerate(PARTS):
+            # The same bounds have other rows before anyone looks.
+            low = number * 10
+            with database.connect() as connection:
+                connection.execute(f"drop table parts_{number}")
+                connection.execute("update parts set note = 'later' where id > 35")
+                connection.execute(
+                    f"create table parts_{number} partition of parts for values from ({low}) to ({low + 10})"
+                )
+                connection.execute("insert into parts values (%s, 'new')", [low + 3])
+            if number:
+                pipeline.start(armed=f"{point}=kill")
+            assert pipeline.wait_ended() == -signal.SIGKILL
+            database.execute(f"insert into parts values ({low + 4}, 'while it was down')")
+        pipeline.start()
+        pipeline.wait_phases("ready", 1)
+        looks = pipeline.seen.looks
+        pipeline.wait_for("looks at the catalog", lambda seen: seen.looks > looks + 2)
+        pipeline.wait_applied(current_position(database))
+        assert pipeline.stop() == 0
+    finally:
+        pipeline.close()
+    check_equal(database.dsn, LakeReadBack(pipeline.settings.lake), ["parts"])
 
 
 @pytest.mark.trap(18)

@@ -32,7 +32,6 @@ MOODS = (
 )
 
 STATEMENTS = {
-    "renamed": (PLAIN, ROWS, "alter table {t} rename column note to remark"),
     "widened": (PLAIN, ROWS, "alter table {t} alter n type bigint"),
     "as_text": (PLAIN, ROWS, "alter table {t} alter n type text"),
     "computed": (PLAIN, ROWS, "alter table {t} alter n type int using n * 2"),
@@ -103,6 +102,14 @@ STATEMENTS = {
         """,
         "alter table {t} alter c type inet",
     ),
+    "vacuumed_leaf_default": (
+        PARTED,
+        ROWS + "; alter table {t} add c int default 7",
+        "alter table {t} alter c drop default; vacuum full {t}_low, {t}_mid, {t}_high",
+    ),
+}
+"""A table, its rows, and what happens to it."""
+PARTITIONS = {
     "detached": (PARTED, ROWS, "alter table {t} detach partition {t}_mid"),
     "dropped_leaf": (PARTED, ROWS, "drop table {t}_mid"),
     "vacuumed_leaf": (PARTED, ROWS, "vacuum full {t}_mid"),
@@ -146,11 +153,6 @@ STATEMENTS = {
         analyze {t}_mid
         """,
     ),
-    "vacuumed_leaf_default": (
-        PARTED,
-        ROWS + "; alter table {t} add c int default 7",
-        "alter table {t} alter c drop default; vacuum full {t}_low, {t}_mid, {t}_high",
-    ),
     "new_and_dropped": (
         PARTED,
         ROWS,
@@ -176,8 +178,117 @@ STATEMENTS = {
         alter table {t} attach partition {t}_far for values from (1001) to (2000); commit
         """,
     ),
+    "replaced_leaf": (
+        PARTED,
+        ROWS,
+        """
+        drop table {t}_mid; create table {t}_middle partition of {t} for values from (10) to (20);
+        insert into {t} values (11, 'new', 11), (12, 'new', 12); update {t} set note = 'newer' where id = 12
+        """,
+    ),
+    "by_time": (
+        """
+        create table {t} (id int, note text, n int, at timestamptz default '2024-02-03 04:05:06+00')
+            partition by range (at);
+        alter table {t} replica identity full;
+        create table {t}_a partition of {t} for values from ('2024-01-01') to ('2024-02-01');
+        create table {t}_b partition of {t} for values from ('2024-02-01') to ('2024-03-01');
+        create table {t}_rest partition of {t} default;
+        alter table {t}_a replica identity full; alter table {t}_b replica identity full;
+        alter table {t}_rest replica identity full
+        """,
+        """
+        insert into {t} select i, 'n' || i, i, '2024-01-30'::timestamptz + i * interval '8 hours'
+        from generate_series(1, 200) i;
+        insert into {t} values (0, null, 0, null)
+        """,
+        "alter table {t} detach partition {t}_a; insert into {t} values (300, 'default', 1, '2024-01-15')",
+    ),
+    "by_list": (
+        """
+        create table {t} (id int, note text, n int, kind text default 'x y') partition by list (kind);
+        alter table {t} replica identity full;
+        create table {t}_a partition of {t} for values in ('a', 'it''s', null);
+        create table {t}_b partition of {t} for values in ('b');
+        create table {t}_c partition of {t} for values in ('x y');
+        alter table {t}_a replica identity full; alter table {t}_b replica identity full;
+        alter table {t}_c replica identity full
+        """,
+        """
+        insert into {t} select i, 'n', i, (array['a', 'it''s', null, 'b', 'x y'])[i % 5 + 1]
+        from generate_series(1, 50) i
+        """,
+        "truncate {t}_a; drop table {t}_b",
+    ),
+    "by_levels": (
+        """
+        create table {t} (id int, note text, n int, day date default '2024-01-01', primary key (id, day))
+            partition by range (day);
+        create table {t}_a partition of {t} for values from ('2024-01-01') to ('2024-02-01')
+            partition by range (id, day);
+        create table {t}_a1 partition of {t}_a for values from (minvalue, minvalue) to (10, '2024-01-10');
+        create table {t}_a2 partition of {t}_a for values from (10, '2024-01-10') to (maxvalue, maxvalue);
+        create table {t}_b partition of {t} for values from ('2024-02-01') to ('2024-03-01') partition by hash (id);
+        create table {t}_b1 partition of {t}_b for values with (modulus 2, remainder 0);
+        create table {t}_b2 partition of {t}_b for values with (modulus 2, remainder 1)
+        """,
+        "insert into {t} select i, 'n', i, '2024-01-01'::date + i % 50 from generate_series(1, 60) i",
+        "truncate {t}_a1; truncate {t}_b2; insert into {t} values (10, 'more', 1, '2024-01-09')",
+    ),
 }
-"""A table, its rows, and what happens to it."""
+"""The same, where only some partitions are copied again."""
+STATEMENTS["hashed"] = (
+    """
+    create table {t} (id int primary key, note text, n int) partition by hash (id);
+    create table {t}_0 partition of {t} for values with (modulus 2, remainder 0);
+    create table {t}_1 partition of {t} for values with (modulus 2, remainder 1)
+    """,
+    ROWS,
+    "truncate {t}_0",
+)
+MOVED = ("readded", "exchanged")
+"""Of these: names that moved to another column. With the trigger files are rewritten instead."""
+REWRITTEN = {
+    "renamed": (PLAIN, ROWS, "alter table {t} rename column note to remark"),
+    "renamed_key": (
+        "create table {t} (id int, note text, n int, k int default 1, primary key (id, k))",
+        ROWS,
+        "update {t} set k = 2 where id = 3; alter table {t} rename k to kk; delete from {t} where kk = 2",
+    ),
+    "renamed_full": (
+        PLAIN.replace(" primary key", "") + "; alter table {t} replica identity full",
+        ROWS,
+        "update {t} set n = n + 1 where id < 5; alter table {t} rename column note to remark",
+    ),
+    "renamed_twice": (
+        PLAIN,
+        ROWS,
+        """
+        alter table {t} rename column note to remark; update {t} set remark = 'x' where id = 3;
+        alter table {t} rename column remark to comment; delete from {t} where id = 4
+        """,
+    ),
+    "renamed_within": (
+        PLAIN,
+        ROWS,
+        """
+        begin; update {t} set note = 'before' where id = 3; alter table {t} rename column note to remark;
+        update {t} set remark = 'after' where id = 4; alter table {t} add more int; delete from {t} where id = 5; commit
+        """,
+    ),
+    "renamed_leaves": (PARTED, ROWS, "alter table {t} rename column note to remark"),
+    "precise": (
+        PLAIN + "; alter table {t} add price numeric(8, 2)",
+        ROWS + "; update {t} set price = id + 0.25",
+        "alter table {t} alter price type numeric(20, 2)",
+    ),
+    "back_again": (
+        PLAIN,
+        ROWS + "; alter table {t} drop column note; insert into {t} (id, n) values (50, 50)",
+        "alter table {t} add column note int default 9; alter table {t} alter note drop default",
+    ),
+}
+"""The same, where files are rewritten instead of copying the table again."""
 QUIET = {
     "new_leaf": (
         PARTED,
@@ -225,8 +336,9 @@ def run(database: Any, script: str, table: str) -> None:
 class Site:
     """A pipeline with one table per case, over Delta."""
 
-    def __init__(self, database: Any, folder: Path, cases: dict[str, tuple[str, str, str]]) -> None:
+    def __init__(self, database: Any, folder: Path, cases: dict[str, tuple[str, str, str]], **options: Any) -> None:
         self.database = database
+        self.options = options
         self.folder = folder
         self.cases = cases
         for name, (create, rows, _) in cases.items():
@@ -238,7 +350,8 @@ class Site:
     def running(self, **changes: Any) -> Iterator[Alone]:
         changes = {"tables": tuple(f"public.{name}" for name in self.cases), **changes}
         settings = tables_settings(self.database, self.folder, "changes", **changes)
-        with tables_alone(settings, self.store, DeltaDestination(self.folder / "lake"), ProcessTasks()) as pipeline:
+        destination = DeltaDestination(self.folder / "lake", **self.options)
+        with tables_alone(settings, self.store, destination, ProcessTasks()) as pipeline:
             yield pipeline
 
     def change(self) -> None:
@@ -266,6 +379,14 @@ class Site:
         wait_for(done, "all tables to be ready")
         check_equal(self.database.dsn, LakeReadBack(self.folder / "lake"), list(self.cases))
 
+    def wait_noticed(self, pipeline: Alone) -> None:
+        """Wait until nothing in the catalog, or only mentioned in the stream, is left to be followed."""
+        end = current_position(self.database)
+        wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply")
+        looks = pipeline.coordinator.looks
+        wait_for(lambda: pipeline.wait(0) or pipeline.coordinator.looks > looks + 1, "two looks at the catalog")
+        wait_for(lambda: pipeline.wait(0) or not pipeline.pending, "the catalog to be followed")
+
     def copies(self, name: str) -> int:
         (table_id,) = self.database.execute(f"select '{name}'::regclass::oid::int8")[0]
         history = self.store.get_table_replication_history(table_id)
@@ -283,7 +404,8 @@ class Site:
 def test_what_the_stream_does_not_carry_is_copied_again_by_itself(
     database: Any, tmp_path: Path, ddl_trigger: bool
 ) -> None:
-    site = Site(database, tmp_path, STATEMENTS)
+    cases = {name: case for name, case in STATEMENTS.items() if name not in MOVED or not ddl_trigger}
+    site = Site(database, tmp_path, cases)
     with site.running(ddl_trigger=ddl_trigger) as pipeline:
         site.check(pipeline)
         site.write(100)
@@ -321,9 +443,99 @@ def test_what_the_stream_carries_needs_no_copy(database: Any, tmp_path: Path) ->
     assert site_copies == dict.fromkeys(QUIET, 1)
 
 
+@pytest.mark.parametrize("options", [{}, {"deletion_vectors": False}], ids=str)
+def test_only_the_partitions_that_changed_are_copied_again(
+    database: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    site = Site(database, tmp_path, PARTITIONS, **options)
+    with site.running() as pipeline:
+        site.check(pipeline)
+        site.write(100)
+        site.check(pipeline)
+        site.change()
+        site.write(101)
+        site.wait_noticed(pipeline)
+        site.check(pipeline)
+        site.write(102)
+        site.check(pipeline)
+    assert {name: site.copies(name) for name in site.cases} == dict.fromkeys(site.cases, 1)
+
+
+def test_partitions_that_changed_while_the_pipeline_was_down_are_copied_again(
+    each_database: Any, tmp_path: Path
+) -> None:
+    site = Site(each_database, tmp_path, PARTITIONS)
+    with site.running() as pipeline:
+        site.check(pipeline)
+    site.write(100)
+    site.change()
+    with site.running() as pipeline:
+        site.write(101)
+        site.wait_noticed(pipeline)
+        site.check(pipeline)
+    assert {name: site.copies(name) for name in site.cases} == dict.fromkeys(site.cases, 1)
+
+
+def test_rows_of_attached_partitions_come_also_if_others_are_kept(database: Any, tmp_path: Path) -> None:
+    site = Site(database, tmp_path, {name: PARTITIONS[name] for name in ("attached", "attached_again")})
+    with site.running(schema_changes=SchemaChanges(partitions=Partitions.KEEP)) as pipeline:
+        site.check(pipeline)
+        database.execute("drop table attached_low")
+        site.change()
+        site.write(101)
+        site.wait_noticed(pipeline)
+        end = current_position(database)
+        wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply")
+    lake = LakeReadBack(tmp_path / "lake")
+    # Of `attached` all 20 rows are kept, and 10 came; `attached_again` has what the source has.
+    assert lake.read_table("public.attached").num_rows == 31
+    assert (
+        lake.read_table("public.attached_again").num_rows
+        == database.execute("select count(*) from attached_again")[0][0]
+    )
+    assert {name: site.copies(name) for name in site.cases} == dict.fromkeys(site.cases, 1)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("ddl_trigger", [False, True], ids=["by the catalog", "by the trigger"])
+def test_files_are_rewritten_where_that_is_enough(
+    database: Any, tmp_path: Path, ddl_trigger: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if alone:
+        monkeypatch.setattr("penstock.destinations.delta.planner.REWRITE_BYTES", 0)
+    moved = {name: STATEMENTS[name] for name in MOVED if ddl_trigger}
+    site = Site(database, tmp_path, REWRITTEN | moved)
+    with site.running(ddl_trigger=ddl_trigger) as pipeline:
+        site.check(pipeline)
+        site.write(100)
+        site.check(pipeline)
+        site.change()
+        site.write(101)
+        looks = pipeline.coordinator.looks
+        wait_for(lambda: pipeline.wait(0) or pipeline.coordinator.looks > looks + 1, "two looks at the catalog")
+        site.check(pipeline)
+        site.write(102)
+        site.check(pipeline)
+    assert {name: site.copies(name) for name in site.cases} == dict.fromkeys(site.cases, 1)
+
+
+def test_files_are_rewritten_after_the_pipeline_was_down(each_database: Any, tmp_path: Path) -> None:
+    site = Site(each_database, tmp_path, REWRITTEN)
+    with site.running() as pipeline:
+        site.check(pipeline)
+    site.write(100)
+    site.change()
+    site.write(101)
+    with site.running() as pipeline:
+        looks = pipeline.coordinator.looks
+        wait_for(lambda: pipeline.wait(0) or pipeline.coordinator.looks > looks + 1, "two looks at the catalog")
+        site.check(pipeline)
+    assert {name: site.copies(name) for name in site.cases} == dict.fromkeys(site.cases, 1)
+
+
 def test_columns_of_a_table_without_changes_are_followed_too(database: Any, tmp_path: Path) -> None:
     """Readers of an idle table do not see values of a column that is gone under the name of another."""
-    site = Site(database, tmp_path, {name: STATEMENTS[name] for name in ("readded", "renamed", "exchanged")})
+    site = Site(database, tmp_path, {"renamed": REWRITTEN["renamed"]} | {name: STATEMENTS[name] for name in MOVED})
     with site.running() as pipeline:
         site.check(pipeline)
         site.change()
@@ -344,7 +556,7 @@ def test_a_table_with_an_unlogged_partition_is_refused(database: Any, tmp_path: 
 
 
 def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None:
-    cases = {name: STATEMENTS[name] for name in ("renamed", "detached", "enum", "computed", "as_text")}
+    cases = {name: STATEMENTS[name] for name in ("another_key", "hashed", "enum", "computed", "as_text")}
     site = Site(database, tmp_path, cases)
     stop = SchemaChanges(recopy=Recopy.STOP)
     small = SchemaChanges(recopy_max_bytes=10)
@@ -356,15 +568,15 @@ def test_a_policy_stops_the_table_instead(database: Any, tmp_path: Path) -> None
             lambda: pipeline.wait(0) or all(isinstance(phase, Errored) for phase in pipeline.phases.values()), "stops"
         )
         reasons = {name: phase.reason for name, phase in pipeline.phases.items()}
-    assert reasons["public.renamed"] == "public.renamed: column 'note' was renamed to 'remark'"
-    assert reasons["public.detached"] == "public.detached: partition public.detached_mid was detached or dropped"
+    assert reasons["public.another_key"] == "public.another_key: its key changed"
+    assert reasons["public.hashed"] == "public.hashed: partition public.hashed_0 was truncated or rewritten"
     assert reasons["public.enum"] == "public.enum: type 'enum_mood' was altered"
     assert reasons["public.computed"] == "public.computed: column 'n' was altered and all its rows were rewritten"
     assert reasons["public.as_text"].endswith(" bytes, but recopy_max_bytes is 10")
 
 
 def test_rows_of_partitions_that_leave_are_kept_if_asked(database: Any, tmp_path: Path) -> None:
-    cases = {name: STATEMENTS[name] for name in ("detached", "dropped_leaf", "truncated_leaf")}
+    cases = {name: PARTITIONS[name] for name in ("detached", "dropped_leaf", "truncated_leaf")}
     site = Site(database, tmp_path, cases)
     with site.running(schema_changes=SchemaChanges(partitions=Partitions.KEEP)) as pipeline:
         site.check(pipeline)
@@ -395,16 +607,16 @@ def test_rows_are_kept_when_the_table_is_renamed(database: Any, tmp_path: Path) 
 
 
 def test_the_phase_says_why_a_table_waits_to_be_copied_again(database: Any, tmp_path: Path) -> None:
-    site = Site(database, tmp_path, {"renamed": STATEMENTS["renamed"]})
+    site = Site(database, tmp_path, {"another_key": STATEMENTS["another_key"]})
     with site.running() as pipeline:
         site.check(pipeline)
         site.change()
         site.write(101)
         site.wait_copied(pipeline, 2)
         site.check(pipeline)
-    (table_id,) = database.execute("select 'renamed'::regclass::oid::int8")[0]
+    (table_id,) = database.execute("select 'another_key'::regclass::oid::int8")[0]
     reasons = [r.phase.reason for r in site.store.get_table_replication_history(table_id) if isinstance(r.phase, Init)]
-    assert reasons == [None, "public.renamed: column 'note' was renamed to 'remark'"]
+    assert reasons == [None, "public.another_key: its key changed"]
 
 
 def test_a_row_with_values_that_were_never_sent_stops_its_table_only_until_the_cause_is_seen(

@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.coordinator import Coordinator
 from penstock.copy import CopySettings
+from penstock.destinations.delta import planner
 from penstock.destinations.registry import create_destination
 from penstock.documents.base import BatchPolicy, Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
@@ -32,7 +33,7 @@ from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import open_store
 from penstock.stream import StreamSettings
-from penstock.tables import TablesOutput, TablesSettings
+from penstock.tables import RunningTables, TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
 from penstock.workers import BatchSettings, ErrorHold
@@ -68,6 +69,8 @@ class DriveSettings:
     """A table that the destination rejects."""
     times: int | None = None
     """How many times it is rejected; None for always."""
+    rewrite_bytes: int | None = None
+    """Delta tables that are larger are rewritten by themselves; None for the usual limit."""
     indexes: Mapping[str, str] = field(default_factory=dict[str, str])
     """The specifications of search indexes, by name; with any of them, no tables are replicated."""
     sink: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -118,6 +121,8 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
     """Return the pipeline that the settings describe, not started."""
     folder = Path(settings.folder)
     options = {"path": str(settings.lake), **settings.options}
+    if settings.rewrite_bytes is not None:
+        planner.REWRITE_BYTES = settings.rewrite_bytes
     destination = FaultyDestination(create_destination(settings.destination, options))
     if settings.reject is not None:
         error = TableBusy("by order", table=settings.reject)
@@ -188,6 +193,8 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
 
 def _tell(pipeline: RunningOutput, session: Any, looks: int) -> None:
     phases = {name: phase.name for name, phase in pipeline.phases.items()}
+    if isinstance(pipeline, RunningTables):
+        phases |= {name: "pending" for name in pipeline.pending if phases.get(name) == "ready"}
     if isinstance(pipeline, RunningDocuments):
         phases = {name: build.status.value for name, build in pipeline.indexes.items()}
         if pipeline.unfinished_work:

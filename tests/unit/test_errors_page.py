@@ -19,7 +19,7 @@ def test_the_page_has_every_error_and_no_others():
     expected = {
         each.__name__: [
             " ".join((inspect.getdoc(each) or "").split()),
-            {errors.Retry.TIMED: "yes", errors.Retry.COPY: "copy"}.get(each.retry, "no"),
+            {errors.Retry.TIMED: "yes", errors.Retry.COPY: "copy", errors.Retry.ALONE: "alone"}.get(each.retry, "no"),
             each.default_hint,
         ]
         for each in vars(errors).values()

@@ -124,6 +124,8 @@ class EventBatch:
     last_commit_time: int
     """Unix microseconds, by the source's clock; zero in a batch without transactions."""
     tables: tuple[TableChanges, ...]
+    alone: bool = False
+    """No other table waits for this batch, so it may take long (`TakesLong`)."""
 
     @property
     def row_count(self) -> int:

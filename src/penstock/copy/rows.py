@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
@@ -22,6 +22,7 @@ from penstock.copy.reader import RangeReader
 from penstock.errors import RESYNC, PublicationChanged, QueryFailed, SourceError, TableLocked, TableRewritten
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
+from penstock.source.bounds import Bounds, load_bounds
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import is_lock_timeout, translated
@@ -67,6 +68,7 @@ def prepare_copy(
     types: TypeSettings | None = None,
     settings: CopySettings | None = None,
     attempt: str | None = None,
+    with_bounds: bool = False,
 ) -> CopyRows:
     """Plan the copy of a published table: its schema at the snapshot's position, and its ranges.
 
@@ -79,6 +81,7 @@ def prepare_copy(
         schema, row_filter, unpublished = _describe(connection, publication, table_id)
         leaves = load_leaves(connection, schema)
         shape = replace(load_shapes(connection, [table_id])[table_id], copied_at=snapshot.position)
+        bounds = load_bounds(connection, schema) if with_bounds else {}
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
     ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
     rows = CopyRows(
@@ -88,6 +91,7 @@ def prepare_copy(
         ranges=ranges,
         shape=shape,
         unpublished=unpublished,
+        bounds=bounds,
     )
     logger.info(
         "copy planned table=%s attempt=%s position=%s heaps=%d ranges=%d bytes=%d",
@@ -178,6 +182,8 @@ class CopyRows:
     """What the catalog said of it in the snapshot."""
     unpublished: tuple[str, ...] = ()
     """Columns of the table that the publication omits."""
+    bounds: Mapping[int, Bounds] = field(default_factory=dict[int, Bounds])
+    """The bounds of its leaves by oid, if they were asked for, without those that cannot be applied elsewhere."""
 
     @property
     def schema(self) -> TableSchema:

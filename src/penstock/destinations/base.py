@@ -39,6 +39,7 @@ from penstock.destinations.refusals import concerns_all_tables
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
+from penstock.source.bounds import Bounds
 
 if TYPE_CHECKING:
     from penstock.copy import rows as postgres_rows
@@ -164,6 +165,9 @@ class DestinationContext:
     """For new rows with omitted values; None if the source cannot be queried."""
     take_folder: Callable[[TableSchema], str] = FOLDERS.table
     """Returns the folder for a copy that begins now. A `FolderDestination` calls this in `drop_table_for_copy`."""
+
+    records_ddl: bool = False
+    """The source records its DDL in the stream. Otherwise a name that moved to another column may come too early."""
 
     def knows(self, lineage: str) -> bool:
         """Return True if positions of this lineage are valid."""
@@ -309,6 +313,20 @@ class FolderDestination(Protocol):
 
     def locations(self, pipeline_id: str) -> Mapping[int, str]:
         """Return the path or URL of each table of a pipeline, by table id. Called without `startup`."""
+        ...
+
+
+@runtime_checkable
+class PartDestination(Protocol):
+    """A destination that can copy some partitions of a table again without touching the rows of the others."""
+
+    def replace_part(self, schema: TableSchema, rows: CopyRows, leaves: Sequence[Bounds], *, inside: bool) -> None:
+        """Replace some rows of a table by `rows`, as of `rows.position`, durably and at once for readers.
+
+        With `inside`, the rows within the bounds of the `leaves` stay and all others go; without it, the rows within
+        these bounds go and all others stay. The table has every change up to `rows.position` and none after it; on
+        return this is its recorded position. Raise `SchemaNotFollowed` if the rows cannot be told apart.
+        """
         ...
 
 

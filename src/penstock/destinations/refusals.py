@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.errors import (
     RESYNC,
@@ -21,8 +22,10 @@ from penstock.errors import (
     TableBusy,
     TableOwned,
     TableRejected,
+    TakesLong,
 )
 
+_Outcome = TypeVar("_Outcome")
 _PASSING = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO),
@@ -71,6 +74,11 @@ def rejected(table: str, what: str, *, hint: str = "") -> PenstockError:
 def not_followed(table: str, what: str) -> PenstockError:
     """The schema changed so that only a new copy has the right rows."""
     return SchemaNotFollowed(f"{table}: {what}", table=table)
+
+
+def takes_long(table: str, what: str) -> PenstockError:
+    """Other tables must not wait while this one is written."""
+    return TakesLong(f"{table}: {what}", table=table)
 
 
 def unusable(what: str, *, hint: str = "") -> PenstockError:
@@ -156,6 +164,13 @@ def unexpected(table: str, error: BaseException) -> PenstockError:
         hint="The destination's log may have details; the text of the error is left out because it may contain data.",
         table=table,
     )
+
+
+def raised(outcome: _Outcome | PenstockError) -> _Outcome:
+    """Return the outcome of a task; raise it if it is an error."""
+    if isinstance(outcome, PenstockError):
+        raise outcome
+    return outcome
 
 
 def is_passing(error: BaseException) -> bool:

@@ -122,3 +122,9 @@ class TableSchema:
         if self.replica_identity is ReplicaIdentity.NOTHING:
             return ()
         return tuple(column for column in self.columns if column.identity)
+
+
+def moved_names(before: TableSchema, after: TableSchema) -> list[str]:
+    """Return the names of `after` that belong to another column of `before`."""
+    known = {column.name: column.attnum for column in before.columns}
+    return [column.name for column in after.columns if known.get(column.name, column.attnum) != column.attnum]

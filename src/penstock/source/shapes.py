@@ -188,8 +188,12 @@ class SilentChange(NamedTuple):
     """Rows left the table with their partition, and nothing else happened to it."""
     attached: int | None = None
     """The leaf that was attached; if it has no rows, nothing changed."""
+    of_partition: bool = False
+    """Rows came or went with a partition, and a new copy of that partition is enough."""
     in_stream: bool = False
     """The stream carries it with the next row; until then, readers see the earlier columns."""
+    moved: bool = False
+    """A column has the name that another one had, so changes from before may be taken for those of this column."""
 
 
 def silent_changes(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) -> list[SilentChange]:
@@ -212,23 +216,43 @@ def vanished(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) 
     }
 
 
+def unchanged_leaves(before: TableShape, now: TableShape) -> set[int]:
+    """Return the leaves that were partitions with the same bounds all the time, so that the stream has their rows."""
+    return {
+        oid
+        for oid, heap in now.heaps.items()
+        if (earlier := before.heaps.get(oid)) is not None
+        and (earlier.filenode, earlier.persistence, earlier.links) == (heap.filenode, heap.persistence, heap.links)
+    }
+
+
+def attached_leaves(before: TableShape, now: TableShape) -> set[int]:
+    """Return the leaves that may have brought rows when they became partitions."""
+    earlier = before.heaps
+    return {
+        oid
+        for oid, heap in now.heaps.items()
+        if (heap.links != earlier[oid].links if oid in earlier else not heap.born)
+    }
+
+
 def _changed_partitions(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) -> Iterator[SilentChange]:
     if vanished(before, now, mentioned):
-        yield SilentChange("a partition was created, filled, and detached or dropped", leaves=True)
+        yield SilentChange("a partition was created, filled, and detached or dropped", leaves=True, of_partition=True)
     for oid, heap in before.heaps.items():
         if oid not in now.heaps:
-            yield SilentChange(f"partition {heap.name} was detached or dropped", leaves=True)
+            yield SilentChange(f"partition {heap.name} was detached or dropped", leaves=True, of_partition=True)
     for oid, heap in now.heaps.items():
         earlier = before.heaps.get(oid)
         # The catalog does not tell TRUNCATE from VACUUM FULL: after both, and more so later, it looks the same.
-        truncated = SilentChange(f"partition {heap.name} was truncated or rewritten", leaves=True)
+        truncated = SilentChange(f"partition {heap.name} was truncated or rewritten", leaves=True, of_partition=True)
         if earlier is None:
             if not heap.born:
-                yield SilentChange(f"partition {heap.name} was attached", attached=oid)
+                yield SilentChange(f"partition {heap.name} was attached", attached=oid, of_partition=True)
             elif heap.filenode != str(oid):  # a new relation has its oid as the number of its file
                 yield truncated
         elif heap.links != earlier.links:
-            yield SilentChange(f"partition {heap.name} was detached and attached again")
+            yield SilentChange(f"partition {heap.name} was detached and attached again", of_partition=True)
         elif heap.persistence != earlier.persistence:
             yield SilentChange(f"partition {heap.name} was set logged or unlogged")
         elif now.is_partitioned and heap.filenode != earlier.filenode:
@@ -256,9 +280,9 @@ def _changed_names(before: TableShape, now: TableShape) -> Iterator[SilentChange
     for attnum, name in now.columns.items():
         earlier = before.columns.get(attnum)
         if earlier is not None and earlier != name:
-            yield SilentChange(f"column {earlier!r} was renamed to {name!r}", in_stream=True)
+            yield SilentChange(f"column {earlier!r} was renamed to {name!r}", in_stream=True, moved=name in known)
         elif earlier is None and name in known:
-            yield SilentChange(f"column {name!r} was dropped and added again", in_stream=True)
+            yield SilentChange(f"column {name!r} was dropped and added again", in_stream=True, moved=True)
 
 
 def _versions(heap: Heap) -> Iterator[tuple[int, str]]:

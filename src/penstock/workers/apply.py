@@ -3,7 +3,8 @@
 Each round takes the entries after P up to a limit, hands one batch to the destination and records progress: first the
 tables' positions, then the stored progress, then the position of the spool's reader, which the slot follows. A table
 that fails becomes Errored and keeps its position; the others continue. A table that is far behind P, because it was
-retried, gets batches of its own until it has caught up, so that no other table waits for it.
+retried, gets batches of its own until it has caught up, so that no other table waits for it. A table whose files must
+be rewritten is written by a thread of its own meanwhile (`penstock.workers.solo`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from pathlib import Path
 from penstock import failpoints
 from penstock.changes.steps import Message
 from penstock.destinations.base import Destination
-from penstock.errors import PenstockError, Retry, TasksFailed
+from penstock.errors import DestinationUnavailable, PenstockError, Retry, TasksFailed
 from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
 from penstock.state import Errored, Init, Ready, Store, SyncDone, TableReplicationPhase
 from penstock.state.transitions import lose_position, resync
 from penstock.values import TypeSettings
-from penstock.workers.batches import BatchSettings, BatchWriter
+from penstock.workers.batches import BatchSettings, BatchWriter, Work
 from penstock.workers.board import Board
 from penstock.workers.failures import Recopy, SchemaChanges, as_error, errored
 from penstock.workers.lifecycle import Lifecycle
+from penstock.workers.solo import LongBatch, SoloWrites
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,8 @@ class ApplyWorker:
         """
         self._name = name
         self._writer = BatchWriter(spool, store, destination, settings, types)
+        self._solo = SoloWrites(board, lambda: BatchWriter(spool, store, destination, settings, types))
+        self._requests: dict[int, Work] = {}
         self._board = board
         self._store = store
         self._lifecycle = lifecycle
@@ -130,8 +134,22 @@ class ApplyWorker:
         board = self._board
         return ApplyStatus(board.applied, board.acknowledged, self._changes, self._batches, self._last_commit_time)
 
+    def write_apart(self, table_id: int, work: Work) -> None:
+        """Have a followed table written by `work`, in a thread of its own; called by the coordinator's thread."""
+        self._requests[table_id] = work
+
+    def is_apart(self, table_id: int) -> bool:
+        """True if a table is written by itself, or will be."""
+        return table_id in self._requests or table_id in self._solo.tables
+
     def run(self) -> None:
         """Apply until the output stops; then run one more round, so that the next start need not repeat it."""
+        try:
+            self._run()
+        finally:
+            self._solo.join()
+
+    def _run(self) -> None:
         backoff = Backoff(first=0.5, longest=30.0)
         stop = self._lifecycle.stop
         while not self._lifecycle.lost.is_set():
@@ -155,7 +173,10 @@ class ApplyWorker:
     def _round(self) -> bool:
         """Write one batch for the tables near P and one for those far behind; return True if there is more."""
         self._failed |= self._board.retry_due(datetime.now(UTC))
-        with self._board.batch() as positions:
+        self._take_over_solo()
+        with self._board.batch() as followed:
+            self._start_solo(followed)
+            positions = {table: each for table, each in followed.items() if table not in self._solo.tables}
             applied = self._board.applied
             far = self._far_behind(positions, applied)
             others = {table: position for table, position in positions.items() if table not in far}
@@ -182,6 +203,31 @@ class ApplyWorker:
         self._writer.reader.forget(acknowledged)
         self._prune_schemas(acknowledged)
         return more
+
+    def _start_solo(self, positions: Mapping[int, Lsn]) -> None:
+        for table_id in list(self._requests):
+            work = self._requests[table_id]
+            if table_id in positions and table_id not in self._solo.tables and not self._lifecycle.stop.is_set():
+                self._solo.start(table_id, positions[table_id], work)
+            del self._requests[table_id]
+
+    def _take_over_solo(self) -> None:
+        """Follow the tables again that were written by themselves."""
+        for each in self._solo.finished():
+            if each.durable is not None:
+                logger.info(
+                    "table was written by itself table=%s position=%s",
+                    *(self._board.name_of(each.table_id), each.durable),
+                )
+                self._failed.pop(each.table_id, None)
+                self._record(self._board.applied, {each.table_id: each.durable})
+            elif isinstance(each.error, DestinationUnavailable) or each.error is None:
+                # All tables wait for the destination, and then this one asks again.
+                logger.warning(
+                    "table could not be written by itself, retrying table=%s", self._board.name_of(each.table_id)
+                )
+            elif not self._lifecycle.stop.is_set():
+                self._fail(each.table_id, each.error, each.position)
 
     def _record(self, end: Lsn, durable: Mapping[int, Lsn]) -> Lsn:
         """Record what a batch made durable; return the position that may be acknowledged."""
@@ -268,7 +314,13 @@ class ApplyWorker:
     ) -> dict[int, Lsn]:
         written = self._writer.write(entries, begin, end, positions)
         for table_id, error in written.failed.items():
-            self._fail(table_id, error, positions[table_id])
+            if error.retry is Retry.ALONE:
+                if not self._lifecycle.stop.is_set():
+                    name = self._board.name_of(table_id)
+                    logger.info("table is written by itself table=%s reason=%s", name, error.message)
+                    self._solo.start(table_id, positions[table_id], LongBatch(table_id, end).write)
+            else:
+                self._fail(table_id, error, positions[table_id])
         for changes in written.batch.tables:
             if changes.table_id in written.durable:
                 self._failed.pop(changes.table_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,10 +70,13 @@ class BatchWriter:
             taken.append(entry)
         return taken
 
-    def write(self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn]) -> Written:
+    def write(
+        self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn], *, alone: bool = False
+    ) -> Written:
         """Write the changes of these tables between two boundaries, each from its position, and wait for the result.
 
-        Changes that the destination accepted before are left out until it reports them as durable or failed.
+        `alone` is as in `EventBatch`. Changes that the destination accepted before are left out until it reports them
+        as durable or failed.
         """
         unsent = self._leave_out_accepted(positions)
         batch = build_batch(
@@ -94,7 +97,8 @@ class BatchWriter:
         for table_id in failed:
             durable.pop(table_id)
             self._accepted.pop(table_id, None)
-        batch = replace(batch, tables=tuple(each for each in batch.tables if each.table_id not in failed))
+        left = tuple(each for each in batch.tables if each.table_id not in failed)
+        batch = replace(batch, tables=left, alone=alone)
         if not batch.tables and self._accepted.keys().isdisjoint(positions):
             return Written(batch, durable, failed)
         # Stored before the destination commits, so that a crash in between leaves no table with a schema that the store
@@ -145,6 +149,10 @@ class BatchWriter:
         """Return the schemas that the tables have at the destination: those stored for their positions."""
         stored = (self._store.get_table_schema(table_id, OrderKey(lsn, 0)) for table_id, lsn in positions.items())
         return {version.table_id: version.schema for version in stored if version is not None}
+
+
+Work = Callable[[BatchWriter, Lsn], Lsn]
+"""Writes one table from its position on; returns its new position."""
 
 
 def _inexact_key(changes: TableChanges, types: TypeSettings) -> PenstockError | None:

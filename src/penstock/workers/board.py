@@ -77,6 +77,7 @@ class Board:
         self._snapshots: dict[int, Lsn] = {}
         self._attempts: dict[int, str] = {}
         self._in_batch: frozenset[int] = frozenset()
+        self._written_alone: frozenset[int] = frozenset()
         self._applied = start
         self._acknowledged = start
         for table_id, phase in self._phases.items():
@@ -120,8 +121,14 @@ class Board:
             return [
                 table_id
                 for table_id, phase in self._phases.items()
-                if isinstance(phase, Init | DataSync | FinishedCopy) and table_id not in self._in_batch
+                if isinstance(phase, Init | DataSync | FinishedCopy)
+                and table_id not in self._in_batch | self._written_alone
             ]
+
+    def keep_from_copies(self, table_ids: frozenset[int]) -> None:
+        """Set the tables that are written by themselves: none of them can be copied."""
+        with self._changed:
+            self._written_alone = table_ids
 
     def set_phase(self, table_id: int, phase: TableReplicationPhase, *, position: Lsn | None = None) -> None:
         """Store a phase if it is a persisted one, then show it. `position` is how far the table is durable."""

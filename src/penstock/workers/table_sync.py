@@ -271,7 +271,7 @@ class TableSync:
             return position
         end = earliest(limit, entries[-1].end)
         try:
-            written = self._writer.write(entries, position, end, {self._table_id: position})
+            written = self._writer.write(entries, position, end, {self._table_id: position}, alone=True)
         except DestinationUnavailable as error:
             # The copy is complete: wait for the destination, as the apply worker does, instead of copying again.
             delay = self._backoff.next_delay()

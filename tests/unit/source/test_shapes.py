@@ -73,7 +73,9 @@ def test_a_leaf_that_only_the_stream_has_seen() -> None:
     assert vanished(copied, PARTED, {10: Lsn(100)}) == {10}
     assert vanished(PLAIN, PLAIN, {10: Lsn(100)}) == set()
     (change,) = silent_changes(copied, PARTED, {10: Lsn(100)})
-    assert change == ("a partition was created, filled, and detached or dropped", True, None, False)
+    assert change.text == "a partition was created, filled, and detached or dropped"
+    assert change.leaves
+    assert change.of_partition
     # Each is dealt with once.
     without_low = replace(PARTED, heaps={8: HIGH})
     later = without_low.following(copied, {10: Lsn(100)})

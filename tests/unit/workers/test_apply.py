@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,8 +13,8 @@ import pytest
 
 from penstock.changes.batch import EventBatch
 from penstock.changes.segment import segment_layout
-from penstock.destinations.base import WriteHandle, completed
-from penstock.errors import DestinationUnavailable, PenstockError, Retry, TasksFailed
+from penstock.destinations.base import WriteHandle, WriteResult, completed
+from penstock.errors import DestinationUnavailable, PenstockError, Retry, TakesLong, TasksFailed
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Lineage
@@ -43,10 +46,20 @@ class Recording:
         self.killers: set[int] = set()
         """Tables whose part kills the job."""
         self.error: PenstockError | None = None
+        self.long: set[int] = set()
+        """Tables that are only written alone, and then as soon as `may_end` is set."""
+        self.may_end = threading.Event()
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
+        if batch.alone:
+            assert self.may_end.wait(10)
         if self.error is not None:
             raise self.error
+        long = self.long & {table.table_id for table in batch.tables}
+        if long and not batch.alone:
+            batch = replace(batch, tables=tuple(each for each in batch.tables if each.table_id not in long))
+            self.write_events(batch)
+            return completed(WriteResult.failures({table_id: TakesLong("slow") for table_id in long}))
         if self.killers & {table.table_id for table in batch.tables}:
             raise TasksFailed("a Python worker was killed")
         self.batches.append((batch.begin, batch.end, sorted(table.table_id for table in batch.tables)))
@@ -120,6 +133,13 @@ def make_worker(
     )
 
 
+def wait_for(look: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not look():
+        assert time.monotonic() < deadline, what
+        threading.Event().wait(0.01)
+
+
 def test_a_table_that_is_a_little_behind_joins_the_batch_of_the_others(tmp_path, spool, store):
     board = Board(store, START, {TABLE: START, LATE: START}.get)
     board.record_progress(Lsn(116), {TABLE: Lsn(116)})
@@ -150,6 +170,59 @@ def test_nobody_waits_for_a_table_that_is_far_behind(tmp_path, spool, store):
         worker.run()
     assert destination.rows == {TABLE: [132, 140], LATE: [100, 108, 116, 124, 132, 140]}
     assert board.positions() == {TABLE: 148, LATE: 148}
+
+
+def test_nobody_waits_for_a_table_that_takes_long(tmp_path, spool, store):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100, 108)
+    destination = Recording()
+    destination.long = {LATE}
+    worker = make_worker(tmp_path, store, board, destination)
+    stop = worker._lifecycle.stop
+    stop.clear()
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    wait_for(lambda: destination.rows.get(TABLE) == [100, 108], "the other table")
+    publish(spool, 116)
+    wait_for(lambda: destination.rows.get(TABLE) == [100, 108, 116], "what came meanwhile")
+    # The slow one keeps its phase and holds back progress, and no copy of it can begin.
+    assert board.phases() == {TABLE: Ready(), LATE: Ready()}
+    assert (board.positions()[LATE], destination.rows.get(LATE)) == (START, None)
+    assert store.get_replication_progress() in (None, START)
+    board.set_phase(LATE, Init())
+    assert board.to_copy() == []
+    board.set_phase(LATE, DataSync())
+    board.set_phase(LATE, FinishedCopy())
+    board.set_phase(LATE, SyncDone(START), position=START)
+    destination.long = set()
+    destination.may_end.set()
+    wait_for(lambda: board.positions() == {TABLE: 124, LATE: 124}, "both tables")
+    stop.set()
+    thread.join(10)
+    assert destination.rows == {TABLE: [100, 108, 116], LATE: [100, 108, 116]}
+    assert store.get_replication_progress() == 124
+
+
+@pytest.mark.parametrize("error", [DestinationUnavailable("no answer"), TasksFailed("a Python worker was killed")])
+def test_a_table_that_fails_while_it_is_written_by_itself_is_tried_again(tmp_path, spool, store, error):
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100, 108)
+    destination = Recording()
+    destination.long = {LATE}
+    worker = make_worker(tmp_path, store, board, destination)
+    stop = worker._lifecycle.stop
+    stop.clear()
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    wait_for(lambda: destination.rows.get(TABLE) == [100, 108], "the other table")
+    destination.error = error
+    destination.may_end.set()
+    wait_for(lambda: not worker._solo.tables or isinstance(board.phase(LATE), Errored), "the failure")
+    destination.error = None
+    wait_for(lambda: board.positions().get(LATE) == 116, "the next try")
+    stop.set()
+    thread.join(10)
+    assert destination.rows == {TABLE: [100, 108], LATE: [100, 108]}
 
 
 def test_versions_of_schemas_that_no_position_needs_are_forgotten(tmp_path, spool, store):

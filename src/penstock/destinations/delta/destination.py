@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,17 +15,20 @@ from pathlib import Path
 from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import segment_layout
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
-from penstock.destinations.delta.copy import CopyTarget, group_ranges, write_ranges
+from penstock.destinations.delta.actions import Add
+from penstock.destinations.delta.copy import CopiedFile, CopyTarget, group_ranges, write_ranges
+from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableState, new_layout
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import WritesInFlight
 from penstock.destinations.delta.maintenance.schedule import Maintenance, MaintenanceSettings
+from penstock.destinations.delta.parts import PartWork, part_filter, remove_rows
 from penstock.destinations.delta.planner import Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import Storage, open_storage
 from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place
-from penstock.destinations.delta.tasks import apply_changes, backfill
+from penstock.destinations.delta.tasks import Rewrite, apply_changes, rewrite_file
 from penstock.destinations.delta.write import WrittenFiles
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import (
@@ -33,13 +36,16 @@ from penstock.destinations.refusals import (
     concerns_all_tables,
     fenced_copy,
     not_copied,
+    not_followed,
+    raised,
     require_mounted,
     unexpected,
     unusable,
 )
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
+from penstock.source.bounds import Bounds
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +64,7 @@ class DeltaDestination:
     | `path` | a folder that the driver and all tasks see, or a URL like `s3://bucket/lake` |
     | `mode` | `mirror` (default): the rows of the source; `history`: every change; `soft_delete`: deleted rows stay |
     | `deletion_vectors` | `true` (default), or `false` for readers that do not support them: files are rewritten |
+    | `column_mapping` | `true` renames columns without rewriting files; not all readers support it (`false`) |
     | `commit_interval` | seconds between two commits of a busy table (0.5) |
     | `storage_options` | of the object store: `{aws_endpoint = "…", aws_region = "…"}` |
     | `maintenance` | `true` (default): compaction, checkpoints and clean-up while the pipeline runs |
@@ -72,6 +79,7 @@ class DeltaDestination:
         *,
         mode: str = "mirror",
         deletion_vectors: bool = True,
+        column_mapping: bool = False,
         commit_interval: float = 0.5,
         storage_options: Mapping[str, str] | None = None,
         maintenance: bool = True,
@@ -81,7 +89,12 @@ class DeltaDestination:
         known = [each.value for each in Mode]
         if mode not in known:
             raise unusable(f"unknown mode {mode!r}", hint=f"Use {', '.join(known[:-1])} or {known[-1]}.")
-        for name, value in (("deletion_vectors", deletion_vectors), ("maintenance", maintenance)):
+        switches = {
+            "deletion_vectors": deletion_vectors,
+            "column_mapping": column_mapping,
+            "maintenance": maintenance,
+        }
+        for name, value in switches.items():
             if not isinstance(value, bool):
                 raise unusable(f"{name} must be true or false")
         if isinstance(commit_interval, bool) or not isinstance(commit_interval, int | float) or commit_interval <= 0:
@@ -90,6 +103,7 @@ class DeltaDestination:
         """Seconds between two batches, unless more than one batch of changes is waiting."""
         self._mode = Mode(mode)
         self._deletion_vectors = deletion_vectors
+        self._column_mapping = column_mapping
         self._maintained = maintenance
         self._settings = MaintenanceSettings(
             log_retention_hours=log_retention_hours, file_retention_hours=file_retention_hours
@@ -165,14 +179,59 @@ class DeltaDestination:
         count = sum(file.row_count for file in files)
         logger.info("table copied table=%s rows=%d files=%d", schema, count, len(files))
 
+    def replace_part(self, schema: TableSchema, rows: CopyRows, leaves: Sequence[Bounds], *, inside: bool) -> None:
+        """See `PartDestination`."""
+        require_mounted(self._storage.local_path(_MARKER))
+        table = self._known(schema.table_id, str(schema))
+        if table is None:
+            raise not_copied(str(schema))
+        with self._writes.writing():
+            files: list[CopiedFile] | None = None
+            for _ in range(_ROUNDS):
+                version = table.require()
+                layout = version.state.layout
+                if layout.source != rows.schema:
+                    raise not_followed(str(schema), "its columns changed together with its partitions")
+                if not reaches(rows.position, table.require_position(version)):
+                    raise fenced_copy(str(schema), rows.attempt)
+                stays = part_filter(layout, leaves, inside=inside)
+                if files is None:
+                    target = CopyTarget(
+                        str(schema), table.log.storage, layout.with_texts(), rows.attempt, rows.position
+                    )
+                    copied = self._started.tasks.run(
+                        group_ranges(rows.ranges),
+                        partial(write_ranges, rows.reader, target),
+                        description=f"copy {schema}",
+                    )
+                    files = [file for each in copied for file in each]
+                work = [
+                    PartWork(str(schema), table.log.storage, layout, LiveFile.of(add), stays, self._deletion_vectors)
+                    for add in version.snapshot.files.values()
+                    if not stays.keeps_all(add)
+                ]
+                outcomes = self._started.tasks.run(work, remove_rows, description=f"remove rows of {schema}")
+                written = WrittenFiles.all_of([raised(outcome) for outcome in outcomes])
+                written = replace(written, added=(*written.added, *(file.add for file in files)))
+                state = version.state
+                if any(file.has_texts for file in files):
+                    state = replace(state, layout=layout.with_texts())
+                if table.commit(Batch(version, state, rows.position, written)):
+                    count = sum(file.row_count for file in files)
+                    text = "partitions copied table=%s position=%s rows=%d removed=%d"
+                    logger.info(text, schema, rows.position, count, written.dead_count)
+                    return
+        raise busy(str(schema))
+
     def write_events(self, batch: EventBatch) -> WriteHandle:
         """See `Destination`."""
         require_mounted(self._storage.local_path(_MARKER))
         errors: dict[int, PenstockError] = {}
         left = {changes.table_id: changes for changes in batch.tables}
         with self._writes.writing():
+            done: list[tuple[Rewrite, Add | PenstockError | None]] = []
             for _ in range(_ROUNDS):
-                left = self._round(batch, left, errors)
+                left = self._round(batch, left, errors, done)
                 if not left:
                     break
         errors |= {table_id: busy(changes.table) for table_id, changes in left.items()}
@@ -250,9 +309,16 @@ class DeltaDestination:
             ) from error
 
     def _round(
-        self, batch: EventBatch, tables: Mapping[int, TableChanges], errors: dict[int, PenstockError]
+        self,
+        batch: EventBatch,
+        tables: Mapping[int, TableChanges],
+        errors: dict[int, PenstockError],
+        done: list[tuple[Rewrite, Add | PenstockError | None]],
     ) -> dict[int, TableChanges]:
-        """Run one job and its commits; return the tables that have to be written again."""
+        """Run one job and its commits; return the tables that have to be written again.
+
+        `done` are the files that earlier rounds rewrote, so that a lost race does not repeat them.
+        """
         plans: list[Plan] = []
         for changes in tables.values():
             try:
@@ -264,7 +330,7 @@ class DeltaDestination:
                 continue
             if plan is not None:
                 plans.append(plan)
-        plans = self._backfill(plans, errors)
+        plans = self._rewrite(batch, plans, errors, done)
         if not plans:
             return {}
         works = [plan.work for plan in plans]
@@ -283,22 +349,31 @@ class DeltaDestination:
                 again[plan.work.table_id] = tables[plan.work.table_id]
         return again
 
-    def _backfill(self, plans: list[Plan], errors: dict[int, PenstockError]) -> list[Plan]:
-        """Rewrite files for columns that were added with a constant, in one job; return the plans that succeeded."""
-        items = [item for plan in plans for item in plan.backfills]
-        if not items:
-            return plans
-        done = iter(self._started.tasks.run(items, backfill, description=f"fill added columns in {len(items)} files"))
+    def _rewrite(
+        self,
+        batch: EventBatch,
+        plans: list[Plan],
+        errors: dict[int, PenstockError],
+        done: list[tuple[Rewrite, Add | PenstockError | None]],
+    ) -> list[Plan]:
+        """Rewrite files of tables whose columns changed, in one job; return the plans that succeeded."""
+        known = {item.file: item for item, _ in done}
+        new = [item for plan in plans for item in plan.rewrites if known.get(item.file) != item]
+        if new:
+            text = f"rewrite {len(new)} files of {', '.join(sorted({item.table for item in new}))}"
+            with self._started.tasks.copying() if batch.alone else nullcontext():
+                done += zip(new, self._started.tasks.run(new, rewrite_file, description=text), strict=True)
+        outcomes = {item.file: outcome for item, outcome in done}
         ready: list[Plan] = []
         for plan in plans:
-            outcomes = [next(done) for _ in plan.backfills]
-            failures = [each for each in outcomes if isinstance(each, PenstockError)]
+            files = [outcomes[item.file] for item in plan.rewrites]
+            failures = [each for each in files if isinstance(each, PenstockError)]
             if failures:
                 errors[plan.work.table_id] = failures[0]
             else:
-                ready.append(plan.backfilled([each for each in outcomes if not isinstance(each, PenstockError)]))
-                if plan.backfills:
-                    logger.info("added columns filled table=%s files=%d", plan.work.table, len(plan.backfills))
+                ready.append(plan.rewritten([each for each in files if not isinstance(each, PenstockError)]))
+                if plan.rewrites:
+                    logger.info("columns changed, files rewritten table=%s files=%d", plan.work.table, len(files))
         return ready
 
     def _plan(self, batch: EventBatch, changes: TableChanges) -> Plan | None:
@@ -314,6 +389,8 @@ class DeltaDestination:
             mode=self._mode,
             deletion_vectors=self._deletion_vectors,
             source=self._started.source_rows,
+            records_ddl=self._started.records_ddl,
+            column_mapping=self._column_mapping,
         )
 
     def _commit(self, ready: list[tuple[Plan, WrittenFiles]]) -> list[bool | PenstockError]:

@@ -111,7 +111,7 @@ def write_data_file(storage: Storage, data: pa.Table) -> Add:
 
 
 def iterate_data_file(
-    storage: Storage, add: Add, schema: pa.Schema, vector: Vector | None = None
+    storage: Storage, add: Add | LiveFile, schema: pa.Schema, vector: Vector | None = None
 ) -> Iterator[pa.Table]:
     """Yield the live rows of a file in the types of `schema`; a column that it lacks is NULL.
 
@@ -135,7 +135,7 @@ def _row_group_rows(data: pa.Table) -> int:
     return _ROW_GROUP_ROWS if width < _WIDE_ROW_BYTES else max(1, _WIDE_GROUP_BYTES // width)
 
 
-def vector_of(storage: Storage, add: Add) -> Vector:
+def vector_of(storage: Storage, add: Add | LiveFile) -> Vector:
     """Return the dead rows of a live file."""
     return Vector.EMPTY if add.vector is None else read_vector(storage, add.vector)
 

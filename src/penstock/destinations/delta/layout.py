@@ -13,7 +13,7 @@ pipeline that owns the table and the attempt of the copy that it started with. T
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -34,12 +34,14 @@ from penstock.changes.segment import (
 )
 from penstock.destinations.delta.actions import Metadata, compact_json
 from penstock.destinations.delta.schema import (
+    MAPPING_MODE,
     OWNER,
     arrow_schema,
     column_names,
     delta_type,
     fit,
     schema_string,
+    shown_names,
 )
 from penstock.destinations.refusals import not_followed, rejected
 from penstock.schema import Column, ReplicaIdentity, TableSchema, fold_case
@@ -51,6 +53,10 @@ DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
 _TIMES, _BEGUN, _COPIED = "penstock.times", "penstock.attempt", "penstock.copied"
 _RETIRED = "penstock.retired"
+_LAST_ID = "delta.columnMapping.maxColumnId"
+_OWN_COLUMNS = 2_000
+"""More than the attribute numbers of any table."""
+_RESERVED_IDS = (UNREPRESENTABLE, DELETED_AT)
 
 
 class Mode(StrEnum):
@@ -74,7 +80,11 @@ class TableLayout:
     times: frozenset[int] = frozenset()
     """Columns that are times of day, which a Delta table stores as text."""
     retired: frozenset[str] = frozenset()
-    """The names of dropped columns, regardless of case: files may still have them, so a new column cannot use them."""
+    """The names of dropped columns, regardless of case: files may still have them, so a column that gets such a name
+    needs new files."""
+    shown: Mapping[str, str] | None = None
+    """The names that readers see by the names in files, if the table maps columns; all other names here are those in
+    files."""
 
     def fit(self, rows: pa.Table) -> pa.Table:
         """Return rows with some of the columns, in the types of the lake; columns that need large offsets keep them."""
@@ -117,58 +127,119 @@ class TableLayout:
         """Return the same layout with a column for texts of cells that their type cannot hold."""
         if self.has_texts:
             return self
-        return replace(self, schema=self.schema.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)))
+        shown = None if self.shown is None else {**self.shown, UNREPRESENTABLE: UNREPRESENTABLE}
+        return replace(self, schema=self.schema.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)), shown=shown)
 
     def evolved(self, schema: TableSchema, segment: pa.Schema) -> TableLayout:
         """Return the layout after a change of the source's schema, whose rows have these types.
 
-        Columns may be added; except in `history` they may be dropped, which only changes the metadata. Any other change
-        that readers would see raises `SchemaNotFollowed`.
+        Columns may be added; except in `history` they may also be dropped and renamed, and decimals may get wider. Any
+        other change that readers would see raises `SchemaNotFollowed`. `needs_rewrite` says whether files must be
+        written again.
         """
         before = {column.attnum: column for column in self.source.columns}
         after = {column.attnum: column for column in schema.columns}
-        for attnum, column in before.items():
-            self._refuse(column, after.get(attnum))
+        if self.mode is Mode.HISTORY:
+            for attnum, column in before.items():
+                self._refuse(column, after.get(attnum))
         # Without a key, rows may be found by all their cells, so a new key would identify them differently.
         is_matched = self.source.key or self.source.replica_identity is ReplicaIdentity.FULL
         if is_matched and {column.attnum for column in self.source.key} != {column.attnum for column in schema.key}:
             raise not_followed(str(schema), "its key changed")
-        types = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
-        dropped = {self.names[attnum] for attnum in before.keys() - after.keys()}
-        if dropped and (self.has_texts or not schema.columns):
-            # Files have texts of cells by the names of their columns, and a Delta table needs a column.
-            raise not_followed(str(schema), f"columns were dropped: {', '.join(sorted(dropped))}")
-        retired = self.retired | {fold_case(name) for name in dropped}
-        fields = [field for field in self.schema if field.name not in dropped]
-        names = {attnum: name for attnum, name in self.names.items() if name not in dropped}
-        times = set(self.times)
-        for column in schema.columns:
-            segment_type = segment.field(types[column.attnum]).type
-            arrow_type = _lake_type(schema, column, segment_type)
-            times |= {column.attnum} if holds_times(segment_type) else set()
-            if column.attnum in names:
-                fits = self.schema.field(names[column.attnum]).type == arrow_type
-                if not fits or not _keeps_values(before[column.attnum], column):
-                    raise not_followed(str(schema), f"the type of column {column.name!r} changed")
-                continue
-            name = _free_name(types[column.attnum], [field.name for field in fields])
-            if fold_case(name) in retired:
-                raise not_followed(
-                    str(schema),
-                    f"files still have an earlier column {column.name!r}, which was dropped before this one was added",
-                )
-            names[column.attnum] = name
-            fields.append(pa.field(names[column.attnum], arrow_type))
+        if not schema.columns:
+            raise not_followed(str(schema), "all columns were dropped, but a Delta table needs one")
+        in_segments = dict(zip(after, field_names(schema), strict=True))
+        same = {attnum for attnum in before.keys() & after.keys() if before[attnum].name == after[attnum].name}
+        others = [name for name in self.schema.names if name not in self.columns]
+        # Texts of cells are stored by the names of their columns, so these must be the new ones.
+        is_mapped = self.shown is not None and not self.has_texts
+        kept = before.keys() & after.keys() if is_mapped else same
+        names = {attnum: name for attnum, name in self.names.items() if attnum in kept}
+        in_files = [*self.retired, *self.schema.names] if is_mapped else []
+        for attnum in (each for each in after if each not in kept):
+            taken = [*names.values(), *others, *_reserved(self.mode), *in_files]
+            names[attnum] = _free_name(in_segments[attnum], taken)
+        types = {attnum: self._type_after(schema, after[attnum], segment, in_segments[attnum]) for attnum in after}
+        times = {attnum for attnum in after if holds_times(segment.field(in_segments[attnum]).type)}
+        fields = list(self._fields_after(names, types))
         if self.mode is Mode.HISTORY:
             old = pa.field(OLD, _old_type(schema, names, pa.schema(fields)))
             fields = [old if field.name == OLD else field for field in fields]
-        return TableLayout(schema, self.mode, names, pa.schema(fields), frozenset(times), retired)
+        evolved = TableLayout(schema, self.mode, names, pa.schema(fields), self.times | times)
+        if self.shown is not None:
+            evolved = replace(evolved, shown=self._shown_after(names, same, in_segments))
+        return evolved.succeeding(self)
+
+    def mapped(self) -> TableLayout:
+        """Return the same layout with a map of columns, if all columns can have one."""
+        if self.shown is not None or self.mode is Mode.HISTORY or any(map(_has_struct, self.schema.types)):
+            return self
+        return replace(self, shown={name: name for name in self.schema.names})
+
+    def _shown_after(self, names: Mapping[int, str], same: set[int], in_segments: Mapping[int, str]) -> dict[str, str]:
+        assert self.shown is not None
+        shown = {name: name for name in self.schema.names if name not in self.columns}
+        shown |= {names[attnum]: self.shown.get(self.names[attnum], self.names[attnum]) for attnum in same}
+        for attnum in (each for each in names if each not in same):
+            shown[names[attnum]] = _free_name(in_segments[attnum], [*shown.values(), *_reserved(self.mode)])
+        return shown
+
+    def succeeding(self, before: TableLayout) -> TableLayout:
+        """Return this layout with the dropped columns that files have if `before` was their layout."""
+        if self.needs_rewrite(before):
+            return replace(self, retired=frozenset())
+        return replace(self, retired=(before.retired | _folded(before.schema.names)) - _folded(self.schema.names))
+
+    def needs_rewrite(self, before: TableLayout) -> bool:
+        """True if readers would find wrong values in files that were written in the layout `before`."""
+        for attnum, name in self.names.items():
+            earlier = before.names.get(attnum)
+            if earlier is None:
+                if fold_case(name) in before.retired | _folded(before.schema.names):
+                    return True  # of another column that was dropped
+            elif earlier != name or before.schema.field(earlier).type != self.schema.field(name).type:
+                return True
+        # Texts of cells are stored by the names of their columns.
+        return before.has_texts and not before.names.keys() <= self.names.keys()
+
+    def id_of(self, name: str) -> int:
+        """Return the column id of a column, by its name in files."""
+        numbers = {each: attnum for attnum, each in self.names.items()}
+        return numbers[name] if name in numbers else _OWN_COLUMNS + 1 + _RESERVED_IDS.index(name)
+
+    def _fields_after(self, names: Mapping[int, str], types: Mapping[int, pa.DataType]) -> Iterator[pa.Field]:
+        """Yield the columns of the next layout: those of this one where they were, then the new ones."""
+        attnums = {name: attnum for attnum, name in self.names.items()}
+        for field in self.schema:
+            attnum = attnums.get(field.name)
+            if attnum is None:
+                yield field
+            elif attnum in names:
+                yield pa.field(names[attnum], types[attnum])
+        for attnum in names:
+            if attnum not in self.names:
+                yield pa.field(names[attnum], types[attnum])
+
+    def _type_after(self, schema: TableSchema, column: Column, segment: pa.Schema, name: str) -> pa.DataType:
+        """Return the lake's type of a column; raise if existing values cannot be given that type."""
+        wanted = _lake_type(schema, column, segment.field(name).type)
+        before = next((each for each in self.source.columns if each.attnum == column.attnum), None)
+        if before is None:
+            return wanted
+        present = self.schema.field(self.names[column.attnum]).type
+        # A cell that the narrow type could not hold may fit into the wide one, so texts prevent it.
+        widens = (
+            all(map(pa.types.is_decimal, (present, wanted))) and not self.has_texts and self.mode is not Mode.HISTORY
+        )
+        if not _keeps_values(before, column) or not (present == wanted or widens):
+            raise not_followed(str(schema), f"the type of column {column.name!r} changed")
+        return wanted
 
     def _refuse(self, before: Column, after: Column | None) -> None:
         table = str(self.source)
-        if after is None and self.mode is Mode.HISTORY:
+        if after is None:
             raise not_followed(table, f"column {before.name!r} was dropped, or is no longer published")
-        if after is not None and after.name != before.name:
+        if after.name != before.name:
             raise not_followed(table, f"column {before.name!r} was renamed to {after.name!r}")
 
 
@@ -230,7 +301,17 @@ def to_metadata(state: TableState, id_: str, created: int, configuration: Mappin
         _TIMES: compact_json(sorted(layout.times)),
         _RETIRED: compact_json(sorted(layout.retired)),
     }
-    return Metadata(id_, schema_string(layout.schema), {**configuration, **own}, (), created)
+    shown = layout.shown
+    if shown is None and MAPPING_MODE in configuration:
+        # A table that has mapped columns once does so for good.
+        shown = {}
+    if shown is None:
+        return Metadata(id_, schema_string(layout.schema), {**configuration, **own}, (), created)
+    own |= {MAPPING_MODE: "name", _LAST_ID: str(_OWN_COLUMNS + len(_RESERVED_IDS))}
+    text = schema_string(
+        layout.schema, {name: (shown.get(name, name), layout.id_of(name)) for name in layout.schema.names}
+    )
+    return Metadata(id_, text, {**configuration, **own}, (), created)
 
 
 def from_metadata(metadata: Metadata) -> TableState | None:
@@ -242,7 +323,9 @@ def from_metadata(metadata: Metadata) -> TableState | None:
     source = schema_from_json(json.loads(found[_SOURCE]))
     times = frozenset[int](json.loads(found[_TIMES]))
     retired = frozenset[str](json.loads(found.get(_RETIRED, "[]")))
-    layout = TableLayout(source, Mode(found[_MODE]), names, arrow_schema(metadata.schema_string), times, retired)
+    shown = shown_names(metadata.schema_string) if MAPPING_MODE in found else None
+    schema = arrow_schema(metadata.schema_string)
+    layout = TableLayout(source, Mode(found[_MODE]), names, schema, times, retired, shown)
     return TableState(found[OWNER], int(found[_TABLE_ID]), found[_BEGUN], found[_COPIED], layout)
 
 
@@ -287,6 +370,18 @@ def _reserved(mode: Mode) -> list[str]:
 
 def _keeps_values(before: Column, after: Column) -> bool:
     return keeps_values((before.type, before.type_modifier), (after.type, after.type_modifier))
+
+
+def _has_struct(type_: pa.DataType) -> bool:
+    if pa.types.is_map(type_):
+        return _has_struct(type_.key_type) or _has_struct(type_.item_type)
+    if pa.types.is_list(type_):
+        return _has_struct(type_.value_type)
+    return pa.types.is_struct(type_)
+
+
+def _folded(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(fold_case(name) for name in names)
 
 
 def _free_name(name: str, taken: list[str]) -> str:

@@ -21,14 +21,15 @@ from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableLayout, TableState
 from penstock.destinations.delta.table import LakeTable, Version
-from penstock.destinations.delta.tasks import Backfill, TableWork, backfills, constant_of
-from penstock.destinations.refusals import not_followed, rejected, unreadable
+from penstock.destinations.delta.tasks import Rewrite, TableWork, constant_of, rewrites
+from penstock.destinations.refusals import not_followed, rejected, takes_long, unreadable
 from penstock.errors import RESYNC
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
+from penstock.schema.table import moved_names
 
-FILL_BYTES = 256 << 20
-"""The largest table whose files are rewritten within a batch to fill an added column."""
+REWRITE_BYTES = 32 << 20
+"""The largest table whose files are rewritten within a batch that other tables share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,19 @@ class Plan:
     """After the batch."""
     end: Lsn
     work: TableWork
-    backfills: tuple[Backfill, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
     """Work to do first: one item for each file."""
     exchanged: Mapping[str, Add | None] = field(default_factory=dict[str, Add | None])
-    """The files that backfills replaced, by path; None if no row was live. The work uses the new files."""
+    """The files that were rewritten, by path; None if no row was live. The work uses the new files."""
 
-    def backfilled(self, adds: Sequence[Add | None]) -> Plan:
-        """Return the plan after `backfills` are done; `adds` are in their order."""
-        if not self.backfills:
+    def rewritten(self, adds: Sequence[Add | None]) -> Plan:
+        """Return the plan after `rewrites` are done; `adds` are in their order."""
+        if not self.rewrites:
             return self
-        paths = [each.file.path for each in self.backfills]
+        paths = [each.file.path for each in self.rewrites]
         files = tuple(LiveFile.of(add) for add in adds if add is not None)
         exchanged = dict(zip(paths, adds, strict=True))
-        return replace(self, work=replace(self.work, files=files), backfills=(), exchanged=exchanged)
+        return replace(self, work=replace(self.work, files=files), rewrites=(), exchanged=exchanged)
 
 
 def plan_table(
@@ -64,8 +65,14 @@ def plan_table(
     mode: Mode,
     deletion_vectors: bool,
     source: SourceRows | None,
+    records_ddl: bool = False,
+    column_mapping: bool = False,
 ) -> Plan | None:
-    """Plan a table's part; None if the table already has all of it. Raise the error that stops the table."""
+    """Plan a table's part; None if the table already has all of it. Raise the error that stops the table.
+
+    `records_ddl` as in `DestinationContext`: without it a table in which a name moved to another column is refused.
+    With `column_mapping`, columns are renamed in the metadata alone.
+    """
     version = table.require()
     if version.state.layout.mode is not mode:
         raise rejected(
@@ -77,7 +84,10 @@ def plan_table(
     left = leave_out(changes, position, batch.begin)
     if not left.steps:
         return None
-    layout, constants = _layout_after(version.state.layout, left)
+    before = version.state.layout
+    layout, constants = _layout_after(before, left, records_ddl=records_ddl)
+    if column_mapping and layout.needs_rewrite(before):
+        layout, constants = _layout_after(before.mapped(), left, records_ddl=records_ddl)
     steps = tuple(step for step in left.steps if isinstance(step, Rows | Truncation))
     files = tuple(LiveFile.of(add) for add in version.snapshot.files.values())
     storage = table.log.storage
@@ -94,28 +104,35 @@ def plan_table(
     )
     # A truncate leaves nothing of a mirror.
     gone = mode is Mode.MIRROR and any(isinstance(step, Truncation) for step in steps)
-    fills = backfills(changes.table, storage, layout, files, constants) if constants and not gone else ()
+    again: tuple[Rewrite, ...] = ()
+    if not gone and (constants or layout.needs_rewrite(before)):
+        again = rewrites(changes.table, storage, before, layout, files, constants)
     size = sum(add.size for add in version.snapshot.files.values())
-    if fills and size > FILL_BYTES:
-        # All tables would wait for this one; a new copy leaves them alone.
-        raise not_followed(
-            changes.table, f"a column was added with a default, and writing it would rewrite {size:,} bytes"
-        )
+    if again and size > REWRITE_BYTES and not batch.alone:
+        raise takes_long(changes.table, f"its columns changed, so {size:,} bytes are rewritten")
     end = position if reaches(position, batch.end) else batch.end
-    return Plan(table, version, replace(version.state, layout=layout), end, work, fills)
+    return Plan(table, version, replace(version.state, layout=layout), end, work, again)
 
 
-def _layout_after(layout: TableLayout, changes: TableChanges) -> tuple[TableLayout, dict[str, pa.Scalar]]:
+def _layout_after(
+    layout: TableLayout, changes: TableChanges, *, records_ddl: bool
+) -> tuple[TableLayout, dict[str, pa.Scalar]]:
     """Return the layout after all steps, and the values of existing rows in added columns, by names in segments."""
     constants: dict[int, pa.Scalar] = {}
+    first = layout
     for number, step in enumerate(changes.steps):
         if isinstance(step, SchemaChange) and step.new != layout.source:
             types = _types(changes, changes.steps[number + 1 :])
             if layout.mode is not Mode.HISTORY:
                 constants |= _constants(changes.table, layout, step.new, types)
+            if not records_ddl and (moved := moved_names(layout.source, step.new)):
+                # The catalog that named the columns may be newer than the rows.
+                raise not_followed(changes.table, f"the name of another column was given to column {moved[0]!r}")
             layout = layout.evolved(step.new, types)
         elif isinstance(step, Rows) and step.unrepresentable:
             layout = layout.with_texts()
+    # What files have follows from the layout before all steps.
+    layout = layout if layout is first else layout.succeeding(first)
     names = zip(layout.source.columns, field_names(layout.source), strict=True)
     return layout, {name: constants[column.attnum] for column, name in names if column.attnum in constants}
 

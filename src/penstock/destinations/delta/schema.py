@@ -31,8 +31,10 @@ from penstock.values.datetimes import holds_times, print_times
 OWNER = "penstock.owner"
 """The table property that names the pipeline that writes it."""
 DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT = "deletionVectors", "timestampNtz", "v2Checkpoint"
+COLUMN_MAPPING, MAPPING_MODE = "columnMapping", "delta.columnMapping.mode"
+_COLUMN_ID, _NAME_IN_FILES = "delta.columnMapping.id", "delta.columnMapping.physicalName"
 _APPEND_ONLY, _INVARIANTS = "appendOnly", "invariants"
-_READER_FEATURES = frozenset({DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT})
+_READER_FEATURES = frozenset({DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT, COLUMN_MAPPING})
 _WRITER_FEATURES = _READER_FEATURES | {_APPEND_ONLY, _INVARIANTS}
 _LEGACY_READER, _LEGACY_WRITER = 1, 2
 _FEATURE_READER, _FEATURE_WRITER = 3, 7
@@ -102,14 +104,33 @@ def _cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     return pa.chunked_array([print_times(chunk) for chunk in column.chunks], wanted)
 
 
-def schema_string(schema: pa.Schema) -> str:
-    """Return the schema as in a table's metadata; raise `TypeError` for types that Delta cannot hold."""
-    return compact_json({"type": "struct", "fields": [_field_to_json(field) for field in schema]})
+def schema_string(schema: pa.Schema, shown: Mapping[str, tuple[str, int]] | None = None) -> str:
+    """Return the schema as in a table's metadata; raise `TypeError` for types that Delta cannot hold.
+
+    `shown` maps the columns' names in files to the names that readers see, with their column ids.
+    """
+    fields = [_field_to_json(field) for field in schema]
+    if shown is not None:
+        for field in fields:
+            name, number = shown[field["name"]]
+            field |= {"name": name, "metadata": {_COLUMN_ID: number, _NAME_IN_FILES: field["name"]}}
+    return compact_json({"type": "struct", "fields": fields})
 
 
 def arrow_schema(text: str) -> pa.Schema:
-    """Parse a schema that Penstock or another writer wrote; raise `TypeError` for types that Penstock does not know."""
-    return pa.schema([_field_from_json(record) for record in json.loads(text)["fields"]])
+    """Parse a schema that Penstock or another writer wrote; raise `TypeError` for types that Penstock does not know.
+
+    Columns have the names that they have in files.
+    """
+    names = list(shown_names(text))
+    fields = [_field_from_json(record) for record in json.loads(text)["fields"]]
+    return pa.schema([field.with_name(name) for field, name in zip(fields, names, strict=True)])
+
+
+def shown_names(text: str) -> dict[str, str]:
+    """Return the names that readers see by the names in files, in the order of the schema."""
+    records = json.loads(text)["fields"]
+    return {record.get("metadata", {}).get(_NAME_IN_FILES, record["name"]): record["name"] for record in records}
 
 
 def column_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -127,9 +148,10 @@ def column_names(names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def protocol_for(schema: pa.Schema, *, deletion_vectors: bool = True) -> Protocol:
+def protocol_for(schema: pa.Schema, *, deletion_vectors: bool = True, column_mapping: bool = False) -> Protocol:
     """Return the lowest protocol that readers and writers of this table need."""
     features: set[str] = {DELETION_VECTORS} if deletion_vectors else set()
+    features |= {COLUMN_MAPPING} if column_mapping else set()
     if any(_has_timestamp_ntz(field.type) for field in schema):
         features.add(TIMESTAMP_NTZ)
     if not features:
@@ -175,6 +197,8 @@ def refuse_unknown(table: str, protocol: Protocol, metadata: Metadata) -> None:
             f"it has table features that Penstock does not know: {', '.join(unknown)}",
             hint="Use a separate table for Penstock, or remove the features with the tool that added them.",
         )
+    if metadata.configuration.get(MAPPING_MODE, "none") not in ("none", "name"):
+        raise rejected(table, "it maps columns by id", hint="Use a separate table for Penstock.")
     if metadata.partition_columns:
         raise rejected(table, "it is partitioned", hint="Use a separate table for Penstock.")
     if metadata.configuration.get("delta.appendOnly", "false").lower() == "true":

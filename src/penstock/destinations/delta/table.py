@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from urllib.parse import quote
 
 from penstock.destinations.base import DestinationContext
-from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadata, Remove, Txn
+from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadata, Protocol, Remove, Txn
 from penstock.destinations.delta.files import now_milliseconds
 from penstock.destinations.delta.layout import TableState, from_metadata, to_metadata
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
@@ -108,7 +108,7 @@ class LakeTable:
 
     def fence(self, state: TableState, snapshot: Snapshot | None, configuration: dict[str, str]) -> bool:
         """Fence off earlier attempts; return False if another writer committed first."""
-        wanted = protocol_for(state.layout.schema, deletion_vectors=self._vectors)
+        wanted = self._wanted(state)
         created = now_milliseconds()
         actions: list[Action] = [
             CommitInfo(created, "CREATE TABLE" if snapshot is None else "SET TBLPROPERTIES"),
@@ -203,9 +203,12 @@ class LakeTable:
         return [CommitInfo(now, operation), Txn(self.application(attempt).id, int(position), now)]
 
     def _protocol(self, snapshot: Snapshot, state: TableState) -> list[Action]:
-        wanted = protocol_for(state.layout.schema, deletion_vectors=self._vectors)
-        merged = merge_protocols(snapshot.protocol, wanted)
+        merged = merge_protocols(snapshot.protocol, self._wanted(state))
         return [] if merged is None else [merged]
+
+    def _wanted(self, state: TableState) -> Protocol:
+        layout = state.layout
+        return protocol_for(layout.schema, deletion_vectors=self._vectors, column_mapping=layout.shown is not None)
 
     def _metadata(self, snapshot: Snapshot, state: TableState, configuration: dict[str, str]) -> Action:
         before = snapshot.metadata

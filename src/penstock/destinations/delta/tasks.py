@@ -1,13 +1,13 @@
-"""What tasks do for a table: apply its part of a batch, and fill columns that were added with a constant.
+"""What tasks do for a table: apply its part of a batch, and write files again in a new layout.
 
 `apply_changes` compacts the changes, finds the rows that they replace, fills omitted values and writes files, all in
 one task. So a batch is one job however many tables it has, and only names of files and counts go back to the driver.
 The steps could be split by keys or files, but each takes a fraction of a second for a batch, and another Spark job
 costs as much as all of them.
 
-`backfill` writes one file again with an added column. The source keeps the constant in its catalog and rewrites
-nothing; in a Delta table readers would see NULL in older rows. The batch that brings the column replaces the files in
-its own commit, so readers see all of it or nothing.
+`rewrite_file` writes one file again: with an added column whose constant the source keeps in its catalog, with another
+name or type of a column, or without a dropped column whose name comes back. The batch that brings the new layout
+replaces the files in its own commit, so readers see all of it or nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from penstock.destinations.delta.index import FileMatch, find_rows
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector
-from penstock.destinations.delta.write import WrittenFiles, assemble, bury, history_rows, rewrite, write_rows
+from penstock.destinations.delta.write import (
+    WrittenFiles,
+    assemble,
+    bury,
+    history_rows,
+    relay_file,
+    rewrite,
+    write_rows,
+)
 from penstock.destinations.refusals import unexpected, unreadable
 from penstock.errors import PenstockError, ValuesNotSent
 from penstock.schema import Column
@@ -58,16 +66,18 @@ class TableWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Backfill:
-    """One file to which a task adds columns."""
+class Rewrite:
+    """One file that a task writes again."""
 
     table: str
     storage: Storage
+    before: TableLayout
+    """The layout of the file."""
     layout: TableLayout
-    """Includes the new columns."""
+    """The new one."""
     file: LiveFile
     constants: Mapping[str, pa.Scalar]
-    """By the columns' names in the lake, with the types that they have there."""
+    """The values of added columns, by their names in the lake and with the types that they have there."""
 
 
 def apply_changes(work: TableWork) -> WrittenFiles | PenstockError:
@@ -84,27 +94,30 @@ def apply_changes(work: TableWork) -> WrittenFiles | PenstockError:
         return unexpected(work.table, error)
 
 
-def backfill(item: Backfill) -> Add | PenstockError | None:
-    """Write a file's live rows with the new columns; None if it has no live rows. Errors are values."""
+def rewrite_file(item: Rewrite) -> Add | PenstockError | None:
+    """Write a file's live rows in the new layout; None if it has no live rows. Errors are values."""
     try:
         dead = dead_rows(item.storage, item.file)
-        return rewrite(item.storage, item.layout, item.file, dead, constants=item.constants)
+        return relay_file(item.storage, item.file, dead, item.before, item.layout, item.constants)
     except Exception as error:
         return unexpected(item.table, error)
 
 
-def backfills(
+def rewrites(
     table: str,
     storage: Storage,
+    before: TableLayout,
     layout: TableLayout,
     files: Sequence[LiveFile],
     constants: Mapping[str, pa.Scalar],
-) -> tuple[Backfill, ...]:
-    """Return the backfills that a table needs; `constants` are by names in segments."""
-    named = pa.table({layout.renames[name]: pa.array([value], value.type) for name, value in constants.items()})
-    fitted = layout.fit(named)
-    lake = {name: fitted.column(name)[0] for name in fitted.column_names}
-    return tuple(Backfill(table, storage, layout, file, lake) for file in files)
+) -> tuple[Rewrite, ...]:
+    """Return the work that brings files to a new layout; `constants` are by names in segments."""
+    lake: dict[str, pa.Scalar] = {}
+    if constants:
+        named = pa.table({layout.renames[name]: pa.array([value], value.type) for name, value in constants.items()})
+        fitted = layout.fit(named)
+        lake = {name: fitted.column(name)[0] for name in fitted.column_names}
+    return tuple(Rewrite(table, storage, before, layout, file, lake) for file in files)
 
 
 def constant_of(table: str, column: Column, type_: pa.DataType) -> pa.Scalar:

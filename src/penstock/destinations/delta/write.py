@@ -35,7 +35,14 @@ from penstock.changes.segment import (
 from penstock.changes.steps import Truncation
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.delta.actions import Add, VectorDescriptor
-from penstock.destinations.delta.files import LiveFile, read_rows, remember, write_data_file
+from penstock.destinations.delta.files import (
+    LiveFile,
+    create_data_file,
+    iterate_data_file,
+    read_rows,
+    remember,
+    write_data_file,
+)
 from penstock.destinations.delta.index import FileMatch, build_index, index_folder
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
 from penstock.destinations.delta.schema import fit
@@ -70,6 +77,17 @@ class WrittenFiles:
     """Rows that were live before."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """How long each step took."""
+
+    @classmethod
+    def all_of(cls, parts: Sequence[WrittenFiles]) -> WrittenFiles:
+        """Return the files of several tasks, which concern different files of the table."""
+        return cls(
+            added=tuple(each for part in parts for each in part.added),
+            vectors=tuple(each for part in parts for each in part.vectors),
+            removed=tuple(each for part in parts for each in part.removed),
+            row_count=sum(part.row_count for part in parts),
+            dead_count=sum(part.dead_count for part in parts),
+        )
 
 
 def assemble(net: NetChanges, layout: TableLayout) -> pa.Table:
@@ -122,17 +140,11 @@ def bury(storage: Storage, matches: Sequence[FileMatch]) -> WrittenFiles:
 
 
 def rewrite(
-    storage: Storage,
-    layout: TableLayout,
-    file: LiveFile,
-    dead: Vector,
-    *,
-    deleted_at: int | None = None,
-    constants: Mapping[str, pa.Scalar] | None = None,
+    storage: Storage, layout: TableLayout, file: LiveFile, dead: Vector, *, deleted_at: int | None = None
 ) -> Add | None:
     """Write the remaining rows of a file as a new file; None if there are none.
 
-    With `deleted_at` rows that are not yet deleted are soft-deleted; `constants` replace columns.
+    With `deleted_at` rows that are not yet deleted are soft-deleted.
     """
     rows = read_rows(storage, file.file, layout.schema, layout.schema.names)
     rows = rows.filter(pa.array(dead.alive(rows.num_rows)))
@@ -142,10 +154,53 @@ def rewrite(
         moment = pa.scalar(deleted_at, pa.timestamp("us", "UTC"))
         times = pc.fill_null(rows.column(DELETED_AT), moment)
         rows = rows.set_column(rows.schema.get_field_index(DELETED_AT), DELETED_AT, times)
-    for name, value in (constants or {}).items():
-        at = rows.schema.get_field_index(name)
-        rows = rows.set_column(at, rows.schema.field(at), pa.repeat(value, rows.num_rows))
     return write_rows(storage, layout, rows)
+
+
+def relay_file(
+    storage: Storage,
+    file: LiveFile,
+    dead: Vector,
+    before: TableLayout,
+    layout: TableLayout,
+    constants: Mapping[str, pa.Scalar],
+) -> Add | None:
+    """Write the remaining rows of a file as a new file in another layout, piece by piece; None if there are none.
+
+    Columns are followed by their attribute numbers. An added column has its constant, or NULL.
+    """
+    with_index = bool(layout.key) and layout.mode is not Mode.HISTORY
+    keys: list[pa.Array] = []
+    with create_data_file(storage, layout.schema) as new:
+        for rows in iterate_data_file(storage, file, before.schema, dead):
+            if rows.num_rows:
+                piece = _relaid(rows, before, layout, constants)
+                new.write(piece)
+                if with_index:
+                    keys.append(keys_of(piece.combine_chunks(), split_texts(piece), layout.key))
+    if not new.rows:
+        storage.delete([new.name])
+        return None
+    if with_index:
+        index_folder(storage, layout).write(new.name, build_index(pa.concat_arrays(keys)))
+    return new.action()
+
+
+def _relaid(rows: pa.Table, before: TableLayout, layout: TableLayout, constants: Mapping[str, pa.Scalar]) -> pa.Table:
+    now = {name: layout.names[attnum] for attnum, name in before.names.items() if attnum in layout.names}
+    columns: dict[str, pa.Array | pa.ChunkedArray] = {}
+    for name in rows.column_names:
+        if name in now:
+            columns[now[name]] = rows.column(name)
+        elif name == UNREPRESENTABLE:
+            texts = {now[each]: column for each, column in split_texts(rows).items() if each in now}
+            maps = join_texts(texts, rows.num_rows)
+            columns |= {} if maps is None else {UNREPRESENTABLE: maps}
+        elif name not in before.columns:
+            columns[name] = rows.column(name)
+    columns |= {name: pa.repeat(value, rows.num_rows) for name, value in constants.items()}
+    # Without any column there would be no rows to count.
+    return fit(pa.table(columns or {"": pa.nulls(rows.num_rows)}), layout.schema)
 
 
 def history_rows(steps: Sequence[Rows | Truncation], layout: TableLayout) -> pa.Table:

@@ -72,10 +72,15 @@ class LocalTasks:
 
 
 def make_context(
-    pipeline_id: str = "contract", *, lineage: str = "server-1/slot", tasks: Tasks | None = None
+    pipeline_id: str = "contract",
+    *,
+    lineage: str = "server-1/slot",
+    tasks: Tasks | None = None,
+    records_ddl: bool = False,
 ) -> DestinationContext:
     """Return the context that a destination is started with."""
-    return DestinationContext(pipeline_id, lineage, MemoryStore(pipeline_id), LocalTasks() if tasks is None else tasks)
+    tasks = LocalTasks() if tasks is None else tasks
+    return DestinationContext(pipeline_id, lineage, MemoryStore(pipeline_id), tasks, records_ddl=records_ddl)
 
 
 @dataclass(frozen=True, slots=True)

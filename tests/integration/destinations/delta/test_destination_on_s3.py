@@ -19,10 +19,9 @@ from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.delta.storage import open_storage
 from penstock.errors import ConfigError
 from penstock.schema import TableSchema
-from penstock.testing.destinations import make_context
+from penstock.testing.destinations import DestinationContract, make_context
 from tests.support.s3 import S3Server
 from tests.unit.destinations.delta.reading import rows_of
-from tests.unit.destinations.delta.test_destination import DeltaContract
 
 
 class StoreHarness:
@@ -40,7 +39,7 @@ class StoreHarness:
         return rows_of(reader.read_table(str(schema)), reader.schema(str(schema)))
 
 
-class TestOnS3(DeltaContract):
+class TestOnS3(DestinationContract):
     @pytest.fixture
     def harness(self, s3: S3Server) -> StoreHarness:
         return StoreHarness(s3)

@@ -16,9 +16,11 @@ def order(number: int, note: str = "n") -> dict[str, Any]:
     return {"id": number, "note": note, "due": None}
 
 
-def started(lake: Path, tasks: LocalTasks | None = None, **options: Any) -> DeltaDestination:
+def started(
+    lake: Path, tasks: LocalTasks | None = None, *, records_ddl: bool = False, **options: Any
+) -> DeltaDestination:
     destination = DeltaDestination(lake, maintenance=False, **options)
-    destination.startup(make_context(tasks=tasks))
+    destination.startup(make_context(tasks=tasks, records_ddl=records_ddl))
     return destination
 
 

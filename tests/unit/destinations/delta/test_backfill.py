@@ -13,7 +13,7 @@ from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.compaction import CompactionSettings, compact
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.naming import FOLDERS
-from penstock.errors import SchemaNotFollowed, ValuesNotSent
+from penstock.errors import ValuesNotSent
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 from penstock.testing.destinations import LocalTasks, ScriptedSource
 from penstock.testing.destinations.contract import INT8, ORDERS
@@ -155,13 +155,3 @@ def test_a_constant_that_the_type_cannot_hold_stops_the_table(lake: Path, source
 def test_history_does_not_say_that_it_fills(lake: Path) -> None:
     assert DeltaDestination(lake).capabilities.fills_added_columns
     assert not DeltaDestination(lake, mode="history").capabilities.fills_added_columns
-
-
-def test_a_large_table_is_left_to_a_new_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewriting it within the batch would make all tables wait."""
-    monkeypatch.setattr("penstock.destinations.delta.planner.FILL_BYTES", 10)
-    source = ScriptedSource(tmp_path / "segments")
-    destination = copied(tmp_path / "lake", source)
-    error = write(destination, change_all(source)).error
-    assert isinstance(error, SchemaNotFollowed)
-    assert "a column was added with a default" in str(error)
