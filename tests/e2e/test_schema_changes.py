@@ -443,6 +443,22 @@ def test_what_the_stream_carries_needs_no_copy(database: Any, tmp_path: Path) ->
     assert site_copies == dict.fromkeys(QUIET, 1)
 
 
+def test_with_the_trigger_values_that_ddl_computes_are_noticed_where_it_happens(database: Any, tmp_path: Path) -> None:
+    """Readers never see rows from after the statement next to values from before it, and there is one copy."""
+    cases = {name: STATEMENTS[name] for name in ("computed", "computed_text", "widened", "volatile")}
+    site = Site(database, tmp_path, cases)
+    with site.running(ddl_trigger=True) as pipeline:
+        site.check(pipeline)
+        site.change()
+        site.write(101)
+        site.wait_copied(pipeline, 2)
+        site.wait_noticed(pipeline)
+        site.check(pipeline)
+        site.write(102)
+        site.check(pipeline)
+    assert {name: site.copies(name) for name in cases} == dict.fromkeys(cases, 2)
+
+
 @pytest.mark.parametrize("options", [{}, {"deletion_vectors": False}], ids=str)
 def test_only_the_partitions_that_changed_are_copied_again(
     database: Any, tmp_path: Path, options: dict[str, Any]

@@ -3,11 +3,12 @@
 RELATION messages name columns and types. Attribute numbers and the primary key come from the catalog of *now*: while
 capture is behind, a column that was dropped and added again looks like the old one. With the trigger, the source
 records the attributes at the right place: after each DDL on a published table it emits a transactional logical message
-with them. At each start, every table is announced once.
+with them. At each start, every table is announced once. A second event trigger records where ALTER TABLE computes
+values of existing rows again, which the stream does not mention otherwise.
 
-The trigger consists of two functions in the schema `penstock_ddl` and one event trigger, named after the slot, so that
-two streams on one database do not interfere. It never makes DDL fail: an error becomes a warning, and then the catalog
-decides, as without a trigger. It sends names, numbers and types; no defaults, no statements, no values.
+The triggers consist of three functions in the schema `penstock_ddl` and two event triggers, named after the slot, so
+that two streams on one database do not interfere. They never make DDL fail: an error becomes a warning, and then the
+catalog decides, as without a trigger. They send names, numbers and types; no defaults, no statements, no values.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from penstock.source.faults import translated
 
 SCHEMA = "penstock_ddl"
 PREFIX = "penstock_ddl"
+REWRITE_PREFIX = f"{PREFIX}_rewrite:"
+"""Begins the prefix of the messages about rewritten tables."""
 MESSAGES_SINCE = 140000
 """Older servers do not send logical messages through pgoutput."""
 _LONGEST_NAME = 63
@@ -115,6 +118,29 @@ end
 """
 
 
+# The reasons are those of ALTER TABLE: 2 is a default that is computed for each row, 4 a column that gets another type.
+_REWRITE = """
+begin
+    if pg_catalog.current_setting('wal_level') <> 'logical'
+        or (pg_catalog.pg_event_trigger_table_rewrite_reason() & 6) = 0
+        or not exists (select from pg_catalog.pg_publication p where p.pubname = {publication})
+    then
+        return;
+    end if;
+    perform pg_catalog.pg_logical_emit_message(true, {rewrite_prefix}, pg_catalog.json_build_object(
+        'table', t.relid::int8, 'name', n.nspname || '.' || c.relname
+    )::text)
+    from pg_catalog.pg_get_publication_tables({publication}) t
+    join pg_catalog.pg_class c on c.oid = t.relid
+    join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where t.relid = pg_catalog.pg_event_trigger_table_rewrite_oid() or t.relid in (
+        select r.relid from pg_catalog.pg_partition_ancestors(pg_catalog.pg_event_trigger_table_rewrite_oid()) r
+    );
+exception when others then
+    raise warning 'penstock could not record a change of a table: %', sqlerrm;
+end
+"""
+
 _FUNCTIONS = """
     select p.proname, p.prosrc
     from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
@@ -141,6 +167,16 @@ class DdlTrigger:
     @property
     def emit_name(self) -> str:
         return _fit(f"{PREFIX}_emit_{self.slot}")
+
+    @property
+    def rewrite_name(self) -> str:
+        """Of the event trigger for rewritten tables, and of its function."""
+        return _fit(f"{PREFIX}_rewrite_{self.slot}")
+
+    @property
+    def rewrite_prefix(self) -> str:
+        """Of the messages about rewritten tables."""
+        return f"{REWRITE_PREFIX}{self.slot}"
 
     @property
     def prefix(self) -> str:
@@ -171,19 +207,20 @@ class DdlTrigger:
     def exists(self, connection: psycopg.Connection[Any]) -> bool:
         """True if any of its objects exists."""
         with translated(connection, "check the DDL trigger"):
-            functions = connection.execute(_FUNCTIONS, [SCHEMA, [self.name, self.emit_name]]).fetchone()
+            functions = connection.execute(_FUNCTIONS, [SCHEMA, self._functions]).fetchone()
             trigger = connection.execute(
-                "select from pg_catalog.pg_event_trigger where evtname = %s", [self.name]
+                "select from pg_catalog.pg_event_trigger where evtname = any(%s)", [[self.name, self.rewrite_name]]
             ).fetchone()
         return functions is not None or trigger is not None
 
     def fires(self, connection: psycopg.Connection[Any]) -> bool:
-        """True if the event trigger exists and is enabled."""
+        """True if the event triggers exist and are enabled."""
+        names = [self.name, self.rewrite_name]
         with translated(connection, "check the DDL trigger"):
             found = connection.execute(
-                "select from pg_catalog.pg_event_trigger where evtname = %s and evtenabled <> 'D'", [self.name]
+                "select from pg_catalog.pg_event_trigger where evtname = any(%s) and evtenabled <> 'D'", [names]
             )
-            return found.fetchone() is not None
+            return len(found.fetchall()) == len(names)
 
     def announce(self, connection: psycopg.Connection[Any]) -> None:
         """Emit the attributes of every published table, for the time before the first DDL."""
@@ -196,8 +233,9 @@ class DdlTrigger:
     def drop(self, connection: psycopg.Connection[Any]) -> bool:
         """Drop the objects; return False if there were none. The schema is dropped with the last of them."""
         with _privileged(connection, "drop the DDL trigger"), connection.transaction():
-            found = connection.execute(_FUNCTIONS, [SCHEMA, [self.name, self.emit_name]]).fetchall()
-            connection.execute(sql.SQL("drop event trigger if exists {}").format(sql.Identifier(self.name)))
+            found = connection.execute(_FUNCTIONS, [SCHEMA, self._functions]).fetchall()
+            for trigger in (self.name, self.rewrite_name):
+                connection.execute(sql.SQL("drop event trigger if exists {}").format(sql.Identifier(trigger)))
             for name, _ in found:
                 function = sql.Identifier(SCHEMA, name)
                 connection.execute(sql.SQL("drop function {}").format(function))
@@ -206,26 +244,36 @@ class DdlTrigger:
                 connection.execute(sql.SQL("drop schema if exists {}").format(sql.Identifier(SCHEMA)))
         return bool(found)
 
+    @property
+    def _functions(self) -> list[str]:
+        return [self.name, self.emit_name, self.rewrite_name]
+
     def _bodies(self, connection: psycopg.Connection[Any]) -> dict[str, str]:
         """The functions' texts by their names."""
         values = {
             "prefix": sql.Literal(self.prefix),
+            "rewrite_prefix": sql.Literal(self.rewrite_prefix),
             "backfilled": sql.SQL(BACKFILLED),
             "publication": sql.Literal(self.publication),
             "own": sql.Literal(_OWN_PUBLICATION),
             "emit": sql.Identifier(SCHEMA, self.emit_name),
         }
-        texts = {self.emit_name: sql.SQL(_EMIT), self.name: sql.SQL(_TRIGGER)}
+        texts = {
+            self.emit_name: sql.SQL(_EMIT),
+            self.name: sql.SQL(_TRIGGER),
+            self.rewrite_name: sql.SQL(_REWRITE),
+        }
         return {name: text.format(**values).as_string(connection) for name, text in texts.items()}
 
     def _statements(self, bodies: Mapping[str, str]) -> Iterator[sql.Composed]:
-        schema, name = sql.Identifier(SCHEMA), sql.Identifier(self.name)
+        schema = sql.Identifier(SCHEMA)
         # The role of the pipeline can announce tables even if another role has created the functions.
         yield sql.SQL("create schema if not exists {}").format(schema)
         yield sql.SQL("grant usage on schema {} to public").format(schema)
         signatures = {
             self.emit_name: (sql.SQL("changed oid"), sql.SQL("void")),
             self.name: (sql.SQL(""), sql.SQL("event_trigger")),
+            self.rewrite_name: (sql.SQL(""), sql.SQL("event_trigger")),
         }
         for function, (arguments, result) in signatures.items():
             yield sql.SQL(
@@ -237,15 +285,29 @@ class DdlTrigger:
                 result=result,
                 body=sql.Literal(bodies[function]),
             )
-        yield sql.SQL("drop event trigger if exists {}").format(name)
-        yield sql.SQL(
-            "create event trigger {name} on ddl_command_end when tag in ({tags}) execute function {schema}.{name}()"
-        ).format(name=name, schema=schema, tags=sql.SQL(", ").join(map(sql.Literal, _TAGS)))
+        for trigger, event, tags in (
+            (self.name, "ddl_command_end", _TAGS),
+            (self.rewrite_name, "table_rewrite", ("ALTER TABLE", "ALTER TYPE")),
+        ):
+            name = sql.Identifier(trigger)
+            yield sql.SQL("drop event trigger if exists {}").format(name)
+            yield sql.SQL(
+                "create event trigger {name} on {event} when tag in ({tags}) execute function {schema}.{name}()"
+            ).format(name=name, event=sql.SQL(event), schema=schema, tags=sql.SQL(", ").join(map(sql.Literal, tags)))
 
 
 def message_prefix(slot: str) -> str:
     """Of the messages that a stream's trigger sends."""
     return f"{PREFIX}:{slot}"
+
+
+def parse_rewrite(content: bytes) -> tuple[int, str]:
+    """Parse a message about a rewritten table: the number and the name of the published table."""
+    try:
+        record: dict[str, Any] = json.loads(content)
+        return int(record["table"]), str(record["name"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DecodeError(f"the DDL trigger wrote a malformed message ({type(error).__name__})", offset=0) from None
 
 
 def parse_announcement(content: bytes) -> CatalogTable:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, build_batch
 from penstock.changes.segment import refused_columns, require_exact_key
+from penstock.changes.steps import Message
 from penstock.destinations.base import Destination, TableResult
-from penstock.errors import ConfigError, PenstockError, ValuesNotSent
-from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.errors import ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
+from penstock.lsn import Lsn, OrderKey, is_in, reaches
 from penstock.schema import TableSchema
+from penstock.source.ddl_trigger import REWRITE_PREFIX, parse_rewrite
 from penstock.spool import Entry, SpoolReader
 from penstock.state import Store, TableSchemaVersion
 from penstock.values import TypeSettings
@@ -94,6 +96,8 @@ class BatchWriter:
             for changes in batch.tables
             if (error := _inexact_key(changes, self._types) or _values_not_sent(changes, self._destination))
         }
+        if self._destination.capabilities.loses_nothing_by_a_copy:
+            failed |= _rewritten(entries, unsent, end)
         for table_id in failed:
             durable.pop(table_id)
             self._accepted.pop(table_id, None)
@@ -153,6 +157,20 @@ class BatchWriter:
 
 Work = Callable[[BatchWriter, Lsn], Lsn]
 """Writes one table from its position on; returns its new position."""
+
+
+def _rewritten(entries: Sequence[Entry], positions: Mapping[int, Lsn], end: Lsn) -> dict[int, PenstockError]:
+    """Return the tables whose values ALTER TABLE computed again between their positions and a boundary.
+
+    The rows that follow belong to values that the stream does not carry.
+    """
+    found: dict[int, PenstockError] = {}
+    for step in (step for entry in entries for step in entry.steps if isinstance(step, Message)):
+        if step.prefix.startswith(REWRITE_PREFIX) and is_in(step.key.commit_lsn, end):
+            table_id, name = parse_rewrite(step.content)
+            if table_id in positions and not is_in(step.key.commit_lsn, positions[table_id]):
+                found[table_id] = SchemaNotFollowed(f"{name}: ALTER TABLE computed values of all rows", table=name)
+    return found
 
 
 def _inexact_key(changes: TableChanges, types: TypeSettings) -> PenstockError | None:

@@ -17,7 +17,7 @@ from penstock.errors import DecodeError, PermissionDenied
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.catalog import load_table
 from penstock.source.columns import CatalogTable
-from penstock.source.ddl_trigger import SCHEMA, DdlTrigger, parse_announcement
+from penstock.source.ddl_trigger import SCHEMA, DdlTrigger, parse_announcement, parse_rewrite
 from penstock.source.slots import create_slot, drop_slot
 from penstock.spool import SpoolReader, SpoolSettings
 from tests.support.oracle import capture_until, current_position
@@ -92,6 +92,52 @@ def test_ddl_on_a_published_table_is_recorded(
     after = load_table(connection, known.oid)
     assert after is not None
     check_same(sent, after)
+
+
+def rewritten(connection: psycopg.Connection[Any], trigger: DdlTrigger) -> list[str]:
+    """The tables whose rows were rewritten, as the slot got it."""
+    rows = connection.execute(
+        "select data from pg_logical_slot_get_binary_changes(%s, null, null, 'proto_version', '1', "
+        "'publication_names', 'pub', 'messages', 'true')",
+        [trigger.slot],
+    ).fetchall()
+    messages = [parse_logical_message(bytes(data)) for (data,) in rows if bytes(data[:1]) == b"M"]
+    assert all(message.transactional for message in messages)
+    return [parse_rewrite(message.content)[1] for message in messages if message.prefix == trigger.rewrite_prefix]
+
+
+@pytest.mark.trap(17)
+@pytest.mark.parametrize(
+    ("statement", "is_noticed"),
+    [
+        ("alter table public.t alter b type int using b + 1", True),
+        ("alter table public.t alter b type bigint", True),
+        ("alter table public.t add c uuid default gen_random_uuid()", True),
+        ("alter table public.t add c int default 5", False),
+        ("alter table public.t rename b to c", False),
+        ("vacuum full public.t", False),
+        ("cluster public.t using t_pkey", False),
+    ],
+)
+def test_values_that_are_computed_again_are_recorded(
+    connection: psycopg.Connection[Any], trigger: DdlTrigger, statement: str, is_noticed: bool
+) -> None:
+    connection.execute("insert into public.t (id, b) values (1, 1)")
+    connection.execute(statement.encode())
+    assert rewritten(connection, trigger) == (["public.t"] if is_noticed else [])
+
+
+def test_a_rewritten_partition_is_recorded_for_the_published_table(
+    connection: psycopg.Connection[Any], trigger: DdlTrigger
+) -> None:
+    connection.execute("create table public.parts (id int, b int) partition by range (id)")
+    connection.execute("create table public.part partition of public.parts for values from (0) to (10)")
+    connection.execute("create table public.private (id int, b int)")
+    connection.execute("alter publication pub add table public.parts")
+    connection.execute("alter publication pub set (publish_via_partition_root = true)")
+    connection.execute("alter table public.parts alter b type int using b + 1")
+    connection.execute("alter table public.private alter b type int using b + 1")
+    assert set(rewritten(connection, trigger)) == {"public.parts"}
 
 
 def test_what_is_rolled_back_or_not_published_is_not_recorded(

@@ -110,7 +110,7 @@ def test_a_protocol_grows_and_never_shrinks() -> None:
 @pytest.mark.parametrize(
     ("protocol", "named"),
     [
-        (Protocol(3, 7, frozenset({"columnMapping"}), frozenset({"columnMapping"})), "columnMapping"),
+        (Protocol(3, 7, frozenset({"typeWidening"}), frozenset({"typeWidening"})), "typeWidening"),
         (Protocol(3, 7, frozenset(), frozenset({"rowTracking", "domainMetadata"})), "domainMetadata, rowTracking"),
         (Protocol(3, 7, frozenset({"variantType"}), frozenset({"variantType"})), "variantType"),
         (Protocol(2, 5), "reader version 2, writer version 5"),
