@@ -286,14 +286,14 @@ class DdlTrigger:
                 body=sql.Literal(bodies[function]),
             )
         for trigger, event, tags in (
-            (self.name, "ddl_command_end", _TAGS),
-            (self.rewrite_name, "table_rewrite", ("ALTER TABLE", "ALTER TYPE")),
+            (self.name, sql.SQL("ddl_command_end"), _TAGS),
+            (self.rewrite_name, sql.SQL("table_rewrite"), ("ALTER TABLE", "ALTER TYPE")),
         ):
             name = sql.Identifier(trigger)
             yield sql.SQL("drop event trigger if exists {}").format(name)
             yield sql.SQL(
                 "create event trigger {name} on {event} when tag in ({tags}) execute function {schema}.{name}()"
-            ).format(name=name, event=sql.SQL(event), schema=schema, tags=sql.SQL(", ").join(map(sql.Literal, tags)))
+            ).format(name=name, event=event, schema=schema, tags=sql.SQL(", ").join(map(sql.Literal, tags)))
 
 
 def message_prefix(slot: str) -> str:

@@ -96,8 +96,9 @@ class BatchWriter:
             for changes in batch.tables
             if (error := _inexact_key(changes, self._types) or _values_not_sent(changes, self._destination))
         }
-        if self._destination.capabilities.loses_nothing_by_a_copy:
-            failed |= _rewritten(entries, unsent, end)
+        rewritten = _rewritten(entries, unsent, end)
+        if rewritten and self._destination.capabilities.loses_nothing_by_a_copy:
+            failed |= rewritten
         for table_id in failed:
             durable.pop(table_id)
             self._accepted.pop(table_id, None)
