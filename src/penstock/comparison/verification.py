@@ -42,6 +42,7 @@ _REASONS = {
     "sync_wait": "it is catching up after its copy",
     "catchup": "it is catching up after its copy",
     "just copied": "it was just copied and is ahead of the others",
+    "being rewritten": "its files or partitions are being rewritten after a change of its schema",
     "errored": "it has stopped with an error: see `penstock tables`",
 }
 

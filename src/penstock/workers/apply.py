@@ -206,10 +206,11 @@ class ApplyWorker:
 
     def _start_solo(self, positions: Mapping[int, Lsn]) -> None:
         for table_id in list(self._requests):
-            work = self._requests[table_id]
-            if table_id in positions and table_id not in self._solo.tables and not self._lifecycle.stop.is_set():
+            work = self._requests.pop(table_id)
+            # While `verify` compares the tables, none of them may pass the boundary; the request comes again.
+            may_start = self.limit is None and not self._lifecycle.stop.is_set()
+            if may_start and table_id in positions and table_id not in self._solo.tables:
                 self._solo.start(table_id, positions[table_id], work)
-            del self._requests[table_id]
 
     def _take_over_solo(self) -> None:
         """Follow the tables again that were written by themselves."""

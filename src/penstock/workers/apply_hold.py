@@ -127,11 +127,13 @@ class ApplyHold:
     def _left_out(self, limit: Lsn) -> Mapping[str, str]:
         """Return the tables that are not exactly at the boundary, and why."""
         positions = self._board.positions()
-        return {
-            self._name_of(table_id): phase.name if table_id not in positions else "just copied"
-            for table_id, phase in self._board.phases().items()
-            if positions.get(table_id) != limit
-        }
+        left: dict[str, str] = {}
+        for table_id, phase in self._board.phases().items():
+            if self._apply.is_apart(table_id):
+                left[self._name_of(table_id)] = "being rewritten"
+            elif positions.get(table_id) != limit:
+                left[self._name_of(table_id)] = phase.name if table_id not in positions else "just copied"
+        return left
 
     def _answer(self, command: Command, answer: str | None = None) -> None:
         self._store.answer_command(command.number, CommandStatus.DONE, answer)
