@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from penstock.errors import PenstockError
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, furthest, reaches
 from penstock.state import Command, CommandStatus, Store
 from penstock.workers.apply import ApplyWorker
 from penstock.workers.board import Board
@@ -86,9 +86,13 @@ class ApplyHold:
         self._deadline = self._clock() + PATIENCE_SECONDS
         match step:
             case HoldStep.HOLD:
-                self._hold(command, self._server_position())
+                # Apply may pass it while the server is asked. Any boundary before the snapshot will do.
+                self._hold(command, furthest(self._server_position(), self._board.applied))
             case HoldStep.ADVANCE:
-                self._hold(command, Lsn.parse(str(command.options["position"])))
+                position = Lsn.parse(str(command.options["position"]))
+                if not reaches(position, self._board.applied):
+                    raise PenstockError(f"the apply worker is already past {position}")
+                self._hold(command, position)
             case HoldStep.RENEW:
                 self._answer(command)
             case HoldStep.RELEASE:
@@ -112,8 +116,6 @@ class ApplyHold:
             self._release()
 
     def _hold(self, command: Command, limit: Lsn) -> None:
-        if not reaches(limit, self._board.applied):
-            raise PenstockError(f"the apply worker is already past {limit}")
         if self._waiting is not None:
             self._store.answer_command(self._waiting.number, CommandStatus.REFUSED, "replaced by a later request")
         self._apply.limit = limit

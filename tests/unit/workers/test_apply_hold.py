@@ -72,3 +72,18 @@ def test_a_hold_ends_when_it_is_released_although_the_pipeline_is_paused(site: S
     site.lifecycle.pause()
     assert site.ask("one", "release") is CommandStatus.DONE
     assert site.apply.limit is None
+
+
+def test_apply_may_pass_the_servers_position_while_that_is_asked_for(site: Site) -> None:
+    """Asking takes up to a second, if the last commit is asynchronous."""
+
+    def ask_slowly() -> Lsn:
+        position = Lsn(site.board.applied)
+        site.board.applied = Lsn(position + 10)
+        return position
+
+    site.hold._server_position = ask_slowly
+    assert site.ask("one", "hold") is CommandStatus.DONE
+    assert site.apply.limit == Lsn(110)
+    with pytest.raises(PenstockError, match="already past"):
+        site.ask("one", "advance", position="0/10")
