@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock import failpoints
+from penstock.changes.transform import Transforms
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
 from penstock.destinations.base import Destination, DestinationContext, FolderDestination, PartDestination, Tasks
@@ -26,7 +27,7 @@ from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
 from penstock.source.publications import Membership, changes_between
-from penstock.source.shapes import SilentChange, TableShape, may_have_rows, silent_changes, vanished
+from penstock.source.shapes import SilentChange, TableShape, may_have_rows, remembering, silent_changes, vanished
 from penstock.state import (
     Command,
     CommandKind,
@@ -80,6 +81,8 @@ class TablesSettings(StreamSettings):
     of_tables: Mapping[str, SchemaChanges] = field(default_factory=dict[str, SchemaChanges])
     """Instead of `schema_changes`, for single tables by their names."""
     rename_tables: RenameRules = field(default_factory=RenameRules)
+    transforms: Transforms = field(default_factory=Transforms)
+    """What happens to columns and rows of single tables."""
 
     @property
     def output_id(self) -> str:
@@ -109,6 +112,7 @@ class TablesOutput:
         """Run the output inside the block; see `penstock.output.Output`."""
         start = stream.start_of(self.output)
         folders = self._folders()
+        transforms = remembering(self.settings.transforms, self.store.get_table_shapes())
         with ExitStack() as stack:
             self.destination.startup(
                 DestinationContext(
@@ -119,13 +123,13 @@ class TablesOutput:
                     store=self.store,
                     tasks=self.tasks,
                     session=self.session,
-                    source_rows=SourceFetch(self.settings.source, self.settings.types),
+                    source_rows=SourceFetch(self.settings.source, self.settings.types, transforms),
                     records_ddl=self.settings.ddl_trigger,
                     **({} if folders is None else {"take_folder": folders.take}),
                 )
             )
             stack.callback(self.destination.shutdown)
-            running = RunningTables(self, lifecycle, start.position, published, folders)
+            running = RunningTables(self, lifecycle, start.position, published, folders, transforms)
             stack.callback(running.drain)
             running.start()
             yield running
@@ -147,6 +151,7 @@ class RunningTables(RunningOutput):
         start: Lsn,
         published: Published,
         folders: TableFolders | None = None,
+        transforms: Transforms | None = None,
     ) -> None:
         settings = output.settings
         super().__init__(settings.output, settings, output.store, lifecycle)
@@ -160,6 +165,7 @@ class RunningTables(RunningOutput):
         self._pending: set[int] = set()
         self._awaited: dict[int, Lsn] = {}
         """Tables with other columns than before, and the position up to which the stream may bring them."""
+        self._transforms = transforms or Transforms()
         self._told: dict[int, str] = {}
         """The names that the destination was told."""
         self._waiting: dict[int, int] = {}
@@ -184,6 +190,7 @@ class RunningTables(RunningOutput):
             settings=settings.batches,
             error_hold=settings.error_hold,
             types=settings.types,
+            transforms=self._transforms,
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),
             schema_changes=self._schema_changes,
         )
@@ -241,6 +248,7 @@ class RunningTables(RunningOutput):
         """Follow the publication: new tables start, removed ones stop, re-added ones start over."""
         published = replace(published, tables=self._told_apart(published))
         self._names |= published.tables
+        self._transforms.remember(published.tables)
         seen, now = self._membership, published.membership
         change = changes_between(seen, now) if seen is not None else None
         states = self._board.phases()
@@ -308,7 +316,8 @@ class RunningTables(RunningOutput):
         processed: dict[int, TableShape] = {}
         changed: set[int] = set()
         for table_id in followed & published.shapes.keys():
-            before, now = known.get(table_id), published.shapes[table_id]
+            rules = self._transforms.in_force(table_id, self._name_of(table_id))
+            before, now = known.get(table_id), replace(published.shapes[table_id], rules=rules)
             mentioned = published.leaves.get(table_id, {})
             if before is None:
                 processed[table_id] = replace(now, former=frozenset(mentioned))
@@ -542,6 +551,7 @@ class RunningTables(RunningOutput):
             batches=settings.batches,
             copy=settings.copy,
             types=settings.types,
+            transforms=self._transforms,
             schema_changes=self._schema_changes(table_id),
         )
         return self._workers[table_id]

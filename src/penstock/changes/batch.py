@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.changes.frames import can_read_files, frame_of, frame_of_files, spark_columns
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE
 from penstock.changes.steps import Entry, Message, Segment, Truncation
+from penstock.changes.transform import TableTransform
 from penstock.lsn import Lsn, furthest, is_in, reaches
 from penstock.schema import TableSchema
 
@@ -44,7 +44,8 @@ class Rows:
 
     def frame(self, session: Any) -> Any:
         """All rows as a data frame of the given Spark session, read when the frame is computed: by Spark's JVM, or by
-        Python for a table with times of day on Spark 4.0, which has no type for them; they are text there.
+        Python for a table that the config transforms, and for one with times of day on Spark 4.0, which has no type for
+        them; they are text there.
 
         Columns as in `arrow`, with `_unrepresentable` if some segment has it. The order of a frame means nothing: sort
         by `_commit_lsn` and `_ordinal`. It can be computed until the result of the batch is known; executors elsewhere
@@ -55,7 +56,7 @@ class Rows:
                 # Rare, and one narrow column: here, because Spark would say it as an error of its own.
                 segment.read([])
         schema = self._arrow_schema()
-        if not can_read_files(session, schema):
+        if any(segment.transform for segment in self.segments) or not can_read_files(session, schema):
             return frame_of(session, schema, self.segments, partial(_read_columns, schema))
         # Segments with the same boundaries are one scan: in most batches there is one, or two.
         parts: dict[tuple[Lsn | None, Lsn | None], list[str]] = {}
@@ -67,7 +68,7 @@ class Rows:
 
     def _arrow_schema(self) -> pa.Schema:
         """The schema of the first segment, with `_unrepresentable` if any segment has it."""
-        schemas = [pq.read_schema(segment.path) for segment in self.segments]
+        schemas = [segment.arrow_schema() for segment in self.segments]
         with_texts = [schema for schema in schemas if UNREPRESENTABLE in schema.names]
         return (with_texts or schemas)[0]
 
@@ -141,13 +142,14 @@ def build_batch(
     schemas: Mapping[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
     refused: Callable[[TableSchema], tuple[str, ...]] | None = None,
+    transform_of: Callable[[TableSchema], TableTransform | None] | None = None,
 ) -> EventBatch:
     """Build the batch between two boundaries, of the tables in `positions` and from their positions on.
 
     `schemas` are those that tables have at the destination; where rows have another one, a change of the schema comes
     before them. `refused` gives the columns of a table for which reading a row with a cell that its type cannot hold
     raises: the batch is handed over all the same, so that this concerns its table alone, and where the data work is
-    done.
+    done. `transform_of` gives what reading makes of the rows of a table; schemas of the batch are those of the result.
     """
     entries = [entry for entry in entries if not reaches(begin, entry.end) and not reaches(entry.begin, end)]
     steps: dict[int, list[TableStep]] = {}
@@ -166,9 +168,12 @@ def build_batch(
                 segment = step.between(after, end)
                 if segment is None:
                     continue
+                schema = schema_of(segment.table_id, segment.version)
                 if refused is not None and segment.unrepresentable:
-                    segment = replace(segment, refuses=refused(schema_of(segment.table_id, segment.version)))
-                _append_rows(steps.setdefault(step.table_id, []), segment, current, schema_of)
+                    segment = replace(segment, refuses=refused(schema))
+                if transform_of is not None and (transform := transform_of(schema)) is not None:
+                    segment, schema = replace(segment, transform=transform), transform.output
+                _append_rows(steps.setdefault(step.table_id, []), segment, current, schema)
             names[step.table_id] = step.table
     timed = [entry for entry in entries if entry.transactions]
     return EventBatch(
@@ -185,10 +190,9 @@ def _append_rows(
     steps: list[TableStep],
     segment: Segment,
     current: dict[int, TableSchema],
-    schema_of: Callable[[int, str], TableSchema],
+    schema: TableSchema,
 ) -> None:
     known = current.get(segment.table_id)
-    schema = schema_of(segment.table_id, segment.version)
     if known != schema:
         steps.append(SchemaChange(known, schema, segment.version))
         current[segment.table_id] = schema

@@ -27,6 +27,7 @@ from penstock.changes.segment import (
     Texts,
     field_names,
     split_texts,
+    unsent_cells,
 )
 from penstock.changes.steps import Segment
 from penstock.errors import ValuesNotSent
@@ -168,8 +169,8 @@ def _is_known(cells: pa.ChunkedArray, texts: pa.Array | None) -> bool:
 
 def _columns(segment: Segment, wanted: set[str]) -> list[str] | None:
     """The columns to read from a file (not all have texts or an old identity); None for all."""
-    if segment.bytes < _SMALL_BYTES:
-        # Reading the file's schema first would take longer than reading unneeded columns.
+    if segment.bytes < _SMALL_BYTES or segment.transform is not None:
+        # Reading the file's schema first would take longer than reading unneeded columns; a transform chooses itself.
         return None
     return [name for name in pq.read_schema(segment.path).names if name in wanted]
 
@@ -193,20 +194,6 @@ def _not_sent(
             found[name] = np.zeros(len(operations), np.bool_)
             found[name][at] = column
     return found
-
-
-def unsent_cells(
-    bitmaps: pa.ChunkedArray, wanted: NDArray[np.bool_] | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """The rows with omitted values, and for each of them a 1 for every omitted column (with padding)."""
-    present = bitmaps.is_valid().to_numpy()
-    present = present if wanted is None else present & wanted
-    at = np.flatnonzero(present)
-    if not at.size:
-        return at, np.zeros((0, 0), np.uint8)
-    # All have the same number of bytes.
-    content = np.frombuffer(_bytes_of(bitmaps.filter(pa.array(present))), np.uint8).reshape(len(at), -1)
-    return at, np.unpackbits(content, axis=1, bitorder="little")
 
 
 def _old(
@@ -321,10 +308,3 @@ def _array(column: pa.ChunkedArray) -> pa.Array:
     """A column as one array."""
     combined = column.combine_chunks()
     return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
-
-
-def _bytes_of(values: pa.ChunkedArray) -> bytes:
-    """The concatenated bytes of a column without NULL."""
-    array = _array(values).cast(pa.large_binary())
-    ends = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
-    return array.buffers()[2][int(ends[0]) : int(ends[-1])].to_pybytes()

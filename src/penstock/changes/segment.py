@@ -25,6 +25,7 @@ from enum import IntEnum
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from penstock.errors import RESYNC, ConfigError, ValueOutOfRange
 from penstock.schema import Column, ReplicaIdentity, TableSchema, fold_case
@@ -169,9 +170,9 @@ def count_unrepresentable(rows: pa.Table) -> int:
     return rows.num_rows - rows.column(UNREPRESENTABLE).null_count
 
 
-def refused_columns(schema: TableSchema, settings: TypeSettings) -> tuple[str, ...]:
+def refused_columns(schema: TableSchema, settings: TypeSettings, excluded: Collection[str] = ()) -> tuple[str, ...]:
     """The columns, by their names in segments, whose unrepresentable values stop the table (policy `error`)."""
-    columns = segment_layout(schema, settings).columns
+    columns = [each for each in segment_layout(schema, settings).columns if each.column.name not in excluded]
     return tuple(column.field_name for column in columns if column.policy is OutOfRange.ERROR)
 
 
@@ -232,3 +233,35 @@ def join_texts(texts: Texts, row_count: int) -> pa.Array | None:
     offsets = pa.array(borders, mask=np.append(counts == 0, False))
     taken = pa.array(order)
     return pa.MapArray.from_arrays(offsets, names.take(taken), values.take(taken))
+
+
+def unsent_cells(
+    bitmaps: pa.ChunkedArray, wanted: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """The rows with omitted values, and for each of them a 1 for every omitted column (with padding)."""
+    present = bitmaps.is_valid().to_numpy()
+    present = present if wanted is None else present & wanted
+    at = np.flatnonzero(present)
+    if not at.size:
+        return at, np.zeros((0, 0), np.uint8)
+    # All have the same number of bytes.
+    content = np.frombuffer(_bytes_of(bitmaps.filter(pa.array(present))), np.uint8).reshape(len(at), -1)
+    return at, np.unpackbits(content, axis=1, bitorder="little")
+
+
+def pack_unsent(flags: NDArray[np.bool_]) -> pa.Array:
+    """The bitmaps of `_unchanged` from a row of flags for each change, one per column; see `unsent_cells`."""
+    some = flags.any(axis=1)
+    bits = np.packbits(flags[some], axis=1, bitorder="little")
+    offsets = np.zeros(len(flags) + 1, np.int32)
+    np.cumsum(some * bits.shape[1], out=offsets[1:])
+    validity = pa.array(some).buffers()[1]
+    buffers = [validity, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(bits))]
+    return pa.Array.from_buffers(pa.binary(), len(flags), buffers)
+
+
+def _bytes_of(values: pa.ChunkedArray) -> bytes:
+    """The concatenated bytes of a column without NULL."""
+    array = pa.concat_arrays(values.chunks).cast(pa.large_binary())
+    ends = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
+    return array.buffers()[2][int(ends[0]) : int(ends[-1])].to_pybytes()

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, require_representable
+from penstock.changes.transform import TableTransform
 from penstock.lsn import Lsn, OrderKey, are_in, earliest, furthest, is_in
 
 _THREADS_FROM_BYTES = 1 << 20
@@ -45,6 +46,8 @@ class Segment:
     """Changes after this boundary are left out; None if there are none in the file."""
     refuses: tuple[str, ...] = ()
     """Reading a row with an unrepresentable value in one of these columns raises (`out_of_range = "error"`)."""
+    transform: TableTransform | None = None
+    """What `read` makes of the rows; their columns are those of its `output`."""
 
     def between(self, after: Lsn | None, until: Lsn | None = None) -> Segment | None:
         """The part between two boundaries; None if the keys show that there is none."""
@@ -66,7 +69,7 @@ class Segment:
         """The rows between the boundaries. Raises `ValueOutOfRange` if one has a value that is refused."""
         whole = self.after is None and self.until is None
         checked = bool(self.refuses) and self.unrepresentable > 0
-        wanted = columns
+        wanted = columns if self.transform is None else None
         if wanted is not None:
             needed = [*([] if whole else [COMMIT_LSN]), *([UNREPRESENTABLE] if checked else [])]
             wanted = list(dict.fromkeys([*wanted, *needed]))
@@ -76,7 +79,14 @@ class Segment:
             table = self._narrow(table)
         if checked:
             require_representable(table, self.table, self.table_id, self.refuses)
+        if self.transform is not None:
+            table = self.transform.segment(table)
         return table if columns is None or table.column_names == columns else table.select(columns)
+
+    def arrow_schema(self) -> pa.Schema:
+        """The schema of the rows that `read` returns."""
+        schema = pq.read_schema(self.path)
+        return schema if self.transform is None else self.transform.arrow_schema(schema)
 
     def _narrow(self, table: pa.Table) -> pa.Table:
         commits = table.column(COMMIT_LSN).to_numpy()

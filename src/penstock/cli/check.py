@@ -49,6 +49,7 @@ def check(
             # A publication named on the command line must exist.
             manage_publication=source.manage_publication and publication is None,
             types=source.types,
+            transforms=source.transforms,
         )
         report = run_preflight(source.settings, request)
     if as_json:

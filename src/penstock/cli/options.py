@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.changes.transform import Transforms
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError, ServerUnavailable
 from penstock.source import SourceSettings
@@ -84,6 +85,7 @@ class ChosenSource:
     exclude: tuple[str, ...] = ()
     manage_publication: bool = False
     types: TypeSettings = field(default_factory=TypeSettings)
+    transforms: Transforms = field(default_factory=Transforms)
 
 
 @contextmanager
@@ -112,6 +114,7 @@ def chosen_source(context: typer.Context, url: str | None, config_path: Path | N
                 settings.exclude,
                 settings.manage_publication,
                 settings.types,
+                settings.transforms,
             )
     else:
         raise ConfigError(

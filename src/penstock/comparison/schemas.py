@@ -112,7 +112,7 @@ def _not_compared(rows: CopyRows, same: Sequence[ComparedColumn], lost: Sequence
     if rows.unpublished:
         found.append(f"columns that are not published: {', '.join(rows.unpublished)}")
     if rows.reader.row_filter:
-        found.append("rows that the publication's row filter excludes")
+        found.append("rows that the row filter of the publication or of the config excludes")
     changed: dict[str, list[str]] = {}
     table, types = str(rows.schema), rows.reader.types
     for each in same:
@@ -121,6 +121,10 @@ def _not_compared(rows: CopyRows, same: Sequence[ComparedColumn], lost: Sequence
         setting = merging_setting(column.type, column.type_modifier, settings)
         if setting is not None:
             changed.setdefault(f'{setting} = "{getattr(settings, setting)}"', []).append(column.name)
+    rules = rows.reader.transform.rules if rows.reader.transform is not None else None
+    for name, rule in () if rules is None else rules.columns:
+        if rule.loses_values:
+            found.append(f"{'values of ' * (not rule.exclude)}column {name}, which the config says is {rule}")
     found += [f"values that {setting} changes, in {', '.join(names)}" for setting, names in changed.items()]
     return found
 

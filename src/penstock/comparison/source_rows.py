@@ -79,6 +79,9 @@ class SourceReader:
         arrays = decode_columns(columns, read, cells.num_rows, str(self.heap.schema))
         fields = [pa.field(column.field_name, column.codec.arrow_type) for column in columns]
         fields.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE))
+        if self.heap.transform is not None:
+            rows = self.heap.transform.rows(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)))
+            arrays, fields = list(rows.columns), list(rows.schema)
         if self.with_transactions:
             arrays.append(cells.column(len(columns)).combine_chunks())
             fields.append(pa.field(XID, pa.int64()))

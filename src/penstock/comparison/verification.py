@@ -27,6 +27,7 @@ from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 from penstock.source.connections import Role, connect
 from penstock.source.faults import translated
+from penstock.source.shapes import remembering
 from penstock.source.slots import Blocker
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.state import Store
@@ -269,6 +270,7 @@ def _compared(
             settings.publication,
             schema.table_id,
             types=settings.types,
+            transforms=remembering(settings.transforms, asked.store.get_table_shapes()),
             settings=settings.copy,
         )
         return compare_table(

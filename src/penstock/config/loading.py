@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from penstock.changes.filters import parse_filter
+from penstock.changes.transform import ColumnRule, TableRules, Transforms
 from penstock.config.documents import DocumentsChoice, documents_choice, tables_of
 from penstock.config.environment import Substitution, join
 from penstock.config.models import (
@@ -249,9 +251,12 @@ def _explain(error: ValidationError) -> Iterator[str]:
 def _nearest(parts: list[str]) -> str:
     """A known key that resembles the last of these, in its own section or in another one."""
     model: type[BaseModel] | None = ConfigFile
+    is_named = False
     for part in parts[:-1]:
-        if part.isdigit():  # the index in a list
+        if is_named or part.isdigit():  # the name of a table or column, or the index in a list
+            is_named = False
             continue
+        is_named = model is not None and part in model.model_fields and _is_by_name(model.model_fields[part].annotation)
         model = _keys(model).get(part) if model is not None else None
     if model is None:
         return ""
@@ -268,6 +273,10 @@ def _nearest(parts: list[str]) -> str:
 def _keys(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     """The keys of a model, with the models of its sections."""
     return {info.alias or name: _model_in(info.annotation) for name, info in model.model_fields.items()}
+
+
+def _is_by_name(annotation: Any) -> bool:
+    return get_origin(annotation) is dict
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
@@ -313,6 +322,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
             lock_timeout=file.copy_.lock_timeout.total_seconds(), max_bytes_per_second=file.copy_.max_bytes_per_second
         ),
         rename_tables=_rename_rules(file),
+        transforms=Transforms(_table_rules(file)),
         types=_type_settings(file),
         schema_changes=_schema_changes(file.schema_changes),
         of_tables={
@@ -347,6 +357,24 @@ def _rename_rules(file: ConfigFile) -> RenameRules:
     return RenameRules(file.schema_changes.rename_table, own)
 
 
+def _table_rules(file: ConfigFile) -> dict[str, TableRules]:
+    key = b"" if file.hash is None else file.hash.key.get_secret_value().encode()
+    found: dict[str, TableRules] = {}
+    for table, section in file.tables.items():
+        if not section.columns and section.where is None:
+            continue
+        TablePattern(table)  # raises if it is not a name
+        try:
+            condition = None if section.where is None else parse_filter(section.where)
+        except ConfigError as error:
+            raise ConfigError(f"{join('tables', table, 'where')}: {error.message}", hint=error.hint) from None
+        rules = tuple(
+            (name, ColumnRule(**column.model_dump(exclude_none=True))) for name, column in section.columns.items()
+        )
+        found[table] = TableRules(rules, section.where, condition, key)
+    return found
+
+
 def _type_settings(file: ConfigFile) -> TypeSettings:
     settings = TypeSettings(
         out_of_range=file.types.out_of_range, numeric=file.types.numeric, unknown_types=file.types.unknown_types
@@ -359,6 +387,13 @@ def _type_settings(file: ConfigFile) -> TypeSettings:
         overrides.append(TypeOverride(table, None, own))
         columns = section.types.columns.items()
         overrides += [TypeOverride(table, column, _overridden(own, choices)) for column, choices in columns]
+        renamed = {name: each.rename for name, each in section.columns.items() if each.rename is not None}
+        # At the destination the column has its new name.
+        overrides += [
+            TypeOverride(table, renamed[column], _overridden(own, choices))
+            for column, choices in columns
+            if column in renamed and renamed[column] not in section.types.columns
+        ]
     return replace(settings, overrides=tuple(overrides))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
@@ -181,6 +181,12 @@ class TypesSection(Section):
     unknown_types: UnknownTypes = UnknownTypes.TEXT
 
 
+class HashSection(Section):
+    """The key of hashed columns."""
+
+    key: Annotated[SecretStr, Field(min_length=16)]
+
+
 class SchemaChangesSection(Section):
     """How tables follow changes of their schema."""
 
@@ -190,9 +196,31 @@ class SchemaChangesSection(Section):
     rename_table: RenameTable | None = None
 
 
+class ColumnSection(Section):
+    """What happens to a column before it reaches a destination."""
+
+    exclude: Literal[True] | None = None
+    hash: Literal[True] | None = None
+    null: Literal[True] | None = None
+    mask: str | None = None
+    keep_last: Annotated[int, Field(ge=1)] | None = None
+    rename: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _need_one(self) -> ColumnSection:
+        said = self.model_fields_set
+        if not said:
+            raise ValueError("needs one of exclude, hash, null, mask, keep_last, rename")
+        if len(said - {"rename"}) > 1 or {"exclude", "rename"} <= said:
+            raise ValueError(f"{' and '.join(sorted(said))} cannot be combined")
+        return self
+
+
 class TableSection(Section):
     """Settings of one table."""
 
+    where: str | None = None
+    columns: dict[str, ColumnSection] = {}
     types: TableTypesSection = TableTypesSection()
     schema_changes: SchemaChangesSection = SchemaChangesSection()
 
@@ -219,6 +247,7 @@ class ConfigFile(Section):
     polling: PollingSection | None = None
     types: TypesSection = TypesSection()
     schema_changes: SchemaChangesSection = SchemaChangesSection()
+    hash: HashSection | None = None
     tables: dict[str, TableSection] = {}
     """What differs for single tables, by their names."""
 
@@ -234,4 +263,8 @@ class ConfigFile(Section):
             raise ValueError("[sink] needs an [[index]]")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):
             raise ValueError(f"destination.name: {DOCUMENTS_OUTPUT!r} is reserved for the output of [[index]]")
+        if self.hash is None and any(
+            column.hash for table in self.tables.values() for column in table.columns.values()
+        ):
+            raise ValueError('[tables] hashes a column, which needs [hash] key = "${NAME}", a secret')
         return self

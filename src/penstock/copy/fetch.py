@@ -6,17 +6,19 @@ fetched values are right, or a later change is about to overwrite them. This is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.changes.segment import UNREPRESENTABLE, SegmentColumn, segment_layout, split_texts
+from penstock.changes.segment import UNREPRESENTABLE, SegmentColumn, join_texts, segment_layout, split_texts
+from penstock.changes.transform import TableTransform, Transforms, resolve_rules
 from penstock.changes.wire import TEXT, decode_columns
-from penstock.errors import SourceError
+from penstock.errors import SourceError, ValuesNotSent
 from penstock.schema import TableSchema
+from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.values import TypeSettings
@@ -30,9 +32,41 @@ class SourceFetch:
 
     source: SourceSettings
     types: TypeSettings = field(default_factory=TypeSettings)
+    transforms: Transforms = field(default_factory=Transforms)
 
     def fetch(self, schema: TableSchema, keys: pa.Table) -> pa.Table:
         """Return the current rows with these keys; keys without a row are left out."""
+        transform = self._transform(schema)
+        if transform is None:
+            return self._fetch(schema, keys)
+        key = [column for column in transform.kept if column.target in keys.column_names]
+        if any(column.rule.hash for column in key):
+            raise ValuesNotSent(
+                f"{schema}: a row has omitted values, and it cannot be fetched by a hashed key", table=str(schema)
+            )
+        names = {column.target: column.source for column in key}
+        texts = {names[name]: column for name, column in split_texts(keys).items()}
+        asked = keys.select(list(names)).rename_columns(list(names.values()))
+        maps = join_texts(texts, keys.num_rows)
+        rows = self._fetch(transform.source, asked if maps is None else asked.append_column(UNREPRESENTABLE, maps))
+        return pa.Table.from_batches(map(transform.rows, rows.to_batches()), transform.arrow_schema(rows.schema))
+
+    def _transform(self, schema: TableSchema) -> TableTransform | None:
+        """Return the transform of a table whose columns are those of `schema` after it; None if it has none."""
+        rules = self.transforms.of(schema.table_id, str(schema))
+        if rules is None:
+            return None
+        with connect(self.source, Role.COPY) as connection:
+            table = load_table(connection, schema.table_id)
+            if table is None:
+                raise ValuesNotSent(f"{schema} no longer exists", table=str(schema))
+            types = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
+        found = resolve_rules(rules, schema_from_catalog(table, types), self.types).for_copy()
+        wanted = {column.attnum for column in schema.columns}
+        columns = tuple(column for column in found.source.columns if column.attnum in wanted)
+        return TableTransform(rules, replace(found.source, columns=columns))
+
+    def _fetch(self, schema: TableSchema, keys: pa.Table) -> pa.Table:
         columns = segment_layout(schema, self.types).columns
         named = [column for column in columns if column.field_name in keys.column_names]
         texts = _as_texts(keys, named)

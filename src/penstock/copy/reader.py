@@ -23,6 +23,7 @@ import pyarrow as pa
 from psycopg import pq
 from psycopg.rows import tuple_row
 
+from penstock.changes.transform import TableTransform
 from penstock.changes.wire import PADDING
 from penstock.copy.binary import (
     TRAILER,
@@ -76,16 +77,24 @@ class RangeReader:
     snapshot: str
     """The name of a snapshot that another session keeps."""
     schema: TableSchema
-    """As it was in the snapshot: the published columns."""
+    """As it was in the snapshot: the columns that are read, which are those that are published and not excluded."""
     types: TypeSettings = field(default_factory=TypeSettings)
     row_filter: str | None = None
-    """The publication's expression."""
+    """The server's condition: the publication's, and that of the table's settings."""
     settings: CopySettings = field(default_factory=CopySettings)
+    transform: TableTransform | None = None
+    """What the table's settings make of the rows."""
+
+    @property
+    def output(self) -> TableSchema:
+        """The schema of the rows that are returned."""
+        return self.schema if self.transform is None else self.transform.output
 
     @property
     def arrow_schema(self) -> pa.Schema:
         """Schema of every batch: the columns as in segments (`penstock.changes.segment`), then `_unrepresentable`."""
-        return tuple_layout(self.schema, self.types).arrow_schema
+        schema = tuple_layout(self.schema, self.types).arrow_schema
+        return schema if self.transform is None else self.transform.arrow_schema(schema)
 
     def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a range, in batches of about `settings.chunk_bytes`; no batch if it has no rows.
@@ -99,7 +108,7 @@ class RangeReader:
             name = self.lock(connection, part)
             for batch in _stream(connection, self._query(layout, part, name), layout, self.settings):
                 row_count += batch.num_rows
-                yield batch
+                yield batch if self.transform is None else self.transform.rows(batch)
         tell(RangeRead(part.index, row_count))
 
     def _query(self, layout: TupleLayout, part: CopyRange, name: str) -> str:

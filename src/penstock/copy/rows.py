@@ -17,6 +17,8 @@ import pyarrow as pa
 from psycopg.rows import tuple_row
 
 from penstock.changes.frames import frame_of
+from penstock.changes.segment import require_exact_key
+from penstock.changes.transform import Transforms
 from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, Leaf, plan_ranges
 from penstock.copy.reader import RangeReader
 from penstock.errors import RESYNC, PublicationChanged, QueryFailed, SourceError, TableLocked, TableRewritten
@@ -66,6 +68,7 @@ def prepare_copy(
     table_id: int,
     *,
     types: TypeSettings | None = None,
+    transforms: Transforms | None = None,
     settings: CopySettings | None = None,
     attempt: str | None = None,
     with_bounds: bool = False,
@@ -73,19 +76,27 @@ def prepare_copy(
     """Plan the copy of a published table: its schema at the snapshot's position, and its ranges.
 
     `attempt` identifies this copy among all copies of the table; the default is a new id. Does not read the table
-    itself. Raises `PublicationChanged` if the publication does not contain the table, and `TableLocked` if DDL on the
-    table prevents reading its size.
+    itself. Raises `PublicationChanged` if the publication does not contain the table, `TableLocked` if DDL on the
+    table prevents reading its size, and `ConfigError` if the settings do not fit the table.
     """
-    settings = settings or CopySettings()
+    settings, types = settings or CopySettings(), types or TypeSettings()
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
         schema, row_filter, unpublished = _describe(connection, publication, table_id)
+        require_exact_key(schema, types)
+        transform = None if transforms is None else transforms.resolve(schema, types)
+        conditions = [row_filter]
+        if transform is not None:
+            conditions.append(None if transform.filter is None else transform.filter.sql())
+            transform = transform.for_copy()
+            schema = transform.source
         leaves = load_leaves(connection, schema)
         shape = replace(load_shapes(connection, [table_id])[table_id], copied_at=snapshot.position)
         bounds = load_bounds(connection, schema) if with_bounds else {}
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
     ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
+    row_filter = " and ".join(f"({condition})" for condition in conditions if condition) or None
     rows = CopyRows(
-        reader=RangeReader(source, snapshot.name, schema, types or TypeSettings(), row_filter, settings),
+        reader=RangeReader(source, snapshot.name, schema, types, row_filter, settings, transform),
         attempt=attempt or uuid.uuid4().hex,
         position=snapshot.position,
         ranges=ranges,
@@ -188,7 +199,7 @@ class CopyRows:
     @property
     def schema(self) -> TableSchema:
         """The table's schema at `position`."""
-        return self.reader.schema
+        return self.reader.output
 
     @property
     def arrow_schema(self) -> pa.Schema:

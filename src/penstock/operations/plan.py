@@ -11,6 +11,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from penstock.changes.segment import inexact_keys
+from penstock.changes.transform import Transforms
 from penstock.config import Config, IndexChoice
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint
@@ -90,7 +91,8 @@ def make_plan(config: Config) -> Plan:
         tables = {} if polled else _tables(connection, config)
         refused = dict.fromkeys(without_identity(connection, tables), _REFUSED)
         refused |= {name: f"REFUSED: {error}" for name, error in identity_problems(connection, tables).items()}
-        inexact = _inexact_keys(connection, tables, settings.types)
+        inexact = _unusable_settings(connection, tables, settings.types, settings.transforms)
+        rules = settings.transforms.rules
         indexes = config.documents.indexes if config.documents is not None else ()
         catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
         return Plan(
@@ -110,9 +112,13 @@ def make_plan(config: Config) -> Plan:
             destinations={output.name: output.destination_type for output in config.outputs},
             tables={
                 name: {
-                    output: _fate(None if table_id is None else known.get(table_id), from_start)
+                    output: _fate(
+                        None if table_id is None else known.get(table_id),
+                        from_start or _has_other_rules(stores[output], table_id, name, settings.transforms),
+                    )
                     + (f"; {refused[name]}" if name in refused else "")
                     + (f"; WOULD STOP: {inexact[name]}" if name in inexact else "")
+                    + (f"; {rules[name]}" if name in rules and name not in inexact else "")
                     for output, known in phases.items()
                     if config.documents is None or output != config.documents.name
                 }
@@ -133,6 +139,7 @@ def check_source(config: Config) -> Report:
         settings.exclude,
         manage_publication=settings.manage_publication,
         types=settings.types,
+        transforms=settings.transforms,
     )
     return run_preflight(settings.source, request)
 
@@ -193,17 +200,32 @@ def _tables(connection: psycopg.Connection[Any], config: Config) -> dict[str, in
     return {name: published.get(name) for name in wanted}
 
 
-def _inexact_keys(
-    connection: psycopg.Connection[Any], tables: Iterable[str], types: TypeSettings
+def _unusable_settings(
+    connection: psycopg.Connection[Any], tables: Iterable[str], types: TypeSettings, transforms: Transforms
 ) -> dict[str, ConfigError]:
-    """The tables that would stop because a setting in [types] makes different keys the same, each with its error."""
+    """The tables that would stop because their settings do not fit them, each with its error: a setting in [types] that
+    makes different keys the same, or rules for columns that do not exist."""
     with translated(connection, "read the columns of keys"), connection.cursor(row_factory=tuple_row) as cursor:
         oids = [oid for (oid,) in cursor.execute(_OIDS, [list(tables)]).fetchall()]
     catalog = load_tables(connection, oids).values()
     known = load_types(connection, {each.type_oid for table in catalog for each in table.live_attributes})
     schemas = [schema_from_catalog(table, known) for table in catalog]
     found = {str(schema): next(inexact_keys(schema, types), None) for schema in schemas}
+    for schema in schemas:
+        try:
+            transforms.resolve(schema, types)
+        except ConfigError as error:
+            found[str(schema)] = error
     return {name: error for name, error in found.items() if error is not None}
+
+
+def _has_other_rules(store: Store | None, table_id: int | None, name: str, transforms: Transforms) -> bool:
+    """True if the rows of a copied table were made by other rules than those of the config."""
+    shapes = {} if store is None else store.get_table_shapes()
+    if table_id is None or table_id not in shapes:
+        return False
+    before, now = shapes[table_id].rules, transforms.in_force(table_id, name)
+    return (before and before.fingerprint) != (now and now.fingerprint)
 
 
 def _builds(store: Store | None) -> Mapping[str, IndexBuild]:

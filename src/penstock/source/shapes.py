@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg.rows import tuple_row
 
+from penstock.changes.transform import RulesInForce, Transforms
 from penstock.lsn import Lsn, is_in
 from penstock.source.faults import translated
 
@@ -118,6 +119,8 @@ class TableShape:
     """The position of the copy that the table had at this moment."""
     former: frozenset[int] = field(default=frozenset(), compare=False)
     """Leaves that have gone since that copy, and whose rows were dealt with."""
+    rules: RulesInForce | None = None
+    """The rules of the config for its columns and rows. The catalog does not say them."""
 
     def following(self, before: TableShape, mentioned: Mapping[int, Lsn]) -> TableShape:
         """This reading, with what is remembered since the copy."""
@@ -164,6 +167,7 @@ def shape_to_json(shape: TableShape) -> dict[str, Any]:
         "partitioned": shape.is_partitioned,
         "copied_at": None if shape.copied_at is None else str(shape.copied_at),
         "former": sorted(shape.former),
+        "rules": shape.rules,
     }
 
 
@@ -176,7 +180,14 @@ def shape_from_json(record: Mapping[str, Any]) -> TableShape:
         record["partitioned"],
         None if record.get("copied_at") is None else Lsn.parse(record["copied_at"]),
         frozenset(record.get("former", ())),
+        RulesInForce(*record["rules"]) if record.get("rules") else None,
     )
+
+
+def remembering(transforms: Transforms, shapes: Mapping[int, TableShape]) -> Transforms:
+    """The transforms, with the names under which tables had rules when their shapes were stored."""
+    known_as = {table_id: shape.rules.table for table_id, shape in shapes.items() if shape.rules is not None}
+    return Transforms(transforms.rules, known_as)
 
 
 class SilentChange(NamedTuple):
@@ -201,7 +212,10 @@ def silent_changes(before: TableShape, now: TableShape, mentioned: Mapping[int, 
 
     In doubt there is a reason. `mentioned` has the leaves that the stream described, from before the second moment.
     """
-    return [*_changed_partitions(before, now, mentioned), *_changed_values(before, now), *_changed_names(before, now)]
+    rules = [each.rules and each.rules.fingerprint for each in (before, now)]
+    changed = [SilentChange("its settings for columns or rows in the config changed")] if rules[0] != rules[1] else []
+    partitions = _changed_partitions(before, now, mentioned)
+    return [*changed, *partitions, *_changed_values(before, now), *_changed_names(before, now)]
 
 
 def vanished(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) -> set[int]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from penstock import failpoints
 from penstock.changes.steps import Message
+from penstock.changes.transform import Transforms
 from penstock.destinations.base import Destination
 from penstock.errors import DestinationUnavailable, PenstockError, Retry, TasksFailed
 from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
@@ -99,6 +100,7 @@ class ApplyWorker:
         settings: BatchSettings,
         error_hold: ErrorHold,
         types: TypeSettings | None = None,
+        transforms: Transforms | None = None,
         try_tasks: Callable[[], object],
         schema_changes: Callable[[int], SchemaChanges] = lambda _: SchemaChanges(),
     ) -> None:
@@ -107,8 +109,8 @@ class ApplyWorker:
         `schema_changes` says how a table follows changes of its schema.
         """
         self._name = name
-        self._writer = BatchWriter(spool, store, destination, settings, types)
-        self._solo = SoloWrites(board, lambda: BatchWriter(spool, store, destination, settings, types))
+        self._writer = BatchWriter(spool, store, destination, settings, types, transforms)
+        self._solo = SoloWrites(board, lambda: BatchWriter(spool, store, destination, settings, types, transforms))
         self._requests: dict[int, Work] = {}
         self._board = board
         self._store = store

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, build_batch
+from penstock.changes.batch import EventBatch, SchemaChange, TableChanges, build_batch
 from penstock.changes.segment import refused_columns, require_exact_key
 from penstock.changes.steps import Message
+from penstock.changes.transform import TableRules, TableTransform, Transforms, resolve_rules
 from penstock.destinations.base import Destination, TableResult
 from penstock.errors import ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
@@ -49,6 +50,7 @@ class BatchWriter:
         destination: Destination,
         settings: BatchSettings,
         types: TypeSettings | None = None,
+        transforms: Transforms | None = None,
     ) -> None:
         self.reader = SpoolReader(spool)
         self._store = store
@@ -57,6 +59,8 @@ class BatchWriter:
         self._accepted: dict[int, Lsn] = {}
         """How far the destination has accepted changes that are not durable yet; they are not sent again."""
         self._types = types or TypeSettings()
+        self._transforms = transforms or Transforms()
+        self._resolved: dict[tuple[TableRules, TableSchema], TableTransform] = {}
 
     def take(self, after: Lsn, limit: Lsn, tables: Sequence[int] | None = None) -> list[Entry]:
         """Return the entries between two boundaries that fit into a batch; at least one if there is any."""
@@ -81,6 +85,16 @@ class BatchWriter:
         as durable or failed.
         """
         unsent = self._leave_out_accepted(positions)
+        failed: dict[int, PenstockError] = {}
+
+        def transform_of(schema: TableSchema) -> TableTransform | None:
+            try:
+                require_exact_key(schema, self._types)
+                return self._transform(schema)
+            except ConfigError as error:
+                failed[schema.table_id] = error  # so that none of its rows is sent
+                return None
+
         batch = build_batch(
             entries,
             begin=begin,
@@ -89,13 +103,12 @@ class BatchWriter:
             schemas=self._schemas_at(unsent),
             schema_of=self.reader.load_schema,
             refused=self._refused_columns if self._types.can_refuse else None,
+            transform_of=transform_of,
         )
         durable = dict.fromkeys(positions, end)
-        failed = {
-            changes.table_id: error
-            for changes in batch.tables
-            if (error := _inexact_key(changes, self._types) or _values_not_sent(changes, self._destination))
-        }
+        for changes in batch.tables:
+            if changes.table_id not in failed and (error := _values_not_sent(changes, self._destination)) is not None:
+                failed[changes.table_id] = error
         rewritten = _rewritten(entries, unsent, end)
         if rewritten and self._destination.capabilities.loses_nothing_by_a_copy:
             failed |= rewritten
@@ -148,7 +161,16 @@ class BatchWriter:
         return outcomes
 
     def _refused_columns(self, schema: TableSchema) -> tuple[str, ...]:
-        return refused_columns(schema, self._types)
+        rules = self._transforms.of(schema.table_id, str(schema))
+        return refused_columns(schema, self._types, excluded=() if rules is None else rules.excluded)
+
+    def _transform(self, schema: TableSchema) -> TableTransform | None:
+        rules = self._transforms.of(schema.table_id, str(schema))
+        if rules is None:
+            return None
+        if (rules, schema) not in self._resolved:
+            self._resolved[rules, schema] = resolve_rules(rules, schema, self._types)
+        return self._resolved[rules, schema]
 
     def _schemas_at(self, positions: Mapping[int, Lsn]) -> dict[int, TableSchema]:
         """Return the schemas that the tables have at the destination: those stored for their positions."""
@@ -172,17 +194,6 @@ def _rewritten(entries: Sequence[Entry], positions: Mapping[int, Lsn], end: Lsn)
             if table_id in positions and not is_in(step.key.commit_lsn, positions[table_id]):
                 found[table_id] = SchemaNotFollowed(f"{name}: ALTER TABLE computed values of all rows", table=name)
     return found
-
-
-def _inexact_key(changes: TableChanges, types: TypeSettings) -> PenstockError | None:
-    """Return why rows of a table cannot be told apart: a setting changes values of its key."""
-    try:
-        for step in changes.steps:
-            if isinstance(step, Rows):
-                require_exact_key(step.schema, types)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:

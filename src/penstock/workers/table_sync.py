@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from penstock import failpoints
-from penstock.changes.segment import require_exact_key
+from penstock.changes.transform import Transforms
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.progress import CopyCounter, CopyProgress, listening
 from penstock.destinations.base import Destination, Tasks
@@ -107,6 +107,7 @@ class TableSync:
         batches: BatchSettings,
         copy: CopySettings,
         types: TypeSettings,
+        transforms: Transforms,
         schema_changes: SchemaChanges,
     ) -> None:
         self._schema_changes = schema_changes
@@ -121,6 +122,7 @@ class TableSync:
         self._stop = stop
         self._copy = copy
         self._types = types
+        self._transforms = transforms
         self.attempt = uuid.uuid4().hex
         self._counter: CopyCounter | None = None
         self._copy_seconds: float | None = None
@@ -128,7 +130,7 @@ class TableSync:
         self.waiting: SnapshotWait | None = None
         """The transactions that its snapshot waits for, while it waits."""
         self._holds = Holds(SpoolFolder(spool))
-        self._writer = BatchWriter(spool, store, destination, batches, types)
+        self._writer = BatchWriter(spool, store, destination, batches, types, transforms)
 
     @property
     def copy_status(self) -> CopyStatus | None:
@@ -192,10 +194,10 @@ class TableSync:
                 self._publication,
                 self._table_id,
                 types=self._types,
+                transforms=self._transforms,
                 settings=self._copy,
                 attempt=self.attempt,
             )
-            require_exact_key(rows.schema, self._types)
             counter = self._counter = CopyCounter(rows)
             self._check_stop()
             with self._tasks.copying(), listening(counter.take):
@@ -293,7 +295,9 @@ class TableSync:
                 raise problem
             types = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
             size = self._ask_size(connection)
-        return schema_from_catalog(table, types), size
+        schema = schema_from_catalog(table, types)
+        transform = self._transforms.resolve(schema, self._types)
+        return schema if transform is None else transform.output, size
 
     def _ask_size(self, connection: psycopg.Connection[Any]) -> int | None:
         try:
@@ -312,7 +316,8 @@ class TableSync:
     def _remember_schema(self, rows: CopyRows) -> None:
         self._store.store_table_schema(TableSchemaVersion(OrderKey(rows.position, 0), rows.schema))
         if rows.shape is not None:
-            self._store.store_table_shapes({self._table_id: rows.shape})
+            shape = replace(rows.shape, rules=self._transforms.in_force(self._table_id, str(rows.schema)))
+            self._store.store_table_shapes({self._table_id: shape})
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

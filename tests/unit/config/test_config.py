@@ -326,3 +326,53 @@ def test_an_error_says_which_of_several_destinations_is_meant(load):
     assert "destination.1.type: is missing" in refusal(
         load, TWO.replace('name = "copy"\ntype = "parquet"', 'name = "copy"')
     )
+
+
+RULES = """
+[hash]
+key = "${KEY}"
+[tables."public.users"]
+where = "country = 'DE'"
+[tables."public.users".columns]
+email = { hash = true, rename = "email_hash" }
+phone = { keep_last = 4 }
+password = { exclude = true }
+[tables."public.users".types.columns.email]
+out_of_range = "null"
+"""
+
+
+def test_rules_for_columns_and_rows(load):
+    secret = "a secret of 16 or more"
+    config = load(SMALLEST + RULES, KEY=secret)
+    rules = config.pipeline.transforms.rules["public.users"]
+    assert str(rules) == (
+        "email hashed, renamed to email_hash; phone masked but for its last 4; password left out; "
+        "only rows where country = 'DE'"
+    )
+    assert rules.key == secret.encode()
+    assert secret not in repr(config)
+    # The destination knows the column by its new name.
+    assert config.pipeline.types.of("public.users", "email_hash").out_of_range is OutOfRange.NULL
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (RULES.replace("[hash]", "[hush]"), "hush: there is no such key"),
+        (RULES.replace('[hash]\nkey = "${KEY}"', ""), "[tables] hashes a column, which needs [hash] key"),
+        (RULES.replace("${KEY}", "short"), "hash.key: Value should have at least 16"),
+        (RULES.replace("keep_last = 4", "keep_last = 0"), "keep_last: should be greater than or equal to 1"),
+        (RULES.replace("keep_last = 4", 'keep_last = 4, mask = "x"'), "keep_last and mask cannot be combined"),
+        (RULES.replace("exclude = true", 'exclude = true, rename = "x"'), "exclude and rename cannot be combined"),
+        (RULES.replace("exclude = true", "exclude = false"), "exclude: should be True"),
+        (RULES.replace("{ exclude = true }", "{}"), "needs one of exclude, hash, null, mask, keep_last, rename"),
+        (RULES.replace("exclude", "exlude"), 'there is no such key; did you mean "exclude"?'),
+        (RULES.replace("country = 'DE'", "lower(country) = 'DE'"), '"public.users".where: the filter calls a function'),
+        (RULES.replace('"public.users"', '"public.users.x"'), "public.users.x"),
+    ],
+)
+def test_rules_that_cannot_be_used_are_refused(load, text, says):
+    found = refusal(load, SMALLEST + text, KEY="a secret of 16 or more")
+    assert says in found
+    assert "16 or more" not in found

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.changes.batch import Rows
-from penstock.changes.columns import unsent_cells
 from penstock.changes.compaction import LIVE, NetChanges, keys_of
 from penstock.changes.segment import (
     COMMIT_LSN,
@@ -31,6 +30,7 @@ from penstock.changes.segment import (
     field_names,
     join_texts,
     split_texts,
+    unsent_cells,
 )
 from penstock.changes.steps import Truncation
 from penstock.destinations.batch_events import read_segment

@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
+from penstock.changes.transform import Transforms
 from penstock.schema import PostgresType
 from penstock.source.catalog import load_tables, load_types
 from penstock.source.columns import CatalogTable
@@ -57,6 +58,7 @@ class Request:
     exclude: tuple[str, ...] = ()
     manage_publication: bool = False
     types: TypeSettings = field(default_factory=TypeSettings)
+    transforms: Transforms = field(default_factory=Transforms)
 
     def __post_init__(self) -> None:
         for pattern in (*self.patterns, *self.exclude):

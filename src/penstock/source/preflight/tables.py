@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from penstock.changes.segment import inexact_keys
-from penstock.errors import for_table
+from penstock.errors import ConfigError, for_table
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
 from penstock.source.catalog import schema_from_catalog
 from penstock.source.columns import CatalogTable
@@ -393,6 +393,8 @@ def check_keys(context: Context) -> Iterator[Check]:
 def check_overrides(context: Context) -> Iterator[Check]:
     """Does every table and column with types of its own in [tables] exist?"""
     known = {str(subject): {each.name for each in subject.catalog.live_attributes} for subject in context.subjects}
+    for table, rules in context.request.transforms.rules.items():
+        known.setdefault(table, set()).update(rule.rename for _, rule in rules.columns if rule.rename is not None)
     lost = [
         override.table if override.column is None else f"{override.table}.{override.column}"
         for override in context.request.types.overrides
@@ -405,6 +407,42 @@ def check_overrides(context: Context) -> Iterator[Check]:
             f"[tables] sets types for tables or columns that are not published: {listed(lost)}",
             'Write tables as "schema.table", and check the case of the names.',
             lost,
+        )
+
+
+def check_rules(context: Context) -> Iterator[Check]:
+    """Do the rules of [tables] for columns and rows fit the tables, and what do they do?"""
+    rules = context.request.transforms.rules
+    problems: list[ConfigError] = []
+    shown: list[str] = []
+    for subject in context.subjects:
+        if str(subject) not in rules:
+            continue
+        schema = schema_from_catalog(subject.catalog, context.types, subject.attnums)
+        try:
+            context.request.transforms.resolve(schema, context.request.types)
+            shown.append(f"{subject}: {rules[str(subject)]}")
+        except ConfigError as error:
+            problems.append(error)
+    for problem in problems:
+        remedy = for_table(problem.hint, problem.table)
+        yield failed("column_rules", context.severity, problem.message, remedy, [problem.table])
+    lost = sorted(rules.keys() - {str(subject) for subject in context.subjects})
+    if lost:
+        yield failed(
+            "column_rules",
+            Severity.WARNING,
+            f"[tables] has rules for columns or rows of tables that are not published: {listed(lost)}",
+            'Write tables as "schema.table", and check the case of the names: a misspelled rule protects nothing.',
+            lost,
+        )
+    if shown:
+        yield failed(
+            "column_rules",
+            Severity.INFO,
+            f"columns and rows as the config says: {'. '.join(shown)}",
+            "Nothing to do. The spool holds the values as they were sent.",
+            [each.partition(":")[0] for each in shown],
         )
 
 
@@ -479,4 +517,5 @@ CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "types_as_text": check_types,
     "exact_keys": check_keys,
     "type_overrides": check_overrides,
+    "column_rules": check_rules,
 }

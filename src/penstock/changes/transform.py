@@ -1,0 +1,572 @@
+"""Transforms: what a table's settings in the config make of its rows before a destination gets them.
+
+`TableRules` says what the config says of a table. `TableTransform` is the same for one version of its schema. Tasks
+apply it to whole columns, to rows of a copy and to changes alike, where they read them: `RangeReader` and `Segment`. So
+a destination only ever sees the resulting columns, and the schema of these (`TableTransform.output`).
+
+The spool holds what the server sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from penstock.changes.filters import Cells, Condition, RowFilter, bind_filter, columns_of
+from penstock.changes.segment import (
+    OLD,
+    OP,
+    RESERVED,
+    UNCHANGED,
+    UNREPRESENTABLE,
+    UNREPRESENTABLE_TYPE,
+    Operation,
+    Texts,
+    field_names,
+    join_texts,
+    pack_unsent,
+    segment_layout,
+    split_texts,
+    unsent_cells,
+)
+from penstock.errors import RESYNC, ConfigError
+from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind, resolve_domain
+from penstock.values import TypeSettings, merging_setting
+
+HIDDEN = "***"
+"""Stands for the characters that `keep_last` hides."""
+_TEXT = PostgresType(25, "text")
+_PRINTED = frozenset(
+    {"text", "varchar", "bpchar", "name", "uuid", "int2", "int4", "int8", "date", "inet", "cidr", "macaddr", "citext"}
+)
+"""Types of which equal values have one text, the same in copies and changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRule:
+    """What happens to one column; at most one of the first five."""
+
+    exclude: bool = False
+    hash: bool = False
+    null: bool = False
+    mask: str | None = None
+    keep_last: int | None = None
+    rename: str | None = None
+
+    def __str__(self) -> str:
+        said = [
+            "left out" if self.exclude else "",
+            "hashed" if self.hash else "",
+            "NULL" if self.null else "",
+            "masked" if self.mask is not None else "",
+            f"masked but for its last {self.keep_last}" if self.keep_last is not None else "",
+            f"renamed to {self.rename}" if self.rename is not None else "",
+        ]
+        return ", ".join(filter(None, said))
+
+    @property
+    def becomes_text(self) -> bool:
+        return self.hash or self.mask is not None or self.keep_last is not None
+
+    @property
+    def loses_values(self) -> bool:
+        """Different values become the same."""
+        return self.exclude or self.null or self.mask is not None or self.keep_last is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TableRules:
+    """What the config says of a table."""
+
+    columns: tuple[tuple[str, ColumnRule], ...] = ()
+    """By name."""
+    where: str | None = None
+    condition: Condition | None = None
+    """`where`, parsed."""
+    key: bytes = field(default=b"", repr=False)
+    """Of hashes."""
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The columns that no destination gets."""
+        return tuple(name for name, rule in self.columns if rule.exclude)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the rules, and the key if there is a hash; another one means other rows at the destination."""
+        key = hmac.digest(self.key, b"penstock", "sha256") if any(rule.hash for _, rule in self.columns) else b""
+        said = repr((sorted(self.columns, key=lambda each: each[0]), self.where))
+        return hashlib.sha256(said.encode() + key).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        said = [f"{name} {rule}" for name, rule in self.columns]
+        return "; ".join([*said, *([] if self.where is None else [f"only rows where {self.where}"])])
+
+
+class RulesInForce(NamedTuple):
+    """The rules by which the rows of a table were made."""
+
+    table: str
+    """The name of the table in the config."""
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transforms:
+    """The rules of all tables; pickles."""
+
+    rules: Mapping[str, TableRules] = field(default_factory=dict[str, TableRules])
+    """By the names of tables in the config."""
+    known_as: dict[int, str] = field(default_factory=dict[int, str])
+    """The names under which tables have rules that were renamed since: they keep them."""
+
+    def name_of(self, table_id: int, name: str) -> str | None:
+        """The name under which the config has rules for a table; None if it has none."""
+        if name in self.rules:
+            return name
+        former = self.known_as.get(table_id)
+        return former if former in self.rules else None
+
+    def of(self, table_id: int, name: str) -> TableRules | None:
+        """The rules for a table."""
+        found = self.name_of(table_id, name)
+        return None if found is None else self.rules[found]
+
+    def remember(self, tables: Mapping[int, str]) -> None:
+        """Learn the current names of tables."""
+        self.known_as.update({table_id: name for table_id, name in tables.items() if name in self.rules})
+
+    def in_force(self, table_id: int, name: str) -> RulesInForce | None:
+        """What to store with a table that is copied by the current rules; None if it has none."""
+        found = self.name_of(table_id, name)
+        return None if found is None else RulesInForce(found, self.rules[found].fingerprint)
+
+    def resolve(self, schema: TableSchema, types: TypeSettings) -> TableTransform | None:
+        """The transform of a table with this schema; None if it has no rules. See `resolve_rules`."""
+        rules = self.of(schema.table_id, str(schema))
+        return None if rules is None else resolve_rules(rules, schema, types)
+
+
+class KeptColumn(NamedTuple):
+    """What becomes of one column that stays."""
+
+    source: str
+    """Its name in the rows that are read."""
+    target: str
+    attnum: int
+    identity: bool
+    rule: ColumnRule
+    type: str
+    """The name of its Postgres type."""
+
+
+@dataclass(frozen=True)
+class TableTransform:
+    """The rules of a table for one version of its schema."""
+
+    rules: TableRules
+    source: TableSchema
+    """Of the rows that are read."""
+    filter: RowFilter | None = None
+
+    @cached_property
+    def output(self) -> TableSchema:
+        """The schema of the resulting rows. Columns keep their attribute numbers."""
+        rules = dict(self.rules.columns)
+        kept = [column for column in self.source.columns if column.name not in self.rules.excluded]
+        columns = tuple(_output_column(column, rules.get(column.name), self.rules.key) for column in kept)
+        return replace(self.source, columns=columns)
+
+    def for_copy(self) -> TableTransform:
+        """The transform of rows that the server has filtered, and that lack excluded columns."""
+        read = tuple(column for column in self.source.columns if column.name not in self.rules.excluded)
+        return TableTransform(self.rules, replace(self.source, columns=read))
+
+    @cached_property
+    def kept(self) -> tuple[KeptColumn, ...]:
+        """The columns that stay."""
+        rules = dict(self.rules.columns)
+        names = dict(zip((each.attnum for each in self.source.columns), field_names(self.source), strict=True))
+        sources = {column.attnum: column for column in self.source.columns}
+        return tuple(
+            KeptColumn(
+                names[column.attnum],
+                name,
+                column.attnum,
+                column.identity,
+                rules.get(sources[column.attnum].name, ColumnRule()),
+                resolve_domain(sources[column.attnum].type, -1)[0].name,
+            )
+            for column, name in zip(self.output.columns, field_names(self.output), strict=True)
+        )
+
+    def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Transform rows of a copy; columns that the table does not have stay as they are."""
+        table = self._columns(pa.Table.from_batches([batch])).combine_chunks()
+        return pa.RecordBatch.from_arrays(
+            [_array(table.column(name)) for name in table.column_names], schema=table.schema
+        )
+
+    def arrow_schema(self, schema: pa.Schema) -> pa.Schema:
+        """The schema that rows or changes with this schema get."""
+        return self._columns(schema.empty_table()).schema
+
+    def segment(self, table: pa.Table) -> pa.Table:
+        """Transform changes; see `penstock.changes.segment` for their columns."""
+        if self.filter is not None:
+            table = filter_changes(self.filter, table)
+        return self._columns(table)
+
+    def _columns(self, table: pa.Table) -> pa.Table:
+        texts = split_texts(table)
+        kept: dict[str, pa.Array] = {}
+        own = set(field_names(self.source))
+        done: dict[str, tuple[pa.Field, pa.Array | pa.ChunkedArray]] = {}
+        for column in self.kept:
+            cells, left = self._cells(column, table.column(column.source), texts.get(column.source))
+            done[column.source] = pa.field(column.target, cells.type), cells
+            if left is not None:
+                kept[column.target] = left
+        if OLD in table.column_names:
+            old = self._old(_array(table.column(OLD)), texts, kept)
+            done[OLD] = pa.field(OLD, old.type), old
+        if UNCHANGED in table.column_names:
+            bitmap = self._unsent(table.column(UNCHANGED))
+            done[UNCHANGED] = pa.field(UNCHANGED, bitmap.type), bitmap
+        if UNREPRESENTABLE in table.column_names:
+            maps = join_texts(kept, table.num_rows)
+            maps = pa.nulls(table.num_rows, UNREPRESENTABLE_TYPE) if maps is None else maps
+            done[UNREPRESENTABLE] = pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE), maps
+        columns = [
+            done.get(name, (table.schema.field(name), table.column(name)))
+            for name in table.column_names
+            if name in done or name not in own
+        ]
+        schema = pa.schema([field for field, _ in columns])
+        return pa.Table.from_arrays([cells for _, cells in columns], schema=schema)
+
+    def _old(self, old: pa.StructArray, texts: Texts, kept: dict[str, pa.Array]) -> pa.Array:
+        names = {each.name for each in old.type}
+        fields: list[pa.Field] = []
+        arrays: list[pa.Array] = []
+        for column in self.kept:
+            if column.source in names:
+                name = f"{OLD}.{column.source}"
+                cells, left = self._cells(column, pc.struct_field(old, column.source), texts.get(name))
+                fields.append(pa.field(column.target, cells.type))
+                arrays.append(_array(cells))
+                if left is not None:
+                    kept[f"{OLD}.{column.target}"] = left
+        if not fields:
+            return pa.nulls(len(old), pa.struct([]))
+        return pa.StructArray.from_arrays(arrays, fields=fields, mask=old.is_null())
+
+    def _unsent(self, bitmaps: pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+        if bitmaps.null_count == len(bitmaps) or len(self.kept) == len(self.source.columns):
+            return bitmaps
+        places = {name: place for place, name in enumerate(field_names(self.source))}
+        at, bits = unsent_cells(bitmaps)
+        flags = np.zeros((len(bitmaps), len(self.kept)), np.bool_)
+        flags[at] = bits[:, [places[column.source] for column in self.kept]]
+        return pack_unsent(flags)
+
+    def _cells(
+        self, column: KeptColumn, cells: pa.ChunkedArray | pa.Array, texts: pa.Array | None
+    ) -> tuple[pa.ChunkedArray | pa.Array, pa.Array | None]:
+        """The resulting cells of a column, and the texts of those that its type cannot hold."""
+        rule = column.rule
+        if rule.null:
+            return pa.nulls(len(cells), cells.type), None
+        if not rule.becomes_text:
+            return cells, texts
+        if rule.mask is not None:
+            is_null = cells.is_null() if texts is None else pc.and_(cells.is_null(), texts.is_null())
+            return pc.if_else(is_null, pa.scalar(None, pa.string()), pa.scalar(rule.mask)), None
+        printed = print_values(_array(cells), column.type)
+        if texts is not None:
+            printed = pc.coalesce(printed, texts.cast(printed.type))
+        return change_texts(rule, printed, self.rules.key), None
+
+
+def resolve_rules(rules: TableRules, schema: TableSchema, types: TypeSettings) -> TableTransform:
+    """Return the transform of a table with this schema.
+
+    Raises `ConfigError` if the rules do not fit: a column that does not exist must not flow under another name.
+    """
+    named = [*(name for name, _ in rules.columns), *(columns_of(rules.condition) if rules.condition else ())]
+    columns = {column.name: column for column in schema.columns}
+    lost = [name for name in dict.fromkeys(named) if name not in columns]
+    if lost:
+        listed = ", ".join(map(repr, lost))
+        raise _refused(
+            schema,
+            f"names {'a column' if len(lost) == 1 else 'columns'} that the table does not have: {listed}",
+            "If a column was renamed, use its new name; if it was dropped, remove it from the config. Then restart the "
+            f"pipeline and copy the table again: {RESYNC}.",
+        )
+    key = {column.attnum for column in schema.key}
+    for name, rule in rules.columns:
+        if rule.loses_values and columns[name].attnum in key:
+            raise _refused(
+                schema,
+                f"hides column {name!r}, which identifies rows",
+                "Use `hash` for columns of a key: it keeps different values different.",
+            )
+        if (rule.hash or rule.keep_last is not None) and not _is_printed(columns[name]):
+            raise _refused(
+                schema,
+                f"cannot {'hash' if rule.hash else 'keep the last characters of'} column {name!r} of type "
+                f"{columns[name].type}",
+                "Both work for text, integers, uuid, date, enums and network addresses; use `exclude`, `null` or "
+                "`mask` for other types.",
+            )
+    transform = TableTransform(rules, schema)
+    _require_distinct(schema, transform.output, rules)
+    if rules.condition is None:
+        return transform
+    bound = bind_filter(rules.condition, schema)
+    _require_exact(bound, types)
+    hashes_key = any(rule.hash and columns[name].attnum in key for name, rule in rules.columns)
+    if hashes_key and schema.replica_identity is not ReplicaIdentity.FULL:
+        raise _refused(
+            schema,
+            "has a filter and hashes a column of the key, so values that the server leaves out could not be fetched",
+            f"Run: alter table {schema} replica identity full; or do without one of them.",
+        )
+    return replace(transform, filter=bound)
+
+
+def _require_distinct(schema: TableSchema, output: TableSchema, rules: TableRules) -> None:
+    """Raise if two columns get one name."""
+    before = {column.attnum: column.name for column in schema.columns}
+    renamed = {name for name, rule in rules.columns if rule.rename is not None}
+    taken: dict[str, str] = {}
+    for column in output.columns:
+        name = before[column.attnum]
+        if name in renamed and column.name in RESERVED:
+            raise _refused(
+                schema, f"renames {name!r} to {column.name!r}, which Penstock uses itself", "Choose another name."
+            )
+        other = taken.setdefault(column.name.lower(), name)
+        if other != name and (name in renamed or other in renamed):
+            raise _refused(
+                schema,
+                f"gives the columns {other!r} and {name!r} the same name, {column.name!r}",
+                "Choose another name.",
+            )
+
+
+def _require_exact(bound: RowFilter, types: TypeSettings) -> None:
+    """Raise if a setting in [types] changes values that the filter needs."""
+    table = str(bound.schema)
+    exact = {each.column.name: each.codec.arrow_type for each in segment_layout(bound.schema).columns}
+    chosen = {each.column.name: each.codec.arrow_type for each in segment_layout(bound.schema, types).columns}
+    for column in bound.columns:
+        settings = types.of(table, column.name)
+        merges = merging_setting(column.type, column.type_modifier, settings) is not None
+        if merges or exact[column.name] != chosen[column.name]:
+            raise _refused(
+                bound.schema,
+                f"filters by {column.name!r}, whose values a setting in [types] changes",
+                f'Set out_of_range = "keep" in [tables."{table}".types.columns."{column.name}"].',
+            )
+
+
+def _is_printed(column: Column) -> bool:
+    type_, _ = resolve_domain(column.type, -1)
+    is_known = type_.is_builtin or type_.name == "citext"
+    return type_.kind is TypeKind.ENUM or (type_.kind is TypeKind.BASE and is_known and type_.name in _PRINTED)
+
+
+def _output_column(column: Column, rule: ColumnRule | None, key: bytes) -> Column:
+    if rule is None:
+        return column
+    name = rule.rename or column.name
+    if rule.null:
+        return replace(column, name=name, missing=None, backfilled=False)
+    if not rule.becomes_text:
+        return replace(column, name=name)
+    missing = column.missing
+    if missing is not None:
+        printed = print_values(pa.array([missing], pa.string()), resolve_domain(column.type, -1)[0].name)
+        missing = change_texts(rule, printed, key)[0].as_py()
+    return replace(column, name=name, type=_TEXT, type_modifier=-1, missing=missing)
+
+
+def print_values(cells: pa.Array, type_name: str) -> pa.Array:
+    """The text of values, as the server prints it; of char(n) without the padding."""
+    printed = cells if _is_text(cells.type) else cells.cast(pa.string())
+    return pc.utf8_rtrim(printed, characters=" ") if type_name == "bpchar" else printed
+
+
+def change_texts(rule: ColumnRule, texts: pa.Array, key: bytes) -> pa.Array:
+    """Hash or mask texts; NULL stays NULL."""
+    if rule.hash:
+        return hash_texts(texts, key)
+    if rule.mask is not None:
+        return pc.if_else(texts.is_valid(), pa.scalar(rule.mask), pa.scalar(None, pa.string()))
+    assert rule.keep_last is not None
+    last = pc.utf8_slice_codeunits(texts, -rule.keep_last).cast(pa.string())
+    # Nothing of a value that would be shown whole.
+    shown = pc.if_else(pc.greater(pc.utf8_length(texts), rule.keep_last), last, pa.scalar(""))
+    return pc.binary_join_element_wise(pa.scalar(HIDDEN), shown, "")
+
+
+def hash_texts(texts: pa.Array, key: bytes) -> pa.Array:
+    """HMAC-SHA-256 of each text in UTF-8, in hexadecimal."""
+    encoded = texts.dictionary_encode()
+    padded = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
+    inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded)).copy
+    outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded)).copy
+    digests: list[str] = []
+    # A loop over distinct values: no library computes SHA-256 by column, and this takes 0.7 µs each.
+    for value in encoded.dictionary.cast(pa.large_binary()).to_pylist():
+        first = inner()
+        first.update(value)
+        second = outer()
+        second.update(first.digest())
+        digests.append(second.hexdigest())
+    return pa.array(digests, pa.string()).take(encoded.indices)
+
+
+# Filters
+
+
+def filter_changes(bound: RowFilter, table: pa.Table) -> pa.Table:
+    """The changes of the rows that pass a filter.
+
+    An update after which a row does not pass becomes a delete, and an update by which it begins to pass an insert, as
+    far as the old row is known. Otherwise a delete stays as it is: it does no harm to a row that was never there.
+    """
+    changes = _Filtered(bound, table)
+    operations = changes.operations
+    is_delete, is_update = operations == Operation.DELETE, operations == Operation.UPDATE
+    passes = changes.passes_now()
+    passed, is_known = changes.passed_before()
+    unknown_delete = is_delete & changes.unsent_any
+    leaves = is_update & ~passes & (passed | ~is_known)
+    enters = is_update & passes & is_known & ~passed
+    keep = np.where(is_delete, passes | unknown_delete, passes | leaves)
+    table = changes.converted(leaves, enters)
+    return table if keep.all() else table.filter(pa.array(keep))
+
+
+class _Filtered:
+    """Changes of a table, with what a filter needs to know of them."""
+
+    def __init__(self, bound: RowFilter, table: pa.Table) -> None:
+        self._filter = bound
+        self._table = table
+        self._texts = split_texts(table)
+        self._columns = bound.schema.columns
+        self._fields = dict(zip((each.name for each in self._columns), field_names(bound.schema), strict=True))
+        self._needed = [column.name for column in bound.columns]
+        self.operations: NDArray[np.int8] = table.column(OP).to_numpy()
+        count = table.num_rows
+        at, bits = unsent_cells(table.column(UNCHANGED))
+        self._unsent = np.zeros((count, len(self._columns)), np.bool_)
+        if len(at):
+            self._unsent[at] = bits[:, : len(self._columns)]
+        self._places = {column.name: place for place, column in enumerate(self._columns)}
+        self._old = _array(table.column(OLD)) if OLD in table.column_names else None
+        self._has_old = np.zeros(count, np.bool_) if self._old is None else self._old.is_valid().to_numpy(False)
+        self._old_names = {each.name for each in self._old.type} if self._old is not None else set[str]()
+        self.unsent_any = self._unsent[:, [self._places[name] for name in self._needed]].any(axis=1)
+
+    def passes_now(self) -> NDArray[np.bool_]:
+        """Which rows pass, with the values of deleted rows as far as they were sent."""
+        cells: dict[str, Cells] = {}
+        for name in self._needed:
+            field, place = self._fields[name], self._places[name]
+            values, texts, unsent = _array(self._table.column(field)), self._texts.get(field), self._unsent[:, place]
+            # A delete without the value is not decided by it.
+            unsent = unsent & (self.operations != Operation.DELETE)
+            if field in self._old_names and (unsent & self._has_old).any():
+                known = unsent & self._has_old
+                values, texts = self._filled(field, known)
+                unsent = unsent & ~known
+            cells[name] = Cells(values, texts, unsent if unsent.any() else None)
+        return self._filter.keep(cells, self._table.num_rows)
+
+    def passed_before(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which old rows passed, and for which changes this is known."""
+        count = self._table.num_rows
+        if not self._has_old.any() or not {self._fields[name] for name in self._needed} <= self._old_names:
+            return np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        cells = {
+            name: Cells(pc.struct_field(self._old, self._fields[name]), self._texts.get(f"{OLD}.{self._fields[name]}"))
+            for name in self._needed
+        }
+        return self._filter.keep(cells, count) & self._has_old, self._has_old
+
+    def converted(self, leaves: NDArray[np.bool_], enters: NDArray[np.bool_]) -> pa.Table:
+        """The changes, with deletes and inserts in place of some updates."""
+        if not (leaves.any() or enters.any()):
+            return self._table
+        table, texts = self._table, dict(self._texts)
+        unsent = self._unsent.copy()
+        for column in self._columns:
+            field, place = self._fields[column.name], self._places[column.name]
+            from_old = np.zeros(len(leaves), np.bool_)
+            if field in self._old_names:
+                from_old = self._has_old & (leaves | (enters & unsent[:, place]))
+                unsent[from_old, place] = False
+            if not column.identity:
+                unsent[leaves, place] = True
+            if from_old.any() or not column.identity:
+                values, kept = self._filled(field, from_old)
+                hidden = pa.array(leaves & unsent[:, place])
+                values = pc.if_else(hidden, pa.scalar(None, values.type), values)
+                table = table.set_column(table.schema.get_field_index(field), table.schema.field(field), values)
+                if kept is not None:
+                    texts[field] = pc.if_else(hidden, pa.scalar(None, pa.string()), kept)
+        operations = np.where(leaves, Operation.DELETE, np.where(enters, Operation.INSERT, self.operations))
+        gone = leaves | enters
+        for name in [each for each in texts if each.startswith(f"{OLD}.")]:
+            texts[name] = pc.if_else(pa.array(gone), pa.scalar(None, pa.string()), texts[name])
+        replaced: dict[str, pa.Array] = {OP: pa.array(operations.astype(np.int8)), UNCHANGED: pack_unsent(unsent)}
+        if self._old is not None:
+            replaced[OLD] = self._old.take(pa.array(np.arange(len(gone)), mask=gone | ~self._has_old))
+        if UNREPRESENTABLE in table.column_names:
+            maps = join_texts(texts, table.num_rows)
+            replaced[UNREPRESENTABLE] = pa.nulls(table.num_rows, UNREPRESENTABLE_TYPE) if maps is None else maps
+        for name, array in replaced.items():
+            table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), array)
+        return table
+
+    def _filled(self, field: str, known: NDArray[np.bool_]) -> tuple[pa.Array, pa.Array | None]:
+        """A column and its texts, some of them from the old row."""
+        values, texts = _array(self._table.column(field)), self._texts.get(field)
+        if not known.any():
+            return values, texts
+        mask = pa.array(known)
+        values = pc.if_else(mask, pc.struct_field(self._old, field), values)
+        old_texts = self._texts.get(f"{OLD}.{field}")
+        if texts is not None or old_texts is not None:
+            nothing = pa.nulls(len(known), pa.string())
+            texts = pc.if_else(mask, nothing if old_texts is None else old_texts, nothing if texts is None else texts)
+        return values, texts
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    if isinstance(column, pa.Array):
+        return column
+    combined = column.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
+
+
+def _refused(schema: TableSchema, problem: str, hint: str) -> ConfigError:
+    return ConfigError(f'{schema}: [tables."{schema}"] {problem}', hint=hint, table=str(schema))
