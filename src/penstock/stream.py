@@ -28,13 +28,8 @@ from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, co
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import is_lock_timeout
 from penstock.source.lineage import Lineage, identify_system, verify_lineage
-from penstock.source.publications import (
-    EnsuredPublication,
-    Membership,
-    ensure_publication,
-    load_membership,
-    without_identity,
-)
+from penstock.source.membership import Membership, load_membership
+from penstock.source.publications import EnsuredPublication, ensure_publication, without_identity
 from penstock.source.shapes import TableShape, load_shapes
 from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
 from penstock.spool import Holds, Readers, SpoolReader, SpoolSettings
@@ -67,6 +62,8 @@ class StreamSettings:
     tables: tuple[str, ...] = ("*.*",)
     exclude: tuple[str, ...] = ()
     manage_publication: bool = True
+    generated_columns: bool | None = None
+    """Publish stored generated columns; None leaves the publication as it is."""
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
     types: TypeSettings = field(default_factory=TypeSettings)
     ddl_trigger: bool = False
@@ -245,6 +242,7 @@ def _ensure_publication(
         settings.tables,
         settings.exclude,
         manage=settings.manage_publication,
+        generated_columns=settings.generated_columns,
         later=later,
     )
     unidentified = without_identity(connection, ensured.added) if ensured.added else []

@@ -26,7 +26,7 @@ from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
-from penstock.source.publications import Membership, changes_between
+from penstock.source.membership import Membership, changes_between
 from penstock.source.shapes import SilentChange, TableShape, may_have_rows, remembering, silent_changes, vanished
 from penstock.state import (
     Command,
@@ -263,6 +263,8 @@ class RunningTables(RunningOutput):
                 logger.info("table was removed and added again, copying it again table=%s", self._name_of(table_id))
                 self._board.set_phase(table_id, resync())
         self._notice_identities(change.reidentified if change else (), now)
+        for table_id in change.regenerated if change else ():
+            self._copy_for(table_id, "its generated columns are published now")
         self._notice_silent_changes(published)
         self._follow_names(published)
         # Last, so that a table that was not processed is noticed again, even by the next process.
@@ -297,16 +299,20 @@ class RunningTables(RunningOutput):
         for table_id, phase in self._board.phases().items():
             is_followed = isinstance(phase, SyncDone | Ready)
             if table_id in reidentified:
-                reason = "its partitions have other replica identities than before"
-                if _was_followed(phase):
-                    self._copy_again(table_id, reason)
-                else:
-                    logger.info("copying a table again table=%s reason=%s", self._name_of(table_id), reason)
-                    self._board.set_phase(table_id, resync(reason))
+                self._copy_for(table_id, "its partitions have other replica identities than before")
             elif is_followed and membership.is_unidentified(table_id):
                 self._copy_again(
                     table_id, "the replica identities of its partitions do not fit together: see penstock check"
                 )
+
+    def _copy_for(self, table_id: int, reason: str) -> None:
+        """Copy a table again whose catalog may be ahead of the stream, in whatever phase it is."""
+        phase = self._board.phase(table_id)
+        if phase is not None and _was_followed(phase):
+            self._copy_again(table_id, reason)
+        elif phase is not None:
+            logger.info("copying a table again table=%s reason=%s", self._name_of(table_id), reason)
+            self._board.set_phase(table_id, resync(reason))
 
     def _notice_silent_changes(self, published: Published) -> None:
         """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""

@@ -15,7 +15,7 @@ from penstock.coordinator import Coordinator
 from penstock.errors import CaptureStopped, DestinationRefused, LeaseHeld, PermissionDenied, StateUnusable
 from penstock.lsn import Lsn
 from penstock.output import RunningOutput, unknown_command
-from penstock.source.publications import Membership, RowVersion
+from penstock.source.membership import Membership, RowVersion
 from penstock.state import Command, CommandKind, CommandStatus, MemoryStore
 from penstock.state.records import CommandRecord
 from penstock.stream import Published

@@ -14,7 +14,7 @@ from penstock.errors import Retry
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.source.lineage import Lineage
-from penstock.source.publications import Membership, RowVersion
+from penstock.source.membership import Membership, RowVersion
 from penstock.spool import SpoolSettings
 from penstock.state import (
     CommandKind,

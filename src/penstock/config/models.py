@@ -81,6 +81,7 @@ class SourceSection(Section):
     manage_publication: bool = True
     tables: list[str] = ["*.*"]
     exclude: list[str] = []
+    generated_columns: bool | None = None
     slot: str | None = None
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
     ddl_trigger: bool = False
@@ -250,6 +251,14 @@ class ConfigFile(Section):
     hash: HashSection | None = None
     tables: dict[str, TableSection] = {}
     """What differs for single tables, by their names."""
+
+    @model_validator(mode="after")
+    def _need_a_managed_publication(self) -> ConfigFile:
+        if self.source.generated_columns is not None and not self.source.manage_publication:
+            raise ValueError(
+                "source.generated_columns needs manage_publication = true; otherwise alter the publication"
+            )
+        return self
 
     @model_validator(mode="after")
     def _need_a_place_to_go(self) -> ConfigFile:

@@ -19,8 +19,8 @@ from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_dom
 from penstock.source.catalog import load_tables, load_types, unknown_type
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import translated
+from penstock.source.membership import Heap
 from penstock.source.patterns import TableName
-from penstock.source.publications import Heap
 
 # A partitioned table and its leaves, or just the table.
 _TABLES = """

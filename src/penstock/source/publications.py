@@ -1,9 +1,4 @@
-"""Publications: which tables the server sends, with which columns and rows, and how that changed.
-
-Membership is compared by the versions of catalog rows, not by names: a table that was removed and added again looks the
-same, but the server omitted its changes in between. One case goes unnoticed: a table that left a published *schema* and
-came back.
-"""
+"""Publications: which tables the server sends, with which columns and rows."""
 
 from __future__ import annotations
 
@@ -21,10 +16,11 @@ from penstock.errors import ConfigError, IdentitiesDiffer, PublicationMissing, S
 from penstock.source.catalog import load_tables
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import Place, translated
-from penstock.source.identity import Partitions, fingerprint, judge_identity, lacks, load_partitions
+from penstock.source.identity import judge_identity, load_partitions
 from penstock.source.patterns import TableName, select_tables
 
-_SCHEMAS_SINCE = 150000
+SCHEMAS_SINCE = 150000
+GENERATED_SINCE = 180000
 _ALTER_SECONDS = 10.0
 """How long tables are tried one by one, at most, each time that a publication is brought up to date."""
 
@@ -37,7 +33,7 @@ _TABLES_13 = """
     order by n.nspname, c.relname
 """
 
-_PUBLISHED_13 = """
+PUBLISHED_13 = """
     published as (
         select p.oid as publication, c.oid as relation, c.relnamespace as namespace, n.nspname, c.relname
         from pg_catalog.pg_publication p
@@ -50,7 +46,7 @@ _PUBLISHED_13 = """
 
 # From 15 on `pg_publication_tables` opens every table, and waits for DDL on any of them. The same from the catalog
 # alone: members, tables of published schemas, or all tables; partitions as their leaves, or left to the root.
-_PUBLISHED_15 = """
+PUBLISHED_15 = """
     publication as (
         select oid, puballtables, pubviaroot from pg_catalog.pg_publication where pubname = %s
     ),
@@ -97,7 +93,7 @@ _PUBLISHED_15 = """
 # The row filter and the column list are those of the table's own entry; they do not count when the whole schema
 # or the whole database is published.
 _TABLES_15 = f"""
-    with recursive {_PUBLISHED_15}
+    with recursive {PUBLISHED_15}
     select c.oid::int8, d.nspname, d.relname, c.relkind::text,
            case when own.oid is not null then own.prattrs::int2[] end,
            case when own.oid is not null then pg_catalog.pg_get_expr(own.prqual, own.prrelid) end
@@ -111,32 +107,6 @@ _TABLES_15 = f"""
           )
     order by d.nspname, d.relname
 """  # noqa: S608 (texts of ours)
-
-_MEMBERSHIP = """
-    with recursive {published},
-    lineages as (
-        select publication, relation, relation as member, namespace from published
-        union
-        select d.publication, d.relation, a.relid, c.relnamespace
-        from published d
-        cross join lateral pg_catalog.pg_partition_ancestors(d.relation) a
-        join pg_catalog.pg_class c on c.oid = a.relid
-    ),
-    entries as (
-        select l.relation, r.oid, r.xmin::text as version
-        from lineages l join pg_catalog.pg_publication_rel r on r.prpubid = l.publication and r.prrelid = l.member
-        {schemas}
-    )
-    select d.relation::int8, d.nspname, d.relname, e.oid::int8, e.version
-    from published d left join entries e on e.relation = d.relation
-"""
-
-_MEMBERSHIP_SCHEMAS = """
-        union
-        select l.relation, s.oid, s.xmin::text
-        from lineages l
-        join pg_catalog.pg_publication_namespace s on s.pnpubid = l.publication and s.pnnspid = l.namespace
-"""
 
 _MEMBERS = """
     select c.oid::int8, n.nspname, c.relname
@@ -181,9 +151,6 @@ _ROOTS = """
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.relkind = 'p' and n.nspname || '.' || c.relname = any(%s::text[])
 """
-
-UNIDENTIFIED = "-"
-"""In `Membership.heaps`, of a partitioned table: its partitions do not fit together."""
 
 logger = logging.getLogger(__name__)
 
@@ -237,68 +204,6 @@ class EnsuredPublication:
     """Tables that the server did not add or remove, with its reason: another owner, dropped meanwhile, locked."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowVersion:
-    """The version of a catalog row: changes with every update, and if the row is deleted and created again."""
-
-    oid: int
-    xmin: str
-
-
-@dataclass(frozen=True, slots=True)
-class Heap:
-    """A table that stores rows: the table itself, or one of its partitions. A partitioned table may be listed with
-    them, with the identity that results from theirs."""
-
-    oid: int
-    identity: str
-    """A fingerprint of its replica identity, to be compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """A publication's tables, each with the versions of the catalog rows that put it there."""
-
-    publication: RowVersion
-    tables: Mapping[int, frozenset[RowVersion]]
-    names: Mapping[int, str]
-    heaps: Mapping[str, frozenset[Heap]] = field(default_factory=dict[str, frozenset[Heap]])
-    """Of some tables, by name: shows that a partition with rows was attached or detached, or has another identity."""
-    namespaces: Mapping[int, str] = field(default_factory=dict[int, str], compare=False)
-    """The part of each name before the dot, which may contain dots itself."""
-
-    def table_names(self) -> dict[int, TableName]:
-        """Return the names in two parts."""
-        found: dict[int, TableName] = {}
-        for table_id, name in self.names.items():
-            namespace = self.namespaces.get(table_id, name.partition(".")[0])
-            found[table_id] = TableName(namespace, name[len(namespace) + 1 :])
-        return found
-
-    def is_unidentified(self, table_id: int) -> bool:
-        """Return whether the partitions of a table identify its rows in ways that do not fit together."""
-        return self.identities(table_id).get(table_id) == UNIDENTIFIED
-
-    def identities(self, table_id: int) -> dict[int, str]:
-        """Return the identities of a partitioned table and its partitions, as far as they are known."""
-        return {heap.oid: heap.identity for heap in self.heaps.get(self.names.get(table_id, ""), ())}
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipChange:
-    """How a publication changed between two checks, by table oid."""
-
-    added: frozenset[int] = frozenset()
-    removed: frozenset[int] = frozenset()
-    readded: frozenset[int] = frozenset()
-    """Tables that were removed in between, or published with other columns, rows or operations: a possible gap."""
-    reidentified: frozenset[int] = frozenset()
-    """Partitioned tables of which captured changes may lack columns that now identify rows."""
-
-    def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.readded or self.reidentified)
-
-
 def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publication | None:
     """The publication of this name; None if it does not exist."""
     statement = (
@@ -324,7 +229,7 @@ def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publi
 def published_tables(connection: psycopg.Connection[Any], publication: str) -> list[PublishedTable]:
     """The tables that the server sends, sorted by schema and name. Raises `PublicationMissing`."""
     require_publication(connection, publication)
-    statement = _TABLES_15 if connection.info.server_version >= _SCHEMAS_SINCE else _TABLES_13
+    statement = _TABLES_15 if connection.info.server_version >= SCHEMAS_SINCE else _TABLES_13
     doing = f"list the tables of publication {publication!r}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         return [
@@ -351,13 +256,21 @@ def require_publication(connection: psycopg.Connection[Any], name: str) -> Publi
 
 
 def create_publication(
-    connection: psycopg.Connection[Any], name: str, tables: Sequence[TableName], *, via_root: bool = True
+    connection: psycopg.Connection[Any],
+    name: str,
+    tables: Sequence[TableName],
+    *,
+    via_root: bool = True,
+    generated_columns: bool | None = None,
 ) -> Publication:
     """Create a publication for exactly these tables. With `via_root`, partitioned tables are sent as their root."""
-    statement = sql.SQL("create publication {name}{tables} with (publish_via_partition_root = {via_root})").format(
+    statement = sql.SQL(
+        "create publication {name}{tables} with (publish_via_partition_root = {via_root}{generated})"
+    ).format(
         name=sql.Identifier(name),
         tables=sql.SQL(" for table {}").format(_table_list(tables)) if tables else sql.SQL(""),
         via_root=sql.Literal(via_root),
+        generated=sql.SQL(", publish_generated_columns = stored" if generated_columns else ""),
     )
     with translated(connection, f"create publication {name!r}"):
         connection.execute(statement)
@@ -373,11 +286,13 @@ def ensure_publication(
     *,
     manage: bool = True,
     via_root: bool = True,
+    generated_columns: bool | None = None,
     later: Collection[str] = (),
 ) -> EnsuredPublication:
     """Make a publication contain exactly the tables that match the patterns; with `manage=False` only inspect it.
 
     A table that the server refuses does not keep the others out. Tables in `later` are not added this time.
+    `generated_columns` says whether stored generated columns are published; None leaves it as it is.
     Column lists and row filters of tables that stay are left alone, and so are published schemas. A partition is a
     member itself only if a pattern matches it and none matches a table above it. Call this before creating the slot.
     """
@@ -385,23 +300,34 @@ def ensure_publication(
     if not manage:
         assert publication is not None
         return EnsuredPublication(publication)
+    if generated_columns and connection.info.server_version < GENERATED_SINCE:
+        raise ConfigError(
+            "source.generated_columns needs PostgreSQL 18: older servers do not send generated columns",
+            hint="Remove source.generated_columns from the config.",
+        )
     # By oid: tables may be renamed between two queries.
     wanted = _find_tables(connection, patterns, exclude)
     created = publication is None
     members: dict[int, TableName] = {}
     if publication is None:
         try:
-            publication = create_publication(connection, name, list(wanted.values()), via_root=via_root)
+            publication = create_publication(
+                connection, name, list(wanted.values()), via_root=via_root, generated_columns=generated_columns
+            )
             members = wanted
         except SourceError:
             # Perhaps because of one table: they are added one by one below. Otherwise this raises the same error.
-            publication = create_publication(connection, name, [], via_root=via_root)
+            publication = create_publication(
+                connection, name, [], via_root=via_root, generated_columns=generated_columns
+            )
     else:
         if publication.all_tables:
             raise ConfigError(
                 f"publication {name!r} is FOR ALL TABLES, so Penstock cannot choose its tables",
                 hint="Set manage_publication = false, or use another publication.",
             )
+        if generated_columns is not None and publication.generated_columns != generated_columns:
+            _publish_generated(connection, name, generated_columns)
         with translated(connection, f"inspect publication {name!r}"):
             cursor = connection.cursor(row_factory=tuple_row)
             rows = cursor.execute(_MEMBERS, [name]).fetchall()
@@ -428,6 +354,13 @@ def ensure_publication(
         members=frozenset(str(table) for table in now),
         refused=refused,
     )
+
+
+def _publish_generated(connection: psycopg.Connection[Any], name: str, generated: bool) -> None:
+    statement = sql.SQL("alter publication {} set (publish_generated_columns = {})")
+    with translated(connection, f"alter publication {name!r}"):
+        connection.execute(statement.format(sql.Identifier(name), sql.SQL("stored" if generated else "none")))
+    logger.info("generated columns are %s publication=%s", "published" if generated else "not published", name)
 
 
 def _alter(connection: psycopg.Connection[Any], name: str, action: _Action, tables: Sequence[TableName]) -> None:
@@ -486,78 +419,12 @@ def without_identity(connection: psycopg.Connection[Any], tables: Iterable[str])
     return sorted({name for name, oid in stored if oid in catalog and not catalog[oid].has_identity})
 
 
-def load_membership(connection: psycopg.Connection[Any], publication: str) -> Membership:
-    """The fingerprint of a publication, to be compared with an earlier one by `changes_between`."""
-    has_schemas = connection.info.server_version >= _SCHEMAS_SINCE
-    schemas = _MEMBERSHIP_SCHEMAS if has_schemas else ""
-    published = _PUBLISHED_15 if has_schemas else _PUBLISHED_13
-    doing = f"read the membership of publication {publication!r}"
-    with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
-        own = cursor.execute(
-            "select oid::int8, xmin::text from pg_catalog.pg_publication where pubname = %s", [publication]
-        ).fetchone()
-        rows = cursor.execute(
-            _MEMBERSHIP.format(published=published, schemas=schemas).encode(), [publication]
-        ).fetchall()
-    if own is None:
-        require_publication(connection, publication)
-        return load_membership(connection, publication)
-    entries: dict[int, set[RowVersion]] = {}
-    names: dict[int, str] = {}
-    namespaces: dict[int, str] = {}
-    for relation, namespace, name, oid, version in rows:
-        names[relation] = f"{namespace}.{name}"
-        namespaces[relation] = namespace
-        versions = entries.setdefault(relation, set())
-        if oid is not None:
-            versions.add(RowVersion(oid, version))
-    heaps = {names[root]: _heaps(partitions) for root, partitions in load_partitions(connection, list(names)).items()}
-    return Membership(
-        RowVersion(*own),
-        {relation: frozenset(versions) for relation, versions in entries.items()},
-        names,
-        heaps,
-        namespaces,
-    )
-
-
-def _heaps(partitions: Partitions) -> frozenset[Heap]:
-    """The leaves that send old rows, and their root with what all of them send."""
-    judged = judge_identity(partitions)
-    root = UNIDENTIFIED if judged.problem is not None else fingerprint(judged.kind, judged.attnums)
-    leaves = {Heap(leaf.oid, leaf.fingerprint) for leaf in partitions.leaves if leaf.is_identified}
-    return frozenset({Heap(partitions.root.oid, root), *leaves} if leaves else ())
-
-
 def identity_problems(connection: psycopg.Connection[Any], tables: Iterable[str]) -> dict[str, IdentitiesDiffer]:
     """The partitioned tables among these names whose partitions do not identify its rows, with the reason."""
     with translated(connection, "find partitioned tables"), connection.cursor(row_factory=tuple_row) as cursor:
         roots = [oid for (oid,) in cursor.execute(_ROOTS, [list(tables)]).fetchall()]
     judged = {str(each.root): judge_identity(each).problem for each in load_partitions(connection, roots).values()}
     return {name: problem for name, problem in judged.items() if problem is not None}
-
-
-def changes_between(old: Membership, new: Membership) -> MembershipChange:
-    """Compare two memberships. Any change of the publication itself (its operations, its root option, its name and
-    back) may have left a gap in every table that stayed."""
-    stayed = old.tables.keys() & new.tables.keys()
-    altered = old.publication != new.publication
-    return MembershipChange(
-        added=frozenset(new.tables.keys() - old.tables.keys()),
-        removed=frozenset(old.tables.keys() - new.tables.keys()),
-        readded=frozenset(table for table in stayed if altered or old.tables[table] != new.tables[table]),
-        reidentified=frozenset(table for table in stayed if _promises_more(old, new, table)),
-    )
-
-
-def _promises_more(old: Membership, new: Membership, table_id: int) -> bool:
-    """Return whether changes of a partitioned table may lack what now identifies its rows.
-
-    The catalog may be ahead of the stream, whose messages do not say what a partition sent.
-    """
-    promised = new.identities(table_id).get(table_id)
-    sent = old.identities(table_id)
-    return promised is not None and table_id in sent and any(lacks(each, promised) for each in sent.values())
 
 
 def _table_list(tables: Sequence[TableName]) -> sql.Composed:

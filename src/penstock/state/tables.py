@@ -11,8 +11,8 @@ from penstock.errors import IllegalTransition
 from penstock.lsn import OrderKey
 from penstock.schema import TableSchema
 from penstock.schema.table import schema_from_json, schema_to_json
+from penstock.source.membership import Heap, Membership, PublicationOptions, RowVersion
 from penstock.source.patterns import TableName
-from penstock.source.publications import Heap, Membership, RowVersion
 from penstock.source.shapes import TableShape, shape_from_json, shape_to_json
 from penstock.state.core import StoreCore
 from penstock.state.phases import Init, PhaseRecord, StoredPhase, TableReplicationPhase, phase_from_json, phase_to_json
@@ -364,6 +364,8 @@ def _membership_to_json(membership: Membership) -> dict[str, Any]:
         "heaps": {
             name: sorted([each.oid, each.identity] for each in heaps) for name, heaps in membership.heaps.items()
         },
+        "options": membership.options,
+        "generated": sorted(membership.generated),
     }
 
 
@@ -375,4 +377,11 @@ def _membership_from_json(stored: dict[str, Any]) -> Membership:
         {table_id: table["name"] for table_id, table in tables.items()},
         {name: frozenset(Heap(*heap) for heap in heaps) for name, heaps in stored.get("heaps", {}).items()},
         {table_id: table["namespace"] for table_id, table in tables.items() if table.get("namespace") is not None},
+        _options_from_json(stored["options"]) if stored.get("options") else None,
+        frozenset(stored.get("generated", ())),
     )
+
+
+def _options_from_json(stored: list[Any]) -> PublicationOptions:
+    operations, *rest = stored
+    return PublicationOptions(tuple(operations), *rest)

@@ -10,13 +10,12 @@ import pytest
 
 from penstock.errors import ConfigError, PermissionDenied, PublicationMissing
 from penstock.source import Role, SourceSettings, connect, load_table, publications
+from penstock.source.membership import changes_between, load_membership
 from penstock.source.patterns import select_tables
 from penstock.source.publications import (
-    changes_between,
     create_publication,
     ensure_publication,
     inspect_publication,
-    load_membership,
     published_attnums,
     published_tables,
     without_identity,

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.schema import ReplicaIdentity
 from penstock.source.identity import Part, Partitions, RowIdentity, fingerprint, judge_identity, lacks
-from penstock.source.publications import UNIDENTIFIED, Heap, Membership, RowVersion, changes_between
+from penstock.source.membership import UNIDENTIFIED, Heap, Membership, RowVersion, changes_between
 
 DEFAULT, INDEX, FULL, NOTHING = ReplicaIdentity
 ID, DAY, OTHER = 1, 2, 3

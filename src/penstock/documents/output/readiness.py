@@ -19,7 +19,7 @@ from penstock.documents.output.writer import DocumentsSettings
 from penstock.documents.relation_map import RelationMap
 from penstock.lsn import Lsn
 from penstock.source.connections import NO_TIMEOUTS, Role, connect
-from penstock.source.publications import Membership, changes_between
+from penstock.source.membership import Membership, changes_between
 from penstock.source.shapes import may_have_rows
 from penstock.source.snapshots import take_snapshot
 from penstock.state import IndexBuild, IndexStatus, Store

@@ -319,7 +319,8 @@ def check_generated(context: Context) -> Iterator[Check]:
             "generated_columns",
             Severity.INFO,
             f"{counted(names, 'generated column')} not replicated: {listed(names)}",
-            "PostgreSQL 18 can publish stored ones: alter publication … set (publish_generated_columns = stored);",
+            "PostgreSQL 18 can publish stored ones: set source.generated_columns = true, or run: alter publication … "
+            "set (publish_generated_columns = stored); only the tables that have some are then copied again.",
             names,
         )
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, StateError
 from penstock.lsn import Lsn, OrderKey, reaches
 from penstock.source.lineage import Lineage
-from penstock.source.publications import Heap, Membership, RowVersion
+from penstock.source.membership import Heap, Membership, PublicationOptions, RowVersion
 from penstock.state import (
     Catchup,
     CommandKind,
@@ -334,7 +334,12 @@ class StoreContract:
         for version in ("1", "2"):
             names = {1: "public.a", 2: "public.b"}
             heaps = {"public.a": frozenset({Heap(1, "d 1,2")}), "public.b": frozenset({Heap(3, "f"), Heap(4, "f")})}
-            seen = Membership(RowVersion(5, version), {1: rows, 2: frozenset()}, names, heaps)
+            options = PublicationOptions(("insert", "update"), True, False, "me")
+            seen = Membership(
+                *(RowVersion(5, version), {1: rows, 2: frozenset()}, names, heaps),
+                options=options,
+                generated=frozenset({1}),
+            )
             store.store_publication_membership("p", seen)
             assert store.get_publication_membership("p") == self.reader().get_publication_membership("p") == seen
         assert store.get_publication_membership("another") is None
