@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.changes.frames import can_read_files, frame_of, frame_of_files, spark_columns
-from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE
+from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, Settled
 from penstock.changes.steps import Entry, Message, Segment, Truncation
 from penstock.changes.transform import TableTransform
 from penstock.lsn import Lsn, furthest, is_in, reaches
@@ -56,7 +56,8 @@ class Rows:
                 # Rare, and one narrow column: here, because Spark would say it as an error of its own.
                 segment.read([])
         schema = self._arrow_schema()
-        if any(segment.transform for segment in self.segments) or not can_read_files(session, schema):
+        changes = any(segment.transform or segment.settled for segment in self.segments)
+        if changes or not can_read_files(session, schema):
             return frame_of(session, schema, self.segments, partial(_read_columns, schema))
         # Segments with the same boundaries are one scan: in most batches there is one, or two.
         parts: dict[tuple[Lsn | None, Lsn | None], list[str]] = {}
@@ -142,6 +143,7 @@ def build_batch(
     schemas: Mapping[int, TableSchema],
     schema_of: Callable[[int, str], TableSchema],
     refused: Callable[[TableSchema], tuple[str, ...]] | None = None,
+    settled: Callable[[TableSchema], Settled] | None = None,
     transform_of: Callable[[TableSchema], TableTransform | None] | None = None,
 ) -> EventBatch:
     """Build the batch between two boundaries, of the tables in `positions` and from their positions on.
@@ -149,7 +151,8 @@ def build_batch(
     `schemas` are those that tables have at the destination; where rows have another one, a change of the schema comes
     before them. `refused` gives the columns of a table for which reading a row with a cell that its type cannot hold
     raises: the batch is handed over all the same, so that this concerns its table alone, and where the data work is
-    done. `transform_of` gives what reading makes of the rows of a table; schemas of the batch are those of the result.
+    done. `settled` gives the columns in which reading changes such a cell. `transform_of` gives what reading makes of
+    the rows of a table; schemas of the batch are those of the result.
     """
     entries = [entry for entry in entries if not reaches(begin, entry.end) and not reaches(entry.begin, end)]
     steps: dict[int, list[TableStep]] = {}
@@ -171,6 +174,8 @@ def build_batch(
                 schema = schema_of(segment.table_id, segment.version)
                 if refused is not None and segment.unrepresentable:
                     segment = replace(segment, refuses=refused(schema))
+                if settled is not None and segment.unrepresentable:
+                    segment = replace(segment, settled=settled(schema))
                 if transform_of is not None and (transform := transform_of(schema)) is not None:
                     segment, schema = replace(segment, transform=transform), transform.output
                 _append_rows(steps.setdefault(step.table_id, []), segment, current, schema)

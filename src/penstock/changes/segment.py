@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import RESYNC, ConfigError, ValueOutOfRange
 from penstock.schema import Column, ReplicaIdentity, TableSchema, fold_case
-from penstock.values import Codec, NumericPolicy, OutOfRange, TypeSettings, codec_for, merging_setting
+from penstock.values import Codec, NumericPolicy, OutOfRange, TypeSettings, codec_for, merging_setting, settle
 
 OP = "_op"
 COMMIT_LSN = "_commit_lsn"
@@ -192,6 +192,58 @@ def require_representable(rows: pa.Table, table: str, table_id: int, refused: Co
             table_id=table_id,
             columns=columns,
         )
+
+
+Settled = tuple[tuple[str, OutOfRange], ...]
+"""Columns, by their names in segments, whose unrepresentable values become NULL or the nearest value when they are
+read."""
+
+
+def settled_columns(schema: TableSchema, settings: TypeSettings, excluded: Collection[str] = ()) -> Settled:
+    """The columns of a table with the policies `null` and `clamp`."""
+    changing = (OutOfRange.NULL, OutOfRange.CLAMP)
+    columns = [each for each in segment_layout(schema, settings).columns if each.column.name not in excluded]
+    return tuple((column.field_name, column.policy) for column in columns if column.policy in changing)
+
+
+def settle_rows(rows: pa.Table, settled: Settled) -> tuple[pa.Table, int]:
+    """Return rows with values in place of kept texts, and the number of changed cells, without those of old rows."""
+    if not settled or not count_unrepresentable(rows):
+        return rows, 0
+    texts = dict(split_texts(rows))
+    changed = 0
+    for name, policy in settled:
+        if name in texts and name in rows.column_names:
+            before = len(texts[name]) - texts[name].null_count
+            cells, kept = settle(_whole(rows.column(name)), texts.pop(name), policy)
+            changed += before
+            if kept is not None:
+                texts[name] = kept
+                changed -= len(kept) - kept.null_count
+            rows = rows.set_column(rows.schema.get_field_index(name), rows.schema.field(name), cells)
+        if f"{OLD}.{name}" in texts and OLD in rows.column_names:
+            rows = _settle_old(rows, name, policy, texts)
+    maps = join_texts(texts, rows.num_rows)
+    maps = pa.nulls(rows.num_rows, UNREPRESENTABLE_TYPE) if maps is None else maps
+    place = rows.schema.get_field_index(UNREPRESENTABLE)
+    return rows.set_column(place, rows.schema.field(UNREPRESENTABLE), maps), changed
+
+
+def _settle_old(rows: pa.Table, name: str, policy: OutOfRange, texts: dict[str, pa.Array]) -> pa.Table:
+    old = _whole(rows.column(OLD))
+    fields = list(old.type)
+    arrays = [pc.struct_field(old, field.name) for field in fields]
+    place = next(number for number, field in enumerate(fields) if field.name == name)
+    arrays[place], kept = settle(arrays[place], texts.pop(f"{OLD}.{name}"), policy)
+    if kept is not None:
+        texts[f"{OLD}.{name}"] = kept
+    settled = pa.StructArray.from_arrays(arrays, fields=fields, mask=old.is_null())
+    return rows.set_column(rows.schema.get_field_index(OLD), rows.schema.field(OLD), settled)
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
 
 
 def split_texts(rows: pa.Table) -> Texts:

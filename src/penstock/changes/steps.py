@@ -13,12 +13,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, require_representable
+from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, Settled, require_representable, settle_rows
 from penstock.changes.transform import TableTransform
 from penstock.lsn import Lsn, OrderKey, are_in, earliest, furthest, is_in
+from penstock.observe.reports import tell
 
 _THREADS_FROM_BYTES = 1 << 20
 """Handing the columns of a small file to threads takes as long as reading it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellsChanged:
+    """A report of `Segment.read`: so many cells were changed because their type cannot hold them."""
+
+    table_id: int
+    path: str
+    """Of the segment: it may be read more than once."""
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,9 @@ class Segment:
     """Changes after this boundary are left out; None if there are none in the file."""
     refuses: tuple[str, ...] = ()
     """Reading a row with an unrepresentable value in one of these columns raises (`out_of_range = "error"`)."""
+    settled: Settled = ()
+    """Unrepresentable values of these columns are changed by `read` (`out_of_range = "null"` and `"clamp"`), which
+    reports their number (`CellsChanged`)."""
     transform: TableTransform | None = None
     """What `read` makes of the rows; their columns are those of its `output`."""
 
@@ -68,7 +82,7 @@ class Segment:
     def read(self, columns: list[str] | None = None) -> pa.Table:
         """The rows between the boundaries. Raises `ValueOutOfRange` if one has a value that is refused."""
         whole = self.after is None and self.until is None
-        checked = bool(self.refuses) and self.unrepresentable > 0
+        checked = bool(self.refuses or self.settled) and self.unrepresentable > 0
         wanted = columns if self.transform is None else None
         if wanted is not None:
             needed = [*([] if whole else [COMMIT_LSN]), *([UNREPRESENTABLE] if checked else [])]
@@ -79,6 +93,9 @@ class Segment:
             table = self._narrow(table)
         if checked:
             require_representable(table, self.table, self.table_id, self.refuses)
+            table, changed = settle_rows(table, self.settled)
+            if changed:
+                tell(CellsChanged(self.table_id, self.path, changed))
         if self.transform is not None:
             table = self.transform.segment(table)
         return table if columns is None or table.column_names == columns else table.select(columns)

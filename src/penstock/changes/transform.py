@@ -150,6 +150,11 @@ class Transforms:
         found = self.name_of(table_id, name)
         return None if found is None else RulesInForce(found, self.rules[found].fingerprint)
 
+    def excluded(self, schema: TableSchema) -> tuple[str, ...]:
+        """The columns of a table that no destination gets."""
+        rules = self.of(schema.table_id, str(schema))
+        return () if rules is None else rules.excluded
+
     def resolve(self, schema: TableSchema, types: TypeSettings) -> TableTransform | None:
         """The transform of a table with this schema; None if it has no rules. See `resolve_rules`."""
         rules = self.of(schema.table_id, str(schema))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -132,6 +132,10 @@ def render(found: PipelineStatus) -> RenderableType:
 def problem_lines(state: TableState) -> list[Text]:
     """Why a table stopped and what to do, or why it is copied again, with an empty line behind; else nothing."""
     table, error = state.table, state.error
+    if state.changed_cells:
+        cells = f"{state.changed_cells:,} {'value' if state.changed_cells == 1 else 'values'}"
+        note = Text.assemble((table, "bold"), f": out_of_range changed {cells} since the copy of the table")
+        return [note, Text(), *problem_lines(replace(state, changed_cells=0))]
     if state.copied_because is not None:
         reason = state.copied_because.removeprefix(f"{table}: ")
         return [Text.assemble((f"{table} is copied again", "bold"), f": {reason}"), Text()]

@@ -40,8 +40,9 @@ from penstock.comparison.scan import (
 from penstock.comparison.schemas import ColumnComparison, ComparedColumn, compare_columns
 from penstock.comparison.source_rows import SourceReader
 from penstock.copy import CopyRows
-from penstock.copy.progress import RangeRead, listening
+from penstock.copy.progress import RangeRead
 from penstock.destinations.base import PinnedTable, Tasks
+from penstock.observe.reports import listening
 
 MAX_PIECES = 256
 """For each side: every piece returns its sums."""
@@ -214,7 +215,9 @@ class _Watched:
         with listening(self._take), self._tasks.copying():
             return self._tasks.run(items, function, description=description)
 
-    def _take(self, read: RangeRead) -> None:
+    def _take(self, read: object) -> None:
+        if not isinstance(read, RangeRead):
+            return
         self._done.add(read.index)
         self._on_progress(len(self._done) / max(1, self._pieces))
 

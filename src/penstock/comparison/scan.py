@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from penstock.changes.segment import XID, join_texts, split_texts
 from penstock.comparison.digest import LANES, DigestedRows, Digests, digest_cells, digest_rows
 from penstock.comparison.schemas import common_type
-from penstock.copy.progress import RangeRead, tell
+from penstock.copy.progress import RangeRead
 from penstock.destinations.base import RangeReader
 from penstock.errors import NotComparable
+from penstock.observe.reports import tell
 from penstock.values.datetimes import TimeCodec
 
 BUCKET, TEXTS, RECENT = "bucket", "texts", "recent"

@@ -1,18 +1,15 @@
 """The progress of a copy: ranges, rows and bytes, the remaining time, and the listeners for each range.
 
-A range is read either in this thread or in a task, perhaps on another machine. A task collects its own reports and
-returns them with its result, so a task that failed and ran again reports nothing twice.
+A range is read either in this thread or in a task, which reports it (`penstock.observe.reports`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.copy.rows import CopyRows
@@ -24,33 +21,8 @@ class RangeRead:
 
     index: int
     rows: int
-
-
-Listener: TypeAlias = Callable[[RangeRead], None]
-
-_listener: ContextVar[Listener | None] = ContextVar("penstock_copy_listener", default=None)
-
-
-@contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
-    """Call `listener` for every range that this thread reads inside the block."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
-
-
-def current_listener() -> Listener | None:
-    """The listener of this thread, for code that reads ranges on its behalf."""
-    return _listener.get()
-
-
-def tell(read: RangeRead) -> None:
-    """Report that a range was read, if there is a listener."""
-    listener = _listener.get()
-    if listener is not None:
-        listener(read)
+    changed_cells: int = 0
+    """Cells that `out_of_range` changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +96,20 @@ class CopyCounter:
         self._bytes = {part.index: part.estimated_bytes for part in rows.ranges}
         self._lock = threading.Lock()
         self._progress = CopyProgress.of(rows, clock)
+        self.changed_cells = 0
+        """Cells that `out_of_range` changed so far."""
 
     @property
     def progress(self) -> CopyProgress:
         """The progress so far."""
         return self._progress
 
-    def take(self, read: RangeRead) -> None:
-        """Count a range that was read."""
+    def take(self, read: object) -> None:
+        """Count a range that was read; ignore other reports."""
+        if not isinstance(read, RangeRead):
+            return
         with self._lock:
             size = self._bytes.pop(read.index, None)
             if size is not None:
                 self._progress = self._progress.advance(rows=read.rows, bytes=size)
+                self.changed_cells += read.changed_cells

@@ -23,6 +23,7 @@ import pyarrow as pa
 from psycopg import pq
 from psycopg.rows import tuple_row
 
+from penstock.changes.segment import UNREPRESENTABLE, settle_rows, settled_columns
 from penstock.changes.transform import TableTransform
 from penstock.changes.wire import PADDING
 from penstock.copy.binary import (
@@ -34,8 +35,9 @@ from penstock.copy.binary import (
     tuple_layout,
 )
 from penstock.copy.plan import CopyRange, CopySettings
-from penstock.copy.progress import RangeRead, tell
+from penstock.copy.progress import RangeRead
 from penstock.errors import DecodeError, SourceError, TableLocked, TableRewritten
+from penstock.observe.reports import tell
 from penstock.schema import TableSchema, quote_identifier, resolve_domain
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import Place, from_exception, from_result, translated
@@ -102,14 +104,19 @@ class RangeReader:
         Opens its own connection and closes it at the end, even if the iterator is not exhausted. After `TableRewritten`
         and `SnapshotLost`, all ranges have to be read again, in another snapshot.
         """
-        layout = tuple_layout(self.schema, self.types)
-        row_count = 0
+        layout = tuple_layout(self.schema, self.types.keeping())
+        settled = settled_columns(self.schema, self.types)
+        row_count = changed_cells = 0
         with closing(connect(self.source, Role.COPY, parameters=self.settings.session_parameters)) as connection:
             name = self.lock(connection, part)
             for batch in _stream(connection, self._query(layout, part, name), layout, self.settings):
                 row_count += batch.num_rows
+                if settled and batch.column(UNREPRESENTABLE).null_count < batch.num_rows:
+                    rows, changed = settle_rows(pa.Table.from_batches([batch]), settled)
+                    batch = rows.combine_chunks().to_batches()[0]
+                    changed_cells += changed
                 yield batch if self.transform is None else self.transform.rows(batch)
-        tell(RangeRead(part.index, row_count))
+        tell(RangeRead(part.index, row_count, changed_cells))
 
     def _query(self, layout: TupleLayout, part: CopyRange, name: str) -> str:
         columns = ", ".join(

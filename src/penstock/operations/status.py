@@ -110,6 +110,8 @@ class TableState:
     error: TableError | None
     copied_because: str | None = None
     """Why Penstock copies it again automatically; None after the copy, and for a copy that was requested."""
+    changed_cells: int = 0
+    """Cells since its copy that `out_of_range` made NULL or moved to the nearest value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,7 @@ def table_states(
             store.use_lineage(stored.lineage)
         positions = dict(store.get_table_positions())
     names = table_names(config, store)
+    changed = store.get_changed_cells()
     current = {} if opened is None else {name: phase.name for name, phase in opened.phases.items()}
     found = [
         TableState(
@@ -220,6 +223,7 @@ def table_states(
             position=_text(_position(phase, positions.get(table_id), stored.position if stored else None)),
             error=_error(config, phase),
             copied_because=reason_of_copy(config.secrets, store, table_id, phase),
+            changed_cells=changed.get(table_id, 0),
         )
         for table_id, phase in store.get_table_replication_states().items()
     ]
@@ -375,6 +379,7 @@ def _table(state: TableState, live: LastLook | None, size: TableSize | None, pha
         position=state.position,
         error=state.error,
         copied_because=state.copied_because,
+        changed_cells=state.changed_cells,
         rows=None if size is None else size.rows,
         bytes=None if size is None else size.bytes,
         copy=None if live is None else live.copies.get(state.table),

@@ -24,8 +24,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from penstock.copy.plan import RANGE_BYTES, bytes_of
-from penstock.copy.progress import RangeRead, current_listener, listening
 from penstock.errors import PenstockError, SparkGone, TasksFailed
+from penstock.observe.reports import current_listener, listening, tell
 from penstock.spark.copies import CopyGroup, LightCopies, Turns, TurnsClosed
 from penstock.spark.session import APPLY_POOL, COPY_POOL, reason_of
 
@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[_Result]):
-    """The result of a function, and the ranges of a copy that it read."""
+    """The result of a function, and its reports (`penstock.observe.reports`)."""
 
     result: _Result
-    reads: tuple[RangeRead, ...] = ()
+    reports: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,7 @@ class SparkTasks:
         for share, outcomes in zip(shares, self._job(payloads, function, description, APPLY_POOL), strict=True):
             for index, outcome in zip(share, outcomes, strict=True):
                 results[index] = outcome
+        _tell_all(results)
         return [_value(outcome) for outcome in results]
 
     def close(self) -> None:
@@ -150,7 +151,7 @@ class SparkTasks:
         ]
         size = bytes_of(items)
         failed = threading.Event()
-        listener = current_listener() or _ignore
+        listener = current_listener()
 
         def run_group(group: CopyGroup) -> list[_Result]:
             try:
@@ -159,8 +160,9 @@ class SparkTasks:
                         return []
                     self._run_together(self._light_copies.take(group))
                 outcomes = group.outcomes.result()
-                for read in (read for outcome in outcomes if isinstance(outcome, _Done) for read in outcome.reads):
-                    listener(read)
+                # Threads of a pool do not inherit the listener.
+                with listening(listener):
+                    _tell_all(outcomes)
                 return [_value(outcome) for outcome in outcomes]
             except BaseException:
                 failed.set()
@@ -266,11 +268,11 @@ def _run_group(group: _Shipped) -> list[_Done[Any] | _Raised]:
 
 
 def _call(function: Callable[[Any], Any], item: Any) -> _Done[Any] | _Raised:
-    reads: list[RangeRead] = []
+    reports: list[object] = []
     try:
-        with listening(reads.append):
+        with listening(reports.append):
             result = function(item)
-        return _Done(result, tuple(reads))
+        return _Done(result, tuple(reports))
     except Exception as error:
         return _Raised(_portable(error), traceback.format_exc())
 
@@ -285,8 +287,9 @@ def group_for_turns(items: list[_Item], turns: int) -> list[list[_Item]]:
     return [items[first:end] for first, end in zip(borders, [*borders[1:], len(items)], strict=True)]
 
 
-def _ignore(read: RangeRead) -> None:
-    pass
+def _tell_all(outcomes: Iterable[_Done[Any] | _Raised]) -> None:
+    for report in (report for outcome in outcomes if isinstance(outcome, _Done) for report in outcome.reports):
+        tell(report)
 
 
 def _cancelled() -> TasksFailed:

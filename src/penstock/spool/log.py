@@ -21,7 +21,7 @@ from penstock.lsn import Lsn, OrderKey
 from penstock.spool.folder import SpoolFolder
 
 _KINDS: dict[str, type[Step]] = {"rows": Segment, "truncate": Truncation, "message": Message}
-_IN_BATCHES = ("after", "until", "refuses", "transform")
+_IN_BATCHES = ("after", "until", "refuses", "settled", "transform")
 """Fields of a segment that say which part of it a batch has; in the log it is whole."""
 
 

@@ -127,6 +127,16 @@ class TableShapeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedCellsRecord(Record):
+    """How many cells of a table `out_of_range` changed, since its copy began."""
+
+    table: ClassVar[str] = "changed_cells"
+    key: ClassVar[tuple[str, ...]] = ("table_id",)
+    table_id: int
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
 class CommandRecord(Record):
     """A command; `token` distinguishes a repeated request from a second one."""
 
@@ -203,6 +213,7 @@ RECORDS: tuple[type[Record], ...] = (
     ProgressRecord,
     TablePositionRecord,
     TableShapeRecord,
+    ChangedCellsRecord,
     CommandRecord,
     PublicationRecord,
     IndexBuildRecord,

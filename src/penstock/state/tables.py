@@ -18,6 +18,7 @@ from penstock.state.core import StoreCore
 from penstock.state.phases import Init, PhaseRecord, StoredPhase, TableReplicationPhase, phase_from_json, phase_to_json
 from penstock.state.records import (
     RECORDS,
+    ChangedCellsRecord,
     Database,
     PhaseHistoryRecord,
     PipelineRecord,
@@ -208,6 +209,29 @@ class TableStore(StoreCore):
                 lambda _: self._shapes.publish(lambda cache: {**cache, **shapes}),
             )
 
+    # Counts
+
+    def get_changed_cells(self) -> Mapping[int, int]:
+        """Return how many cells `out_of_range` changed, by table. Reads the database."""
+
+        def work(transaction: Transaction) -> Mapping[int, int]:
+            return {record.table_id: record.cells for record in transaction.rows(ChangedCellsRecord)}
+
+        return self.database.run(work, writing=False)
+
+    def add_changed_cells(self, counts: Mapping[int, int]) -> None:
+        """Add to the numbers of cells that `out_of_range` changed."""
+        added = {table_id: count for table_id, count in counts.items() if count}
+
+        def work(transaction: Transaction) -> None:
+            known = {record.table_id: record.cells for record in transaction.rows(ChangedCellsRecord)}
+            transaction.put(
+                [ChangedCellsRecord(table_id, known.get(table_id, 0) + count) for table_id, count in added.items()]
+            )
+
+        if added:
+            self.write(work, lambda _: None)
+
     # Publications
 
     def get_publication_membership(self, publication: str) -> Membership | None:
@@ -242,7 +266,7 @@ class TableStore(StoreCore):
     # Deleting
 
     def clear_table_copy_state(self, table_id: int) -> None:
-        """Delete a table's schema versions and position; the phase stays.
+        """Delete a table's schema versions, position and counts; the phase and the shape stay.
 
         Table sync workers call this before each copy, after `drop_table_for_copy` has succeeded.
         """
@@ -253,6 +277,7 @@ class TableStore(StoreCore):
 
         def work(transaction: Transaction) -> None:
             _clear_copy(transaction, table_id)
+            transaction.delete(TableShapeRecord, table_id=table_id)
             transaction.delete(TableStateRecord, table_id=table_id)
             transaction.delete(PhaseHistoryRecord, table_id=table_id)
 
@@ -307,7 +332,7 @@ def _set_phases(
 def _clear_copy(transaction: Transaction, table_id: int) -> None:
     transaction.delete(TableSchemaRecord, table_id=table_id)
     transaction.delete(TablePositionRecord, table_id=table_id)
-    transaction.delete(TableShapeRecord, table_id=table_id)
+    transaction.delete(ChangedCellsRecord, table_id=table_id)
 
 
 def _read_shapes(transaction: Transaction) -> Mapping[int, TableShape]:

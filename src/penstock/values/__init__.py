@@ -5,7 +5,7 @@ Importing the families registers them.
 
 from penstock.values import arrays, datetimes, numbers, text  # noqa: F401
 from penstock.values.codec import MAX_TEXT_BYTES, Codec, Decoded, codec_for
-from penstock.values.policy import PolicyResult, apply_policy, merging_setting
+from penstock.values.policy import PolicyResult, apply_policy, merging_setting, settle
 from penstock.values.settings import (
     CompositePolicy,
     NumericPolicy,
@@ -29,4 +29,5 @@ __all__ = [
     "apply_policy",
     "codec_for",
     "merging_setting",
+    "settle",
 ]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ValueOutOfRange
 from penstock.schema import PostgresType
-from penstock.values.cells import matches
+from penstock.values.cells import matches, to_numpy
 from penstock.values.codec import Decoded, codec_for
 from penstock.values.datetimes import DAY, FIRST_DAY, LAST_DAY
 from penstock.values.settings import NumericPolicy, OutOfRange, TypeSettings
@@ -61,6 +61,14 @@ def apply_policy(
             return _clamp(decoded, decoded.rejected, text)
         case OutOfRange.KEEP | OutOfRange.TEXT:
             return PolicyResult(decoded.array, _keep(text, np.flatnonzero(decoded.rejected)))
+
+
+def settle(array: pa.Array, texts: pa.Array, policy: OutOfRange) -> PolicyResult:
+    """Apply NULL or CLAMP to a column whose unrepresentable values were kept: `texts` has them, NULL elsewhere."""
+    if policy is OutOfRange.NULL:
+        return PolicyResult(array, None)
+    rejected = to_numpy(texts.is_valid())
+    return _clamp(Decoded(array, rejected), rejected, texts.cast(pa.large_string()))
 
 
 def merging_setting(type_: PostgresType, modifier: int, settings: TypeSettings) -> str | None:

@@ -80,10 +80,22 @@ class TypeSettings:
         return any(each.out_of_range is OutOfRange.ERROR for each in self._every())
 
     @property
+    def can_change(self) -> bool:
+        """True if the policy of some column is `NULL` or `CLAMP`."""
+        return any(each.out_of_range in (OutOfRange.NULL, OutOfRange.CLAMP) for each in self._every())
+
+    @property
     def can_merge(self) -> bool:
         """True if a setting of some column can make different values the same; see `merging_setting`."""
         merging = (OutOfRange.NULL, OutOfRange.CLAMP)
         return any(each.out_of_range in merging or each.numeric is NumericPolicy.DOUBLE for each in self._every())
+
+    def keeping(self) -> TypeSettings:
+        """Return these settings with `KEEP` instead of `NULL` and `CLAMP`: values are changed when they are read."""
+        changing = (OutOfRange.NULL, OutOfRange.CLAMP)
+        policy = OutOfRange.KEEP if self.out_of_range in changing else self.out_of_range
+        overrides = tuple(replace(each, settings=each.settings.keeping()) for each in self.overrides)
+        return replace(self, out_of_range=policy, overrides=overrides)
 
     def _every(self) -> Iterator[TypeSettings]:
         yield self

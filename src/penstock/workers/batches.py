@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.changes.batch import EventBatch, SchemaChange, TableChanges, build_batch
-from penstock.changes.segment import refused_columns, require_exact_key
-from penstock.changes.steps import Message
+from penstock.changes.segment import Settled, refused_columns, require_exact_key, settled_columns
+from penstock.changes.steps import CellsChanged, Message
 from penstock.changes.transform import TableRules, TableTransform, Transforms, resolve_rules
 from penstock.destinations.base import Destination, TableResult
 from penstock.errors import ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
+from penstock.observe.reports import listening
 from penstock.schema import TableSchema
 from penstock.source.ddl_trigger import REWRITE_PREFIX, parse_rewrite
 from penstock.spool import Entry, SpoolReader
@@ -103,6 +105,7 @@ class BatchWriter:
             schemas=self._schemas_at(unsent),
             schema_of=self.reader.load_schema,
             refused=self._refused_columns if self._types.can_refuse else None,
+            settled=self._settled_columns if self._types.can_change else None,
             transform_of=transform_of,
         )
         durable = dict.fromkeys(positions, end)
@@ -142,8 +145,16 @@ class BatchWriter:
 
     def _send(self, batch: EventBatch, positions: Mapping[int, Lsn]) -> dict[int, TableResult]:
         """Return the results for the tables of a batch and for tables with accepted changes."""
+        counts: dict[tuple[int, str], int] = {}
+
+        def count(report: object) -> None:
+            if isinstance(report, CellsChanged):
+                place = report.table_id, report.path
+                counts[place] = max(counts.get(place, 0), report.count)
+
         try:
-            result = self._destination.write_events(batch).result()
+            with listening(count):
+                result = self._destination.write_events(batch).result()
         except BaseException:
             # Accepted changes may be lost, too: send all of them again.
             self._accepted.clear()
@@ -158,11 +169,17 @@ class BatchWriter:
                 self._accepted.pop(table_id, None)
             elif table_id in sent:
                 self._accepted[table_id] = batch.end
+        totals: Counter[int] = Counter()
+        for (table_id, _), changed in counts.items():
+            totals[table_id] += changed if result.of(table_id).error is None else 0
+        self._store.add_changed_cells(totals)
         return outcomes
 
     def _refused_columns(self, schema: TableSchema) -> tuple[str, ...]:
-        rules = self._transforms.of(schema.table_id, str(schema))
-        return refused_columns(schema, self._types, excluded=() if rules is None else rules.excluded)
+        return refused_columns(schema, self._types, self._transforms.excluded(schema))
+
+    def _settled_columns(self, schema: TableSchema) -> Settled:
+        return settled_columns(schema, self._types, self._transforms.excluded(schema))
 
     def _transform(self, schema: TableSchema) -> TableTransform | None:
         rules = self._transforms.of(schema.table_id, str(schema))

@@ -25,7 +25,7 @@ from psycopg.rows import tuple_row
 from penstock import failpoints
 from penstock.changes.transform import Transforms
 from penstock.copy import CopyRows, CopySettings, prepare_copy
-from penstock.copy.progress import CopyCounter, CopyProgress, listening
+from penstock.copy.progress import CopyCounter, CopyProgress
 from penstock.destinations.base import Destination, Tasks
 from penstock.errors import (
     RESYNC,
@@ -38,6 +38,7 @@ from penstock.errors import (
     TableRewritten,
 )
 from penstock.lsn import Lsn, OrderKey, earliest, reaches
+from penstock.observe.reports import listening
 from penstock.retry import Backoff
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
@@ -206,6 +207,7 @@ class TableSync:
         failpoints.reach("after_copy")
         self._check_stop()
         self._remember_schema(rows)
+        self._store.add_changed_cells({self._table_id: counter.changed_cells})
         failpoints.reach("before_finished_copy")
         self._board.advance(self._table_id, self.attempt, finish_copy)
         self._copy_seconds = counter.progress.seconds

@@ -15,8 +15,9 @@ from pyspark.errors import PythonException
 from penstock.changes import frames
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.copy import CopyRange, CopyRows, CopySettings, RangeReader, prepare_copy
-from penstock.copy.progress import CopyCounter, RangeRead, listening
+from penstock.copy.progress import CopyCounter, RangeRead
 from penstock.errors import SnapshotLost, TableRewritten
+from penstock.observe.reports import listening
 from penstock.source import SourceSettings
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spark.tasks import SparkTasks

@@ -80,6 +80,12 @@ def test_a_table_that_is_copied_again_says_why() -> None:
     assert shown(replace(STATUS, outputs=(output,)))[-1] == "public.b is copied again: its key changed"
 
 
+def test_values_that_a_policy_changed_are_shown() -> None:
+    output = replace(OUTPUT, tables=(replace(READY, changed_cells=1234), COPYING))
+    said = "public.a: out_of_range changed 1,234 values since the copy of the table"
+    assert shown(replace(STATUS, outputs=(output,)))[-1] == said
+
+
 def test_why_a_table_is_copied_is_known_until_it_is_ready() -> None:
     store = MemoryStore("shop")
     store.acquire_lease()

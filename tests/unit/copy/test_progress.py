@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from penstock.copy import CopyRange, CopyRows, Leaf, RangeReader
-from penstock.copy.progress import CopyCounter, CopyProgress, RangeRead, listening, tell
+from penstock.copy.progress import CopyCounter, CopyProgress, RangeRead
 from penstock.lsn import Lsn
+from penstock.observe.reports import listening, tell
 from penstock.schema import TableSchema
 from penstock.source import SourceSettings
 

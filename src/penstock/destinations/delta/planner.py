@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
 from penstock.changes.segment import field_names
@@ -148,8 +147,8 @@ def _constants(table: str, before: TableLayout, schema: TableSchema, types: pa.S
 
 def _types(changes: TableChanges, steps: Sequence[TableStep]) -> pa.Schema:
     """Return the types of the rows that follow a schema change."""
-    path = next(step.segments[0].path for step in steps if isinstance(step, Rows))
+    segment = next(step.segments[0] for step in steps if isinstance(step, Rows))
     try:
-        return pq.read_schema(path)
+        return segment.arrow_schema()
     except Exception as error:
         raise unreadable(changes.table, changes.table_id, error) from error

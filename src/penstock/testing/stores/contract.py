@@ -346,6 +346,14 @@ class StoreContract:
         store.delete_pipeline_state()
         assert store.get_publication_membership("p") is None
 
+    def test_changed_cells_are_counted_until_the_next_copy(self) -> None:
+        store = self.driver()
+        store.add_changed_cells({1: 2, 2: 3})
+        store.add_changed_cells({1: 5, 3: 0})
+        assert store.get_changed_cells() == self.reader().get_changed_cells() == {1: 7, 2: 3}
+        store.clear_table_copy_state(1)
+        assert store.get_changed_cells() == {2: 3}
+
     def test_teardown_forgets_everything_but_the_epoch(self) -> None:
         store = self.driver()
         self._fill(store, 1)
