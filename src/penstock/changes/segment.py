@@ -232,7 +232,7 @@ def settle_rows(rows: pa.Table, settled: Settled) -> tuple[pa.Table, int]:
 def _settle_old(rows: pa.Table, name: str, policy: OutOfRange, texts: dict[str, pa.Array]) -> pa.Table:
     old = _whole(rows.column(OLD))
     fields = list(old.type)
-    arrays = [pc.struct_field(old, field.name) for field in fields]
+    arrays = [pc.struct_field(old, number) for number in range(len(fields))]
     place = next(number for number, field in enumerate(fields) if field.name == name)
     arrays[place], kept = settle(arrays[place], texts.pop(f"{OLD}.{name}"), policy)
     if kept is not None:

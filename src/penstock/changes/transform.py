@@ -39,7 +39,7 @@ from penstock.changes.segment import (
     unsent_cells,
 )
 from penstock.errors import RESYNC, ConfigError
-from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind, resolve_domain
+from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind, fold_case, resolve_domain
 from penstock.values import TypeSettings, merging_setting
 
 HIDDEN = "***"
@@ -266,7 +266,7 @@ class TableTransform:
         for column in self.kept:
             if column.source in names:
                 name = f"{OLD}.{column.source}"
-                cells, left = self._cells(column, pc.struct_field(old, column.source), texts.get(name))
+                cells, left = self._cells(column, _field_of(old, column.source), texts.get(name))
                 fields.append(pa.field(column.target, cells.type))
                 arrays.append(_array(cells))
                 if left is not None:
@@ -361,7 +361,7 @@ def _require_distinct(schema: TableSchema, output: TableSchema, rules: TableRule
             raise _refused(
                 schema, f"renames {name!r} to {column.name!r}, which Penstock uses itself", "Choose another name."
             )
-        other = taken.setdefault(column.name.lower(), name)
+        other = taken.setdefault(fold_case(column.name), name)
         if other != name and (name in renamed or other in renamed):
             raise _refused(
                 schema,
@@ -508,7 +508,7 @@ class _Filtered:
         if not self._has_old.any() or not {self._fields[name] for name in self._needed} <= self._old_names:
             return np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         cells = {
-            name: Cells(pc.struct_field(self._old, self._fields[name]), self._texts.get(f"{OLD}.{self._fields[name]}"))
+            name: Cells(_field_of(self._old, self._fields[name]), self._texts.get(f"{OLD}.{self._fields[name]}"))
             for name in self._needed
         }
         return self._filter.keep(cells, count) & self._has_old, self._has_old
@@ -554,12 +554,18 @@ class _Filtered:
         if not known.any():
             return values, texts
         mask = pa.array(known)
-        values = pc.if_else(mask, pc.struct_field(self._old, field), values)
+        values = pc.if_else(mask, _field_of(self._old, field), values)
         old_texts = self._texts.get(f"{OLD}.{field}")
         if texts is not None or old_texts is not None:
             nothing = pa.nulls(len(known), pa.string())
             texts = pc.if_else(mask, nothing if old_texts is None else old_texts, nothing if texts is None else texts)
         return values, texts
+
+
+def _field_of(rows: pa.StructArray | None, name: str) -> pa.Array:
+    """A field by its name; Arrow's function would read a dot in it as a path."""
+    assert rows is not None
+    return pc.struct_field(rows, rows.type.get_field_index(name))
 
 
 def _is_text(kind: pa.DataType) -> bool:
