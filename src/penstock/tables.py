@@ -346,7 +346,9 @@ class RunningTables(RunningOutput):
             changes = [each for each in changes if not each.in_stream]
         changes = [each for each in changes if each.attached is None or self._brings_rows(each.attached)]
         is_followed = isinstance(self._board.phase(table_id), SyncDone | Ready)
-        if changes and all(each.of_partition for each in changes) and is_followed and self._copies_partitions:
+        # The bounds of partitions are those of the source's values, which rules may have changed.
+        in_parts = is_followed and self._copies_partitions and now.rules is None
+        if changes and all(each.of_partition for each in changes) and in_parts:
             self._copy_partitions(table_id, before, changes[0].text)
             return False  # it stores the shape that it has followed
         exact = self._tables.ddl_trigger
@@ -391,7 +393,9 @@ class RunningTables(RunningOutput):
             return None
         version = self.store.get_table_schema(table_id, OrderKey(position, 0))
         columns = () if version is None else version.schema.columns
-        if columns and {each.attnum: each.name for each in columns}.items() <= now.columns.items():
+        renames = self._transforms.renames(table_id, self._name_of(table_id))
+        expected = {attnum: renames.get(name, name) for attnum, name in now.columns.items()}
+        if columns and {each.attnum: each.name for each in columns}.items() <= expected.items():
             self._awaited.pop(table_id, None)
             return True
         if table_id not in self._awaited:

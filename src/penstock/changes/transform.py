@@ -150,6 +150,12 @@ class Transforms:
         found = self.name_of(table_id, name)
         return None if found is None else RulesInForce(found, self.rules[found].fingerprint)
 
+    def renames(self, table_id: int, name: str) -> dict[str, str]:
+        """The columns of a table that have other names at the destination."""
+        rules = self.of(table_id, name)
+        columns = () if rules is None else rules.columns
+        return {column: rule.rename for column, rule in columns if rule.rename is not None}
+
     def excluded(self, schema: TableSchema) -> tuple[str, ...]:
         """The columns of a table that no destination gets."""
         rules = self.of(schema.table_id, str(schema))
