@@ -40,6 +40,7 @@ POINTS = {
     "after_write": "a batch is durable at the destination, progress is not stored",
     "before_solo_write": "a table is about to be written by itself, its position is where it was",
     "after_solo_write": "a table that was written by itself is durable, its position is not recorded",
+    "before_columns": "a table without changes is about to get the columns of the catalog",
     "before_partitions": "a table has reached the snapshot of the partitions that are copied",
     "during_partitions": "tasks are about to copy partitions and to remove rows",
     "after_partitions": "the partitions are copied, the table's shape is not stored",

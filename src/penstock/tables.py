@@ -59,6 +59,7 @@ from penstock.workers import (
 )
 from penstock.workers.failures import errored
 from penstock.workers.partitions import PartitionCopy
+from penstock.workers.solo import NewColumns
 
 __all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "RunningTables", "TablesOutput", "TablesSettings"]
 
@@ -346,9 +347,9 @@ class RunningTables(RunningOutput):
             changes = [each for each in changes if not each.in_stream]
         changes = [each for each in changes if each.attached is None or self._brings_rows(each.attached)]
         is_followed = isinstance(self._board.phase(table_id), SyncDone | Ready)
-        # The bounds of partitions are those of the source's values, which rules may have changed.
-        in_parts = is_followed and self._copies_partitions and now.rules is None
-        if changes and all(each.of_partition for each in changes) and in_parts:
+        # Bounds and names are those of the source, which rules may have changed.
+        in_place = is_followed and self._rewrites and now.rules is None
+        if changes and all(each.of_partition for each in changes) and in_place:
             self._copy_partitions(table_id, before, changes[0].text)
             return False  # it stores the shape that it has followed
         exact = self._tables.ddl_trigger
@@ -356,10 +357,14 @@ class RunningTables(RunningOutput):
             followed = self._stream_brought(table_id, now)
             if followed is not False:
                 return followed is True
+            version = self.store.get_table_schema(table_id, OrderKey(self._board.positions()[table_id], 0))
+            if version is not None and in_place and not any(each.readded for each in changes):
+                self._apply.write_apart(table_id, NewColumns(version.schema, now.columns).write)
+                return False
         return not changes or self._copy_again(table_id, changes[0].text)
 
     @property
-    def _copies_partitions(self) -> bool:
+    def _rewrites(self) -> bool:
         return self.destination.capabilities.loses_nothing_by_a_copy and isinstance(self.destination, PartDestination)
 
     def _copy_partitions(self, table_id: int, before: TableShape, reason: str) -> None:
@@ -398,6 +403,8 @@ class RunningTables(RunningOutput):
         if columns and {each.attnum: each.name for each in columns}.items() <= expected.items():
             self._awaited.pop(table_id, None)
             return True
+        if self._apply.is_apart(table_id):
+            return None
         if table_id not in self._awaited:
             self._awaited[table_id] = current_position(self._tables.source)
         if not reaches(position, self._awaited[table_id]):

@@ -41,7 +41,7 @@ FAILING = ("before_errored", "after_errored", "before_rollback", "after_rollback
 OVERDUE = ("before_lose_position", "after_lose_position")
 ASKED = ("after_resync", "after_removed")
 ALTERED = ("before_recopy", "after_recopy")
-SOLO = ("before_solo_write", "after_solo_write")
+SOLO = ("before_solo_write", "after_solo_write", "before_columns")
 PARTS = ("before_partitions", "during_partitions", "after_partitions")
 """A destination that keeps every change never gets there: a Delta table does."""
 
@@ -244,8 +244,14 @@ def test_killed_while_the_files_of_a_table_are_rewritten(database, tmp_path):
         database.execute("update seen set remark = 'down' where id = 3")
         pipeline.start(armed="after_solo_write=kill")
         assert pipeline.wait_ended() == -signal.SIGKILL
+        # No row follows, so the catalog tells.
+        database.execute("alter table seen rename remark to comment")
+        pipeline.start(armed="before_columns=kill")
+        assert pipeline.wait_ended() == -signal.SIGKILL
         pipeline.start()
         pipeline.wait_applied(current_position(database))
+        looks = pipeline.seen.looks
+        pipeline.wait_for("looks at the catalog", lambda seen: seen.looks > looks + 2)
         pipeline.wait_phases("ready", 2)
         assert pipeline.stop() == 0
     finally:

@@ -551,12 +551,24 @@ def test_files_are_rewritten_after_the_pipeline_was_down(each_database: Any, tmp
 
 def test_columns_of_a_table_without_changes_are_followed_too(database: Any, tmp_path: Path) -> None:
     """Readers of an idle table do not see values of a column that is gone under the name of another."""
-    site = Site(database, tmp_path, {"renamed": REWRITTEN["renamed"]} | {name: STATEMENTS[name] for name in MOVED})
+    renamed = {
+        "renamed": REWRITTEN["renamed"],
+        "renamed_leaves": REWRITTEN["renamed_leaves"],
+        "dropped": (PLAIN, ROWS, "alter table {t} rename column note to remark; alter table {t} drop column n"),
+    }
+    moved = {name: STATEMENTS[name] for name in MOVED}
+    site = Site(database, tmp_path, renamed | moved)
     with site.running() as pipeline:
         site.check(pipeline)
         site.change()
-        site.wait_copied(pipeline, 2)
+        site.wait_noticed(pipeline)
         site.check(pipeline)
+        for name in site.cases:
+            database.execute(f"insert into {name} (id) values (103)")
+        site.check(pipeline)
+    lake = LakeReadBack(tmp_path / "lake")
+    assert [column.name for column in lake.schema("public.dropped").columns] == ["id", "remark"]
+    assert {name: site.copies(name) for name in site.cases} == dict.fromkeys(renamed, 1) | dict.fromkeys(moved, 2)
 
 
 def test_a_table_with_an_unlogged_partition_is_refused(database: Any, tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ class SilentChange(NamedTuple):
     """The stream carries it with the next row; until then, readers see the earlier columns."""
     moved: bool = False
     """A column has the name that another one had, so changes from before may be taken for those of this column."""
+    readded: bool = False
+    """The column itself is new."""
 
 
 def silent_changes(before: TableShape, now: TableShape, mentioned: Mapping[int, Lsn]) -> list[SilentChange]:
@@ -296,7 +298,7 @@ def _changed_names(before: TableShape, now: TableShape) -> Iterator[SilentChange
         if earlier is not None and earlier != name:
             yield SilentChange(f"column {earlier!r} was renamed to {name!r}", in_stream=True, moved=name in known)
         elif earlier is None and name in known:
-            yield SilentChange(f"column {name!r} was dropped and added again", in_stream=True, moved=True)
+            yield SilentChange(f"column {name!r} was dropped and added again", in_stream=True, moved=True, readded=True)
 
 
 def _versions(heap: Heap) -> Iterator[tuple[int, str]]:

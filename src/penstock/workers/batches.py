@@ -135,6 +135,26 @@ class BatchWriter:
                 durable.pop(table_id)
         return Written(batch, durable, failed)
 
+    def write_columns(self, seen: TableSchema, columns: Mapping[int, str], at: Lsn) -> None:
+        """Rename and drop columns of a table whose rows do not change, so that the stream does not bring its schema.
+
+        `columns` has their names now, `seen` is the schema in which they were missing. Does nothing if the stream has
+        brought another one since. Raises the error of the destination.
+        """
+        version = self._store.get_table_schema(seen.table_id, OrderKey(at, 0))
+        if version is None or version.schema != seen:
+            return
+        kept = (column for column in seen.columns if column.attnum in columns)
+        schema = replace(seen, columns=tuple(replace(each, name=columns[each.attnum]) for each in kept))
+        change = SchemaChange(seen, schema, str(OrderKey(at, 0)))
+        changes = TableChanges(seen.table_id, str(seen), (change,))
+        result = self._destination.write_events(EventBatch(at, at, 0, 0, 0, (changes,), alone=True)).result()
+        error = result.of(seen.table_id).error
+        if error is not None:
+            raise error
+        # Afterwards: if it is not stored, the catalog is still ahead of it, and the same happens again.
+        self._store.store_table_schema(TableSchemaVersion(OrderKey(at, 0), schema))
+
     def _leave_out_accepted(self, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
         """Return the position from which each table has changes to send."""
         for table_id, position in positions.items():

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock import failpoints
 from penstock.lsn import Lsn, earliest
+from penstock.schema import TableSchema
 from penstock.workers.batches import BatchWriter, Work
 from penstock.workers.board import Board
 
@@ -94,3 +95,17 @@ class LongBatch:
         if self.table_id in written.failed:
             raise written.failed[self.table_id]
         return written.durable[self.table_id]
+
+
+@dataclass(frozen=True, slots=True)
+class NewColumns:
+    """Columns that were renamed or dropped while no row of the table changed."""
+
+    seen: TableSchema
+    columns: Mapping[int, str]
+
+    def write(self, writer: BatchWriter, position: Lsn) -> Lsn:
+        """Follow them at the table's position."""
+        failpoints.reach("before_columns")
+        writer.write_columns(self.seen, self.columns, position)
+        return position

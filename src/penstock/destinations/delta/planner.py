@@ -121,7 +121,7 @@ def _layout_after(
     first = layout
     for number, step in enumerate(changes.steps):
         if isinstance(step, SchemaChange) and step.new != layout.source:
-            types = _types(changes, changes.steps[number + 1 :])
+            types = _types(changes, changes.steps[number + 1 :]) or _known_types(layout, step.new)
             if layout.mode is not Mode.HISTORY:
                 constants |= _constants(changes.table, layout, step.new, types)
             if not records_ddl and (moved := moved_names(layout.source, step.new)):
@@ -145,9 +145,20 @@ def _constants(table: str, before: TableLayout, schema: TableSchema, types: pa.S
     }
 
 
-def _types(changes: TableChanges, steps: Sequence[TableStep]) -> pa.Schema:
-    """Return the types of the rows that follow a schema change."""
-    segment = next(step.segments[0] for step in steps if isinstance(step, Rows))
+def _known_types(layout: TableLayout, schema: TableSchema) -> pa.Schema:
+    """Return the types of columns that the table has already, by their new names."""
+    names = zip(schema.columns, field_names(schema), strict=True)
+    new = [column.name for column in schema.columns if column.attnum not in layout.names]
+    if new:
+        raise not_followed(str(schema), f"the types of added columns are not known: {', '.join(new)}")
+    return pa.schema([layout.schema.field(layout.names[column.attnum]).with_name(name) for column, name in names])
+
+
+def _types(changes: TableChanges, steps: Sequence[TableStep]) -> pa.Schema | None:
+    """Return the types of the rows that follow a schema change; None if there are none."""
+    segment = next((step.segments[0] for step in steps if isinstance(step, Rows)), None)
+    if segment is None:
+        return None
     try:
         return segment.arrow_schema()
     except Exception as error:
