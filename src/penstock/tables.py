@@ -18,16 +18,16 @@ from penstock import failpoints
 from penstock.changes.transform import Transforms
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
-from penstock.destinations.base import Destination, DestinationContext, FolderDestination, PartDestination, Tasks
+from penstock.destinations.base import Destination, DestinationContext, FolderDestination, Tasks
 from penstock.destinations.folders import RenameRules, TableFolders
-from penstock.errors import PenstockError, PublicationChanged, SchemaNotFollowed
-from penstock.lsn import Lsn, OrderKey, reaches
+from penstock.errors import PenstockError, PublicationChanged
+from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
 from penstock.source.membership import Membership, changes_between
-from penstock.source.shapes import SilentChange, TableShape, may_have_rows, remembering, silent_changes, vanished
+from penstock.source.shapes import remembering
 from penstock.state import (
     Command,
     CommandKind,
@@ -57,9 +57,8 @@ from penstock.workers import (
     SyncPool,
     TableSync,
 )
+from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings
 from penstock.workers.failures import errored
-from penstock.workers.partitions import PartitionCopy
-from penstock.workers.solo import NewColumns
 
 __all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "RunningTables", "TablesOutput", "TablesSettings"]
 
@@ -163,9 +162,6 @@ class RunningTables(RunningOutput):
         self._folders = folders
         self._left_out: dict[int, int] = {}
         """Tables that are not followed, and the ones whose names theirs read like."""
-        self._pending: set[int] = set()
-        self._awaited: dict[int, Lsn] = {}
-        """Tables with other columns than before, and the position up to which the stream may bring them."""
         self._transforms = transforms or Transforms()
         self._told: dict[int, str] = {}
         """The names that the destination was told."""
@@ -195,6 +191,12 @@ class RunningTables(RunningOutput):
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),
             schema_changes=self._schema_changes,
         )
+        self._catalog = CatalogChanges(
+            CatalogSettings(settings.source, settings.publication, settings.copy, settings.types, settings.ddl_trigger),
+            *(self._apply, self._board, self.store, self.destination, self._tasks, lifecycle.stop),
+            transforms=self._transforms,
+            policy_of=self._schema_changes,
+        )
         self.refresh(published)
         self._hold = ApplyHold(
             self._apply,
@@ -216,7 +218,7 @@ class RunningTables(RunningOutput):
     @property
     def pending(self) -> set[str]:
         """The tables that do not follow yet what the last look at the catalog has shown."""
-        return {self._name_of(table_id) for table_id in self._pending}
+        return {self._name_of(table_id) for table_id in self._catalog.pending}
 
     @property
     def copies(self) -> dict[str, CopyStatus]:
@@ -265,8 +267,8 @@ class RunningTables(RunningOutput):
                 self._board.set_phase(table_id, resync())
         self._notice_identities(change.reidentified if change else (), now)
         for table_id in change.regenerated if change else ():
-            self._copy_for(table_id, "its generated columns are published now")
-        self._notice_silent_changes(published)
+            self._catalog.copy_for(table_id, "its generated columns are published now")
+        self._catalog.notice(published.shapes, published.leaves)
         self._follow_names(published)
         # Last, so that a table that was not processed is noticed again, even by the next process.
         if now != seen:
@@ -300,144 +302,11 @@ class RunningTables(RunningOutput):
         for table_id, phase in self._board.phases().items():
             is_followed = isinstance(phase, SyncDone | Ready)
             if table_id in reidentified:
-                self._copy_for(table_id, "its partitions have other replica identities than before")
+                self._catalog.copy_for(table_id, "its partitions have other replica identities than before")
             elif is_followed and membership.is_unidentified(table_id):
-                self._copy_again(
+                self._catalog.copy_again(
                     table_id, "the replica identities of its partitions do not fit together: see penstock check"
                 )
-
-    def _copy_for(self, table_id: int, reason: str) -> None:
-        """Copy a table again whose catalog may be ahead of the stream, in whatever phase it is."""
-        phase = self._board.phase(table_id)
-        if phase is not None and _was_followed(phase):
-            self._copy_again(table_id, reason)
-        elif phase is not None:
-            logger.info("copying a table again table=%s reason=%s", self._name_of(table_id), reason)
-            self._board.set_phase(table_id, resync(reason))
-
-    def _notice_silent_changes(self, published: Published) -> None:
-        """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""
-        known = self.store.get_table_shapes()
-        # A changed row may stop a table before its cause is seen here: the row has values that the stream never sent.
-        followed = {table_id for table_id, phase in self._board.phases().items() if _was_followed(phase)}
-        processed: dict[int, TableShape] = {}
-        changed: set[int] = set()
-        for table_id in followed & published.shapes.keys():
-            rules = self._transforms.in_force(table_id, self._name_of(table_id))
-            before, now = known.get(table_id), replace(published.shapes[table_id], rules=rules)
-            mentioned = published.leaves.get(table_id, {})
-            if before is None:
-                processed[table_id] = replace(now, former=frozenset(mentioned))
-            elif before != now or vanished(before, now, mentioned):
-                changed.add(table_id)
-                if self._follow_shape(table_id, before, now, silent_changes(before, now, mentioned)):
-                    processed[table_id] = now.following(before, mentioned)
-        self._pending = changed - processed.keys()
-        # Last, so that a table that was not processed is noticed again, even by the next process.
-        self.store.store_table_shapes(processed)
-
-    def _follow_shape(self, table_id: int, before: TableShape, now: TableShape, changes: list[SilentChange]) -> bool:
-        """Return False if the table must be looked at again: its phase changed meanwhile."""
-        policy = self._schema_changes(table_id)
-        if policy.partitions is Partitions.KEEP or not self.destination.capabilities.loses_nothing_by_a_copy:
-            for change in (each for each in changes if each.leaves):
-                logger.info("rows are kept table=%s because=%s", self._name_of(table_id), change.text)
-            changes = [each for each in changes if not each.leaves]
-        if policy.recopy is not Recopy.AUTOMATIC:
-            changes = [each for each in changes if not each.in_stream]
-        changes = [each for each in changes if each.attached is None or self._brings_rows(each.attached)]
-        is_followed = isinstance(self._board.phase(table_id), SyncDone | Ready)
-        # Bounds and names are those of the source, which rules may have changed.
-        in_place = is_followed and self._rewrites and now.rules is None
-        if changes and all(each.of_partition for each in changes) and in_place:
-            self._copy_partitions(table_id, before, changes[0].text)
-            return False  # it stores the shape that it has followed
-        exact = self._tables.ddl_trigger
-        if changes and all(each.in_stream and (exact or not each.moved) for each in changes) and is_followed:
-            followed = self._stream_brought(table_id, now)
-            if followed is not False:
-                return followed is True
-            version = self.store.get_table_schema(table_id, OrderKey(self._board.positions()[table_id], 0))
-            if version is not None and in_place and not any(each.readded for each in changes):
-                self._apply.write_apart(table_id, NewColumns(version.schema, now.columns).write)
-                return False
-        return not changes or self._copy_again(table_id, changes[0].text)
-
-    @property
-    def _rewrites(self) -> bool:
-        return self.destination.capabilities.loses_nothing_by_a_copy and isinstance(self.destination, PartDestination)
-
-    def _copy_partitions(self, table_id: int, before: TableShape, reason: str) -> None:
-        if self._apply.is_apart(table_id):
-            return
-        settings, name = self._tables, self._name_of(table_id)
-        logger.info("partitions changed table=%s reason=%s", name, reason)
-        assert isinstance(self.destination, PartDestination)
-        copy = PartitionCopy(
-            table_id,
-            name,
-            reason,
-            before,
-            self._schema_changes(table_id).partitions is Partitions.KEEP,
-            settings.source,
-            settings.publication,
-            self.store,
-            self.destination,
-            self._tasks,
-            settings.copy,
-            settings.types,
-            self.lifecycle.stop,
-        )
-        self._apply.write_apart(table_id, copy.write)
-
-    def _stream_brought(self, table_id: int, now: TableShape) -> bool | None:
-        """True if the stream has brought the columns of a shape; False if it has not: no row has changed since. None
-        as long as that is not known, because changes from before the shape was read are still on their way."""
-        position = self._board.positions().get(table_id)
-        if position is None:
-            return None
-        version = self.store.get_table_schema(table_id, OrderKey(position, 0))
-        columns = () if version is None else version.schema.columns
-        renames = self._transforms.renames(table_id, self._name_of(table_id))
-        expected = {attnum: renames.get(name, name) for attnum, name in now.columns.items()}
-        if columns and {each.attnum: each.name for each in columns}.items() <= expected.items():
-            self._awaited.pop(table_id, None)
-            return True
-        if self._apply.is_apart(table_id):
-            return None
-        if table_id not in self._awaited:
-            self._awaited[table_id] = current_position(self._tables.source)
-        if not reaches(position, self._awaited[table_id]):
-            return None
-        del self._awaited[table_id]
-        return False
-
-    def _brings_rows(self, heap: int) -> bool:
-        """True if an attached partition has rows; in doubt, too."""
-        try:
-            with connect(self._tables.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
-                return may_have_rows(connection, heap)
-        except PenstockError:
-            return True
-
-    def _copy_again(self, table_id: int, reason: str) -> bool:
-        """Copy a table again, or stop it if its policy does not allow that; False if it is not followed any more."""
-        name, policy = self._name_of(table_id), self._schema_changes(table_id)
-        error = SchemaNotFollowed(f"{name}: {reason}", table=name)
-        if policy.recopy is Recopy.AUTOMATIC:
-            logger.warning("table is copied again table=%s reason=%s", name, reason)
-            self._board.set_phase(table_id, resync(error.message))
-            failpoints.reach("after_recopy")
-            return True
-        positions = self._board.positions()
-
-        def fail(phase: TableReplicationPhase) -> Errored | None:
-            if table_id not in positions or not isinstance(phase, SyncDone | Ready):
-                return None
-            logger.error("table stopped table=%s reason=%s", name, reason, extra={"reported_as": "stopped"})
-            return errored(phase, error, position=positions[table_id])
-
-        return self._board.alter(table_id, fail) is not None
 
     def _schema_changes(self, table_id: int) -> SchemaChanges:
         of_tables = self._tables.of_tables
@@ -600,11 +469,6 @@ class RunningTables(RunningOutput):
         if self.destination.capabilities.records_position:
             return self.destination.position(table_id)
         return self.store.get_table_position(table_id)
-
-
-def _was_followed(phase: TableReplicationPhase) -> bool:
-    """True if changes are applied to the table, or were until it stopped."""
-    return isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.position is not None)
 
 
 def _do_nothing(_: None) -> None:
