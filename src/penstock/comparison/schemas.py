@@ -112,7 +112,9 @@ def _not_compared(rows: CopyRows, same: Sequence[ComparedColumn], lost: Sequence
     if rows.unpublished:
         found.append(f"columns that are not published: {', '.join(rows.unpublished)}")
     if rows.reader.row_filter:
-        found.append("rows that the row filter of the publication or of the config excludes")
+        found.append("rows that the publication's row filter excludes")
+    if rows.reader.where:
+        found.append("rows that `where` in the config excludes")
     changed: dict[str, list[str]] = {}
     table, types = str(rows.schema), rows.reader.types
     for each in same:

@@ -67,8 +67,7 @@ class SourceReader:
         names = [quote_identifier(column.column.name) for column in columns]
         # A line must not be empty, even for a row without columns.
         selected = ", ".join([*names, "xmin"] if self.with_transactions else names) or "1"
-        conditions = [part.condition, f"({self.heap.row_filter})" if self.heap.row_filter else ""]
-        where = " and ".join(filter(None, conditions))
+        where = self.heap.condition(part)
         return f"copy (select {selected} from only {name}{f' where {where}' if where else ''}) to stdout (format csv)"  # noqa: S608 (quoted)
 
     def _decode(self, text: bytearray, columns: tuple[SegmentColumn, ...]) -> pa.RecordBatch:

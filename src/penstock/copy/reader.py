@@ -82,10 +82,12 @@ class RangeReader:
     """As it was in the snapshot: the columns that are read, which are those that are published and not excluded."""
     types: TypeSettings = field(default_factory=TypeSettings)
     row_filter: str | None = None
-    """The server's condition: the publication's, and that of the table's settings."""
+    """The publication's expression."""
     settings: CopySettings = field(default_factory=CopySettings)
     transform: TableTransform | None = None
     """What the table's settings make of the rows."""
+    where: str | None = None
+    """The expression of the table's settings."""
 
     @property
     def output(self) -> TableSchema:
@@ -123,9 +125,13 @@ class RangeReader:
             select_expression(form, quote_identifier(column.column.name))
             for column, form in zip(layout.columns, layout.forms, strict=True)
         )
-        conditions = [part.condition, f"({self.row_filter})" if self.row_filter else ""]
-        where = " and ".join(filter(None, conditions))
+        where = self.condition(part)
         return f"copy (select {columns} from only {name}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
+
+    def condition(self, part: CopyRange) -> str:
+        """Return the condition for the rows of a range; empty for all."""
+        filters = [f"({each})" for each in (self.row_filter, self.where) if each]
+        return " and ".join(filter(None, [part.condition, *filters]))
 
     def lock(self, connection: psycopg.Connection[Any], part: CopyRange) -> str:
         """Enter the snapshot and lock the heap; return its quoted name. The heap may be renamed until it is locked."""

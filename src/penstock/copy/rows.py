@@ -84,9 +84,9 @@ def prepare_copy(
         schema, row_filter, unpublished = _describe(connection, publication, table_id)
         require_exact_key(schema, types)
         transform = None if transforms is None else transforms.resolve(schema, types)
-        conditions = [row_filter]
+        where = None
         if transform is not None:
-            conditions.append(None if transform.filter is None else transform.filter.sql())
+            where = None if transform.filter is None else transform.filter.sql()
             transform = transform.for_copy()
             schema = transform.source
         leaves = load_leaves(connection, schema)
@@ -94,9 +94,8 @@ def prepare_copy(
         bounds = load_bounds(connection, schema) if with_bounds else {}
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
     ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
-    row_filter = " and ".join(f"({condition})" for condition in conditions if condition) or None
     rows = CopyRows(
-        reader=RangeReader(source, snapshot.name, schema, types, row_filter, settings, transform),
+        reader=RangeReader(source, snapshot.name, schema, types, row_filter, settings, transform, where),
         attempt=attempt or uuid.uuid4().hex,
         position=snapshot.position,
         ranges=ranges,

@@ -222,6 +222,21 @@ def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
     assert site.run("run", "--once").returncode == 0
 
 
+def test_rules_for_columns_are_planned_and_refused(site: Site):
+    site.database.execute("create table people (id int primary key, email text, city text)")
+    more = '[tables."public.people"]\nwhere = "city = \'Bonn\'"\n[tables."public.people".columns]\n'
+    site.configure(more=f'{more}email = {{ mask = "hidden" }}')
+    plan = site.run("run", "--plan").stdout
+    assert "would be copied; email masked; only rows where city = 'Bonn'" in plan
+    assert site.run("run", "--once").returncode == 0
+    site.configure(more=f"{more}email = {{ exclude = true }}")
+    assert "would be copied again; email left out" in site.run("run", "--plan").stdout
+    site.configure(more=f"{more}mail = {{ exclude = true }}")
+    assert 'WOULD STOP: public.people: [tables."public.people"] names a column' in site.run("run", "--plan").stdout
+    site.configure(more=f"{more}id = {{ exclude = true }}")
+    assert "hides column 'id', which identifies rows" in site.run("check", "--json").stdout
+
+
 def test_a_partitioned_table_whose_rows_cannot_be_identified_is_refused_until_its_remedy_is_followed(site: Site):
     site.database.execute("create table parts (id int, part int) partition by list (part)")
     site.database.execute("create table one partition of parts (primary key (id)) for values in (1)")

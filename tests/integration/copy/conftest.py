@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from penstock.changes.transform import Transforms
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.source import SourceSettings
 from penstock.source.snapshots import Snapshot, take_snapshot
@@ -42,9 +43,11 @@ class Source:
         snapshot: Snapshot | None = None,
         settings: CopySettings = SMALL_RANGES,
         types: TypeSettings | None = None,
+        transforms: Transforms | None = None,
     ) -> CopyRows:
         snapshot = snapshot or self.snapshot()
-        return prepare_copy(snapshot, self.settings, PUBLICATION, self.oid(table), settings=settings, types=types)
+        options = {"settings": settings, "types": types, "transforms": transforms}
+        return prepare_copy(snapshot, self.settings, PUBLICATION, self.oid(table), **options)
 
     def close(self) -> None:
         for snapshot in self._snapshots:

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from penstock.changes.transform import ColumnRule, TableRules, Transforms
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 from penstock.source.preflight.context import Context
@@ -327,3 +328,20 @@ def test_keys_that_a_setting_would_change_are_found_and_overrides_that_nothing_h
     report = look(any_database, publication="pub", types=replace(types, overrides=overrides))
     assert report.find("exact_keys") is None
     assert finding(report, "type_overrides").subjects == ("public.gone", "public.fine.x")
+
+
+def test_rules_for_columns_are_shown_and_checked(any_database: Any) -> None:
+    any_database.execute("create table users (id int primary key, email text); create publication pub for table users")
+
+    def rules(table: str, column: str) -> Transforms:
+        return Transforms({table: TableRules(((column, ColumnRule(hash=True)),), key=b"k")})
+
+    report = look(any_database, publication="pub", transforms=rules("public.users", "email"))
+    assert finding(report, "column_rules").what.endswith("public.users: email hashed")
+    assert report.ready
+    report = look(any_database, publication="pub", transforms=rules("public.users", "mail"))
+    assert state(report, "column_rules") == CRITICAL
+    assert "does not have: 'mail'" in finding(report, "column_rules").what
+    report = look(any_database, publication="pub", transforms=rules("public.usres", "email"))
+    assert state(report, "column_rules") == WARNING
+    assert finding(report, "column_rules").subjects == ("public.usres",)
