@@ -154,7 +154,7 @@ STAGES = (
         _soak(*(f"tests/e2e/test_{each}.py" for each in VERSIONED)))),
     Stage("regression", "run of the server's own scripts on each of two versions", 1, 0.15, 2400, 5,
         lambda count, seed: Run(_soak("tests/e2e/test_regression_scripts.py"))),
-    Stage("migrations", "steps of each history", 1000, 0.10, 3, 30, lambda count, seed: Run(
+    Stage("migrations", "steps of each history", 1000, 0.10, 20, 30, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/e2e/test_migrations.py"),
         {"PENSTOCK_SOAK_MIGRATIONS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("commands", "run of their long tests", 1, 0.05, 120, 5, lambda count, seed: Run(

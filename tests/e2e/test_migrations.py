@@ -91,11 +91,20 @@ class Run(ExitStack):
         written: set[str] = set()
         for statement in step.statements:
             try:
-                self.application.execute(statement.encode())
+                self._execute(statement)
             except psycopg.Error as error:
                 self.refused.append(f"{step.name}: {str(error).partition(chr(10))[0]}")
             written |= self._write()
         return written
+
+    def _execute(self, statement: str) -> None:
+        """Run a statement of the application; if our rows are in its way, without them."""
+        try:
+            self.application.execute(statement.encode())
+        except (psycopg.errors.IntegrityError, psycopg.errors.DataError):
+            tables = ", ".join(table.identifier.as_string() for table in self.known.values())
+            self.connection.execute(f"truncate {tables}".encode())
+            self.application.execute(statement.encode())
 
     def _write(self) -> set[str]:
         """Write to the tables whose columns changed, and to some others."""

@@ -74,7 +74,9 @@ class Step:
 
 def read_history(folder: Path) -> list[Step]:
     """Return the steps of a history, in their order."""
-    files = [path for path in sorted(folder.rglob("*.sql")) if not _OTHERS.search(path.name)]
+    # Some tools write the time in a name with dashes and without.
+    files = sorted(folder.rglob("*.sql"), key=lambda path: str(path).replace("-", ""))
+    files = [path for path in files if not _OTHERS.search(path.name)]
     # A file for Postgres stands for the one for all servers.
     named = {_NAMED.sub("", str(path)) for path in files if _NAMED.search(path.name)}
     files = [path for path in files if str(path) not in named]

@@ -187,7 +187,7 @@ class Case:
             *("{" + _quoted(value) + comma + "NULL}" for value in short),
             "{" + comma.join(map(_quoted, short)) + "}",
             *("{}", "{NULL}", None),
-            "{" + comma.join([first, "NULL", second] * (20_000 if self.type in _LONG_ARRAYS else 2)) + "}",
+            "{" + comma.join([first, "NULL", second] * (1000 if self.type in _LONG_ARRAYS else 2)) + "}",
             f"[2:3]={{{first}{comma}{second}}}",
             f"[0:0]={{{second}}}",
             f"{{{{{first}{comma}NULL}}{comma}{{NULL{comma}{second}}}}}",

@@ -345,3 +345,17 @@ def test_rules_for_columns_are_shown_and_checked(any_database: Any) -> None:
     report = look(any_database, publication="pub", transforms=rules("public.usres", "email"))
     assert state(report, "column_rules") == WARNING
     assert finding(report, "column_rules").subjects == ("public.usres",)
+
+
+def test_tables_that_are_skipped_are_named(database: Any) -> None:
+    database.execute('create schema a; create schema "a.b"; create table nothing ()')
+    database.execute('create table a."b.c" (id int primary key); create table "a.b".c (id int primary key)')
+    report = look(database, patterns=("*.*",))
+    assert state(report, "tables_without_columns") == INFO
+    assert finding(report, "tables_without_columns").subjects == ("public.nothing",)
+    assert state(report, "names_alike") == WARNING
+    assert set(finding(report, "names_alike").subjects) == {'"a"."b.c"', '"a.b"."c"'}
+    database.execute('drop table a."b.c"; drop table nothing')
+    report = look(database, patterns=("*.*",))
+    assert report.find("names_alike") is None
+    assert report.find("tables_without_columns") is None
