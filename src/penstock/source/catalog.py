@@ -25,6 +25,7 @@ from penstock.source.columns import (
     build_schema,
     identify_columns,
     parse_missing,
+    sent_key,
     unknown_type,
 )
 from penstock.source.faults import translated
@@ -156,8 +157,11 @@ def schema_from_catalog(
         chosen = [attribute for attribute in table.live_attributes if not attribute.generated]
     else:
         chosen = [attribute for attribute in table.live_attributes if attribute.attnum in set(attnums)]
-    positions = {attnum: index for index, attnum in enumerate(table.unique_key_attnums, start=1)}
+    sent = [attribute.attnum for attribute in chosen]
+    positions = sent_key(table.unique_key_attnums, sent)
     identity = identity or table.row_identity
+    if not identity.attnums <= set(sent):
+        identity = RowIdentity(identity.kind, frozenset())
     full = identity.kind is ReplicaIdentity.FULL
     return TableSchema(
         table_id=table.oid,

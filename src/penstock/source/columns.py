@@ -19,7 +19,7 @@ added again as the last one, read after that. It gets the new number, as the cat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -192,13 +192,17 @@ def build_schema(
     if identity is None:
         keyed = frozenset(attnum for column, attnum in zip(sent, attnums, strict=True) if column.is_key)
         identity = RowIdentity(ReplicaIdentity(replica_identity), keyed)
-    full = identity.kind is ReplicaIdentity.FULL
     added = {attribute.attnum: attribute for attribute in catalog.attributes if attribute.backfilled} if catalog else {}
     if catalog is not None:
-        positions = {attnum: index for index, attnum in enumerate(catalog.unique_key_attnums, start=1)}
+        positions = sent_key(catalog.unique_key_attnums, attnums)
+        # Others that are missing came later: the catalog may be ahead of the message.
+        omitted = {attribute.attnum for attribute in catalog.attributes if attribute.generated} - set(attnums)
+        if omitted.intersection(catalog.identity_attnums) and identity.kind is catalog.replica_identity:
+            identity = RowIdentity(identity.kind, frozenset())
     else:
         known = previous.columns if previous else ()
         positions = {column.attnum: column.primary_key_position for column in known if column.primary_key_position}
+    full = identity.kind is ReplicaIdentity.FULL
     return TableSchema(
         table_id=table_id,
         namespace=namespace,
@@ -218,6 +222,14 @@ def build_schema(
         ),
         replica_identity=identity.kind,
     )
+
+
+def sent_key(key: Sequence[int], sent: Collection[int]) -> dict[int, int]:
+    """The positions of columns in a unique key, by number; none if one is not sent: the others need not be unique.
+
+    The server omits generated columns (unless it is told otherwise, from 18 on) and what a column list leaves out.
+    """
+    return {attnum: index for index, attnum in enumerate(key, start=1)} if set(key) <= set(sent) else {}
 
 
 def parse_missing(text: str | None) -> str | None:

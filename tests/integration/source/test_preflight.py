@@ -175,6 +175,25 @@ def test_identities_with_generated_columns_that_break_updates(database: Any) -> 
     assert look(database, publication="pub").ready
 
 
+def test_generated_columns_of_a_key_that_older_servers_omit(server_pool: Any) -> None:
+    server = server_pool.get(15)
+    name = server.create_database()
+    server.execute(
+        """
+        create table in_key (id int, g int generated always as (id) stored not null, primary key (id, g));
+        create table whole (id int, g int generated always as (id) stored, primary key (id, g));
+        alter table whole replica identity full;
+        create publication pub for all tables
+        """,
+        database=name,
+    )
+    report = run_preflight(SourceSettings(server.dsn(name)), Request(publication="pub"))
+    assert state(report, "generated_identity") == WARNING
+    assert finding(report, "generated_identity").subjects == ("public.in_key",)
+    assert report.ready
+    server.drop_database(name)
+
+
 def test_good_to_know(any_database: Any) -> None:
     any_database.execute(
         """

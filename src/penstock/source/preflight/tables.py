@@ -326,30 +326,39 @@ def check_generated(context: Context) -> Iterator[Check]:
 
 
 def check_generated_identity(context: Context) -> Iterator[Check]:
-    """Does the server reject updates because generated columns of the replica identity are not published?"""
+    """Does the server omit generated columns that belong to the replica identity?"""
     publication = context.publication
-    if context.connection.info.server_version < _REJECTS_UNSENT_SINCE:
-        return
     if publication is not None and not publication.operations & {"update", "delete"}:
         return
+    rejects = context.connection.info.server_version >= _REJECTS_UNSENT_SINCE
     unsent = {"v"} if publication is not None and publication.generated_columns else {"s", "v"}
 
-    def is_rejected(table: CatalogTable) -> bool:
-        identity = {attribute.attnum for attribute in table.live_attributes}
-        if table.replica_identity is not ReplicaIdentity.FULL:
-            identity = set(table.identity_attnums)
+    def is_concerned(table: CatalogTable) -> bool:
+        identity = set(table.identity_attnums)
+        if rejects and table.replica_identity is ReplicaIdentity.FULL:
+            identity = {attribute.attnum for attribute in table.live_attributes}
         return any(each.generated in unsent and each.attnum in identity for each in table.live_attributes)
 
     listed_columns = {subject.published.oid for subject in context.subjects if subject.published.column_attnums}
-    names = _stored_tables(context, lambda table: table.oid not in listed_columns and is_rejected(table))
-    if names:
+    names = _stored_tables(context, lambda table: table.oid not in listed_columns and is_concerned(table))
+    if not names:
+        return
+    what = f"{counted(names)} with generated columns in the replica identity that are not published"
+    if rejects:
         yield failed(
             "generated_identity",
             context.severity,
-            f"{counted(names)} with generated columns in the replica identity that are not published; publishing makes "
-            f"the server reject updates and deletes on such tables: {listed(names)}",
+            f"{what}; publishing makes the server reject updates and deletes on such tables: {listed(names)}",
             "For stored columns, run: alter publication … set (publish_generated_columns = stored); "
             "for virtual ones, add a primary key and run: alter table … replica identity default;",
+            names,
+        )
+    else:
+        yield failed(
+            "generated_identity",
+            Severity.WARNING,
+            f"{what}; updates and deletes make Penstock copy such tables again: {listed(names)}",
+            "Run: alter table … replica identity full;",
             names,
         )
 
