@@ -48,6 +48,8 @@ class PartFilter:
 
     def keeps_all(self, file: Add) -> bool:
         """True if the statistics of a file show that all its rows stay."""
+        if not self.leaves:
+            return not self.inside
         extremes = self._extremes(file)
         if extremes is None:
             return False

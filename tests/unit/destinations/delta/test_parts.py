@@ -119,6 +119,13 @@ def test_rows_inside_are_replaced(lake: Path, source: ScriptedSource) -> None:
     assert notes(lake) == {key: note for key, note in expected(_3="copied").items() if key not in (4, 5)}
 
 
+def test_without_leaves_all_rows_stay(lake: Path, source: ScriptedSource) -> None:
+    destination = copied(lake, source)
+    assert_durable(write(destination, update(source, 1)))
+    destination.replace_part(ORDERS, source.copy(ORDERS, []), [], inside=False)
+    assert notes(lake) == expected(_1="new")
+
+
 def test_a_compaction_in_between_revives_nothing(lake: Path, source: ScriptedSource) -> None:
     tasks = InterruptedTasks()
     destination = copied(lake, source, tasks)
