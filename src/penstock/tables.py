@@ -18,12 +18,18 @@ from penstock import failpoints
 from penstock.changes.transform import Transforms
 from penstock.copy import CopySettings
 from penstock.copy.fetch import SourceFetch
-from penstock.destinations.base import Destination, DestinationContext, FolderDestination, Tasks
+from penstock.destinations.base import (
+    Destination,
+    DestinationContext,
+    DroppingDestination,
+    FolderDestination,
+    Tasks,
+)
 from penstock.destinations.folders import RenameRules, TableFolders
 from penstock.errors import PenstockError, PublicationChanged
 from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
-from penstock.source.catalog import sort_by_size
+from penstock.source.catalog import load_table, sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
 from penstock.source.membership import Membership, changes_between
@@ -48,6 +54,8 @@ from penstock.workers import (
     BatchSettings,
     Board,
     CopyStatus,
+    DropColumn,
+    DropTable,
     ErrorHold,
     Lifecycle,
     Partitions,
@@ -89,6 +97,10 @@ class TablesSettings(StreamSettings):
         """The name of the output among those of all pipelines, in the store and at the destination."""
         return self.id if self.output == DEFAULT_OUTPUT else f"{self.id}:{self.output}"
 
+    def changes_of(self, table: str) -> SchemaChanges:
+        """How a table follows changes of its schema, by its name."""
+        return self.of_tables.get(table, self.schema_changes)
+
 
 @dataclass(frozen=True, slots=True)
 class TablesOutput:
@@ -125,6 +137,9 @@ class TablesOutput:
                     session=self.session,
                     source_rows=SourceFetch(self.settings.source, self.settings.types, transforms),
                     records_ddl=self.settings.ddl_trigger,
+                    keeps_dropped_columns=lambda schema: (
+                        self.settings.changes_of(str(schema)).drop_column is DropColumn.KEEP
+                    ),
                     **({} if folders is None else {"take_folder": folders.take}),
                 )
             )
@@ -170,6 +185,9 @@ class RunningTables(RunningOutput):
         self._pool = SyncPool(settings.max_table_sync_workers)
         self._workers: dict[int, TableSync] = {}
         self._membership = self.store.get_publication_membership(settings.publication)
+        if self._membership is not None:
+            # Also of tables that were dropped while the pipeline was stopped.
+            self._names = {**self._membership.names, **self._names}
         self._board = Board(
             self.store,
             start,
@@ -255,7 +273,7 @@ class RunningTables(RunningOutput):
         seen, now = self._membership, published.membership
         change = changes_between(seen, now) if seen is not None else None
         states = self._board.phases()
-        for table_id in states.keys() - published.tables.keys():
+        for table_id in self._without_data(states.keys() - published.tables.keys()):
             logger.info("table left the publication table=%s", self._name_of(table_id))
             self._board.remove(table_id)
             failpoints.reach("after_removed")
@@ -294,6 +312,24 @@ class RunningTables(RunningOutput):
         self._left_out = left_out
         return {table_id: name for table_id, name in published.tables.items() if table_id not in left_out}
 
+    def _without_data(self, table_ids: Collection[int]) -> Iterator[int]:
+        """Yield tables that have left, after the data of those that were dropped is deleted if the config says so."""
+        for table_id in table_ids:
+            if self._tables.changes_of(self._name_of(table_id)).drop_table is DropTable.DROP:
+                name = self._name_of(table_id)
+                try:
+                    with connect(self._tables.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
+                        is_dropped = load_table(connection, table_id) is None
+                    if is_dropped and not isinstance(self.destination, DroppingDestination):
+                        logger.warning("the destination cannot delete tables, its data stays table=%s", name)
+                    elif is_dropped and isinstance(self.destination, DroppingDestination):
+                        self.destination.drop_table(table_id)
+                except (OSError, PenstockError) as error:
+                    # It is tried again with the next look at the publication.
+                    logger.warning("cannot delete a dropped table table=%s error=%s", name, type(error).__name__)
+                    continue
+            yield table_id
+
     def _notice_identities(self, reidentified: Collection[int], membership: Membership) -> None:
         """Copy partitioned tables again whose captured changes may lack what identifies rows now.
 
@@ -302,7 +338,9 @@ class RunningTables(RunningOutput):
         for table_id, phase in self._board.phases().items():
             is_followed = isinstance(phase, SyncDone | Ready)
             if table_id in reidentified:
-                self._catalog.copy_for(table_id, "its partitions have other replica identities than before")
+                # A log says of each change what the server said then, and goes on.
+                if self.destination.capabilities.updates_rows or not is_followed:
+                    self._catalog.copy_for(table_id, "its partitions have other replica identities than before")
             elif is_followed and membership.is_unidentified(table_id):
                 self._catalog.copy_again(
                     table_id, "the replica identities of its partitions do not fit together: see penstock check"
@@ -317,9 +355,9 @@ class RunningTables(RunningOutput):
         # A new copy would lose what a destination keeps on purpose: changes, deleted rows, rows of former partitions.
         shape = self.store.get_table_shapes().get(table_id)
         keeps = policy.partitions is Partitions.KEEP and shape is not None and shape.is_partitioned
-        if keeps or not self.destination.capabilities.loses_nothing_by_a_copy:
-            return replace(policy, recopy=Recopy.STOP)
-        return policy
+        return (
+            policy if self.destination.capabilities.allows_copies and not keeps else replace(policy, recopy=Recopy.STOP)
+        )
 
     def _follow_names(self, published: Published) -> None:
         """Have the tables copied again that were renamed and belong into another folder; tell readers all names."""
@@ -330,7 +368,9 @@ class RunningTables(RunningOutput):
         keeping = {
             table_id
             for table_id, policy in policies.items()
-            if policy.recopy is Recopy.STOP or policy.recopy_max_bytes is not None
+            if policy.recopy is Recopy.STOP
+            or policy.recopy_max_bytes is not None
+            or not self.destination.capabilities.loses_nothing_by_a_copy
         }
         names = published.membership.table_names()
         folders.publish({table_id: names[table_id] for table_id in published.tables}, keeping)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
+from penstock.destinations.base import Destination
 from penstock.destinations.delta.destination import DeltaDestination
+from penstock.destinations.http import HttpDestination, read_bodies
+from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.lsn import reaches
-from penstock.state import Errored, Init, open_store
-from penstock.workers import Partitions, Recopy, SchemaChanges
+from penstock.state import CommandKind, Errored, Init, open_store
+from penstock.workers import DropColumn, DropTable, Partitions, Recopy, SchemaChanges
 from penstock.workers.process_tasks import ProcessTasks
-from tests.e2e.lake import LakeReadBack
+from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
 from tests.support.readback import check_equal
+from tests.unit.destinations.receiver import Receiver, Request
 
 PLAIN = "create table {t} (id int primary key, note text, n int)"
 ROWS = "insert into {t} (id, note, n) select i, 'n' || i, i from generate_series(1, 20) i"
@@ -334,13 +342,21 @@ def run(database: Any, script: str, table: str) -> None:
 
 
 class Site:
-    """A pipeline with one table per case, over Delta."""
+    """A pipeline with one table per case."""
 
-    def __init__(self, database: Any, folder: Path, cases: dict[str, tuple[str, str, str]], **options: Any) -> None:
+    def __init__(
+        self,
+        database: Any,
+        folder: Path,
+        cases: dict[str, tuple[str, str, str]],
+        destination: Callable[..., Destination] = DeltaDestination,
+        **options: Any,
+    ) -> None:
         self.database = database
         self.options = options
         self.folder = folder
         self.cases = cases
+        self.destination = destination
         for name, (create, rows, _) in cases.items():
             run(database, create, name)
             run(database, rows, name)
@@ -350,7 +366,7 @@ class Site:
     def running(self, **changes: Any) -> Iterator[Alone]:
         changes = {"tables": tuple(f"public.{name}" for name in self.cases), **changes}
         settings = tables_settings(self.database, self.folder, "changes", **changes)
-        destination = DeltaDestination(self.folder / "lake", **self.options)
+        destination = self.destination(self.folder / "lake", **self.options)
         with tables_alone(settings, self.store, destination, ProcessTasks()) as pipeline:
             yield pipeline
 
@@ -368,7 +384,7 @@ class Site:
             n = f"'{number}'" if name == "as_text" else str(number)
             self.database.execute(f"insert into {name} ({key}, n{mood}) values ({value}, {n}{label})")
 
-    def check(self, pipeline: Alone) -> None:
+    def wait_applied(self, pipeline: Alone) -> None:
         end = current_position(self.database)
 
         def done() -> bool:
@@ -377,6 +393,9 @@ class Site:
             return {phase.name for phase in phases.values()} == {"ready"} and reaches(pipeline.status.applied, end)
 
         wait_for(done, "all tables to be ready")
+
+    def check(self, pipeline: Alone) -> None:
+        self.wait_applied(pipeline)
         check_equal(self.database.dsn, LakeReadBack(self.folder / "lake"), list(self.cases))
 
     def wait_noticed(self, pipeline: Alone) -> None:
@@ -387,9 +406,11 @@ class Site:
         wait_for(lambda: pipeline.wait(0) or pipeline.coordinator.looks > looks + 1, "two looks at the catalog")
         wait_for(lambda: pipeline.wait(0) or not pipeline.pending, "the catalog to be followed")
 
+    def id_of(self, name: str) -> int:
+        return self.database.execute(f"select '{name}'::regclass::oid::int8")[0][0]
+
     def copies(self, name: str) -> int:
-        (table_id,) = self.database.execute(f"select '{name}'::regclass::oid::int8")[0]
-        history = self.store.get_table_replication_history(table_id)
+        history = self.store.get_table_replication_history(self.id_of(name))
         return sum(record.phase.name == "data_sync" for record in history)
 
     def wait_copied(self, pipeline: Alone, times: int) -> None:
@@ -662,3 +683,169 @@ def test_a_row_with_values_that_were_never_sent_stops_its_table_only_until_the_c
         # Usually it stops first; a look may also come in time.
         site.wait_copied(pipeline, 2)
         site.check(pipeline)
+
+
+@pytest.mark.parametrize("while_down", [False, True], ids=["running", "down"])
+def test_what_the_source_drops_stays_or_goes_as_asked(database: Any, tmp_path: Path, while_down: bool) -> None:
+    drop_column, drop_table = "alter table {t} drop column note", "drop table {t}"
+    scripts = {"kept": drop_column, "without": drop_column, "gone": drop_table, "stays": drop_table}
+    site = Site(database, tmp_path, {name: (PLAIN, ROWS, script) for name, script in scripts.items()})
+    policies = {
+        "public.kept": SchemaChanges(drop_column=DropColumn.KEEP),
+        "public.gone": SchemaChanges(drop_table=DropTable.DROP),
+    }
+    with site.running(tables=("public.*",), of_tables=policies) as pipeline:
+        site.check(pipeline)
+        if not while_down:
+            site.change()
+            site.wait_noticed(pipeline)
+    if while_down:
+        site.change()
+    site.cases = {name: site.cases[name] for name in ("kept", "without")}
+    lake = tmp_path / "lake" / "public"
+    with site.running(tables=("public.*",), of_tables=policies) as pipeline:
+        site.write(101)
+        site.wait_applied(pipeline)
+        rows = pl.read_delta(str(lake / "kept")).sort("id")
+        assert rows["note"].to_list() == [*(f"n{i}" for i in range(1, 21)), None]
+        assert pl.read_delta(str(lake / "without")).columns == ["id", "n"]
+        assert pl.read_delta(str(lake / "stays")).height == 20
+        assert not [path for path in (lake / "gone").rglob("*") if path.is_file()]
+        # A new copy has no values for the column, but readers still find it.
+        pipeline.store.add_command(CommandKind.RESYNC, ("public.kept",))
+        wait_for(lambda: site.copies("kept") == 2, "the copy")
+        site.wait_applied(pipeline)
+        assert pl.read_delta(str(lake / "kept"))["note"].to_list() == [None] * 21
+
+
+SAME_COLUMNS = {
+    *("computed", "computed_text", "enum_key", "enum_renamed", "enum", "detached", "dropped_leaf", "vacuumed_leaf"),
+    *("truncated_leaf", "attached", "attached_again", "new_and_truncated", "attached_tree", "reloaded_leaf"),
+    *("vacuumed_leaf_default", "attached_at_once", "computed_default", "new_and_dropped", "passing_through"),
+}
+"""Statements after which rows have the same columns."""
+SAME_ROWS = {
+    *("renamed", "another_key", "readded", "exchanged", "detached", "dropped_leaf", "truncated_leaf", "cidr"),
+    *("vacuumed_leaf", "new_and_truncated", "reloaded_leaf", "new_and_dropped", "passing_through"),
+}
+"""Statements after which the log has all that the source has, or rows that left with their partition."""
+ALL = STATEMENTS | PARTITIONS | REWRITTEN
+LOGGED = SAME_COLUMNS | SAME_ROWS | {"widened", "as_text", "volatile", "serial", "identity", "constant", "generated"}
+
+
+@pytest.mark.parametrize(
+    ("destination", "read"),
+    [(partial(DeltaDestination, mode="history"), HistoryReadBack), (ParquetDestination, ParquetReader)],
+    ids=["history", "parquet"],
+)
+def test_a_log_of_changes_follows_everything(
+    each_database: Any, tmp_path: Path, destination: Callable[[Path], Destination], read: Callable[[Path], Any]
+) -> None:
+    site = Site(each_database, tmp_path, {name: ALL[name] for name in sorted(LOGGED)}, destination)
+    with site.running() as pipeline:
+        site.wait_applied(pipeline)
+        site.write(100)
+        site.wait_applied(pipeline)
+        site.change()
+        site.write(101)
+        site.wait_noticed(pipeline)
+        site.wait_applied(pipeline)
+    with site.running() as pipeline:
+        site.write(102)
+        site.wait_applied(pipeline)
+    shapes = site.store.get_table_shapes()
+    assert {name for name in LOGGED if shapes[site.id_of(name)].silent_change is None} == SAME_ROWS
+    assert {name: site.copies(name) for name in LOGGED} == dict.fromkeys(LOGGED, 1)
+    lake = read(tmp_path / "lake")
+    for name in LOGGED:
+        rows = lake.read_changes(f"public.{name}").to_pylist()
+        rows.sort(key=lambda row: (row["_commit_lsn"], row["_ordinal"]))
+        key, values = (
+            ("c", [f"10.200.{n}.0/24" for n in (100, 101, 102)]) if name == "cidr" else ("id", [100, 101, 102])
+        )
+        found = [row for row in rows if row["_op"] in ("insert", 1) and row[key] in values]
+        assert [row[key] for row in found] == values, name
+        assert len([row for row in rows if row["_ordinal"] == -1]) >= 20
+        first, second, third = (row["_schema_version"] for row in found)
+        assert (first, third) == (1, second), name
+        assert (second == 1) == (name in SAME_COLUMNS), name
+
+
+@pytest.mark.parametrize("while_down", [False, True], ids=["running", "down"])
+def test_a_new_copy_keeps_rows_that_were_deleted_softly(each_database: Any, tmp_path: Path, while_down: bool) -> None:
+    names = ("widened", "as_text", "computed", "another_key", "detached", "truncated_leaf", "volatile")
+    cases = {name: ALL[name] for name in names}
+    site = Site(each_database, tmp_path, cases, partial(DeltaDestination, mode="soft_delete"))
+    with site.running() as pipeline:
+        site.check(pipeline)
+        for name in names:
+            each_database.execute(f"delete from {name} where id in (3, 4)")
+        site.check(pipeline)
+        if not while_down:
+            site.change()
+            site.write(100)
+            site.wait_copied(pipeline, 2)
+    if while_down:
+        site.change()
+        site.write(100)
+    with site.running() as pipeline:
+        site.wait_copied(pipeline, 2)
+        for name in names:
+            n = "'4'" if name == "as_text" else "4"
+            each_database.execute(f"insert into {name} (id, n) values (4, {n})")
+        site.write(101)
+        site.check(pipeline)
+    for name in names:
+        rows = pl.read_delta(str(tmp_path / "lake" / "public" / name))
+        left = [3, *range(10, 20)] if name in ("detached", "truncated_leaf") else [3]
+        assert sorted(rows.filter(pl.col("_deleted_at").is_not_null())["id"].to_list()) == left, name
+
+
+class LogReceiver(Receiver):
+    """Accepts everything; `requests` has what came."""
+
+    def _dispatch(self, request: Request) -> tuple[int, Any]:
+        return 200, None
+
+
+def test_a_receiver_gets_schema_changes_as_steps(database: Any, tmp_path: Path) -> None:
+    names = ("renamed", "as_text", "computed", "volatile", "constant", "another_key", "readded")
+    receiver = LogReceiver()
+    site = Site(database, tmp_path, {name: ALL[name] for name in names}, lambda _: HttpDestination(receiver.url))
+    try:
+        with site.running() as pipeline:
+            site.wait_applied(pipeline)
+            site.write(100)
+            site.wait_applied(pipeline)
+            site.change()
+            site.write(101)
+            site.wait_noticed(pipeline)
+            site.wait_applied(pipeline)
+    finally:
+        receiver.close()
+    assert {name: site.copies(name) for name in names} == dict.fromkeys(names, 1)
+    for name in names:
+        bodies = [each.body for each in receiver.requests if each.path == f"/api/tables/public/{name}/changes"]
+        steps = [step for body in bodies for step in read_bodies(io.BytesIO(body))]
+        kinds = ["rows", "rows"] if name == "computed" else ["rows", "schema", "rows"]
+        assert [step.step for step in steps] == kinds, name
+
+
+def test_resync_adds_a_copy_to_a_log(database: Any, tmp_path: Path) -> None:
+    site = Site(database, tmp_path, {"computed": STATEMENTS["computed"]}, partial(DeltaDestination, mode="history"))
+    with site.running() as pipeline:
+        site.wait_applied(pipeline)
+        site.write(100)
+        site.change()
+        site.wait_noticed(pipeline)
+        site.wait_applied(pipeline)
+        pipeline.store.add_command(CommandKind.RESYNC, ("public.computed",))
+        site.wait_copied(pipeline, 2)
+        site.wait_applied(pipeline)
+        site.write(101)
+        site.wait_applied(pipeline)
+    lake = HistoryReadBack(tmp_path / "lake")
+    check_equal(database.dsn, lake, ["computed"])
+    operations = Counter(lake.read_changes("public.computed").column("_op").to_pylist())
+    assert operations == {"copy": 41, "insert": 2, "resync": 1}
+    assert site.store.get_table_shapes()[site.id_of("computed")].silent_change is None

@@ -31,7 +31,8 @@ from penstock.changes.segment import (
 )
 from penstock.changes.steps import Segment
 from penstock.errors import ValuesNotSent
-from penstock.schema import ReplicaIdentity, TableSchema
+from penstock.schema import Column, ReplicaIdentity, TableSchema
+from penstock.values import TypeSettings, codec_for
 
 _Column = TypeVar("_Column")
 
@@ -86,6 +87,26 @@ def read_changes(
     """
     parts = [_read_step(step, schema, constants or {}) for step in steps]
     return parts[0] if len(parts) == 1 else _concatenate(parts, schema)
+
+
+def constant_of(table: str, column: Column, type_: pa.DataType) -> pa.Scalar:
+    """Return the value of existing rows in an added column of this type; raise `ValuesNotSent` if it is unknown."""
+    if column.missing is None and not column.backfilled:
+        return pa.scalar(None, type_)
+    if column.missing is None:
+        raise ValuesNotSent(
+            f"{table}: the server did not send the values of existing rows for the added column {column.name}",
+            table=table,
+        )
+    codec = codec_for(column.type, column.type_modifier, TypeSettings())
+    decoded = codec.decode(pa.array([column.missing], pa.large_string()))
+    if decoded.rejected is not None or codec.arrow_type != type_:
+        raise ValuesNotSent(
+            f"{table}: the server did not send the values of existing rows for the added column {column.name}, and "
+            "the destination's type cannot hold its default",
+            table=table,
+        )
+    return decoded.array[0]
 
 
 def unidentified(table: str) -> ValuesNotSent:

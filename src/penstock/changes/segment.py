@@ -39,8 +39,10 @@ XID = "_xid"
 UNCHANGED = "_unchanged"
 OLD = "_old"
 UNREPRESENTABLE = "_unrepresentable"
+SCHEMA_VERSION = "_schema_version"
+"""Not in segments: destinations that keep every change number the schemas of a table with it, from 1."""
 
-RESERVED = (OP, COMMIT_LSN, ORDINAL, COMMIT_TIME, XID, UNCHANGED, OLD, UNREPRESENTABLE)
+RESERVED = (OP, COMMIT_LSN, ORDINAL, COMMIT_TIME, XID, UNCHANGED, OLD, UNREPRESENTABLE, SCHEMA_VERSION)
 UNREPRESENTABLE_TYPE = pa.map_(pa.string(), pa.string())
 Texts = Mapping[str, pa.Array]
 """Column → the server's texts of the cells that the column's type cannot hold, NULL elsewhere. Columns without such

@@ -130,7 +130,7 @@ def render(found: PipelineStatus) -> RenderableType:
 
 
 def problem_lines(state: TableState) -> list[Text]:
-    """Why a table stopped and what to do, or why it is copied again, with an empty line behind; else nothing."""
+    """Why a table stopped, is copied again or has outdated rows, with an empty line behind; else nothing."""
     table, error = state.table, state.error
     if state.changed_cells:
         cells = f"{state.changed_cells:,} {'value' if state.changed_cells == 1 else 'values'}"
@@ -139,6 +139,13 @@ def problem_lines(state: TableState) -> list[Text]:
     if state.copied_because is not None:
         reason = state.copied_because.removeprefix(f"{table}: ")
         return [Text.assemble((f"{table} is copied again", "bold"), f": {reason}"), Text()]
+    if error is None and state.silent_change is not None:
+        what = f": {state.silent_change}; no changes tell of it"
+        return [
+            Text.assemble((f"{table} has rows that changed silently", "bold"), what),
+            Text(f"  to add a new copy: penstock resync {table}"),
+            Text(),
+        ]
     if error is None:
         return []
     lines = [Text.assemble((f"{table} stopped", "bold"), f" at {error.since}: {error.reason}")]

@@ -18,7 +18,7 @@ from penstock.documents.output import DocumentsSettings
 from penstock.documents.polling import XMIN, PollSettings
 from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
-from penstock.workers import Partitions, Recopy
+from penstock.workers import DropColumn, DropTable, Partitions, Recopy
 
 NO_SPARK = "none"
 """The master that runs tasks in this process."""
@@ -194,6 +194,8 @@ class SchemaChangesSection(Section):
     recopy: Recopy = Recopy.AUTOMATIC
     recopy_max_bytes: Size | None = None
     partitions: Partitions = Partitions.MIRROR
+    drop_column: DropColumn = DropColumn.FOLLOW
+    drop_table: DropTable = DropTable.KEEP
     rename_table: RenameTable | None = None
 
 

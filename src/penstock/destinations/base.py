@@ -60,13 +60,22 @@ class Capabilities:
     records_position: bool = False
     """It stores the position together with the data, atomically, so that a replay changes nothing (exactly once)."""
     updates_rows: bool = False
-    """It mirrors the source: updates and deletes change existing rows. Otherwise it keeps every change."""
+    """It mirrors the source: updates and deletes change existing rows. Otherwise it keeps every change, and goes on
+    when rows change at the source without a change in the stream."""
     keeps_old_rows_while_copying: bool = False
     """Readers see the old rows until a new copy is complete."""
     fills_added_columns: bool = False
     """Existing rows get the value of an added column if it is the same for all of them (`Column.missing`)."""
     loses_nothing_by_a_copy: bool = False
     """It has no rows but those of the source, so Penstock may copy a table again without being asked."""
+    keeps_deleted_rows: bool = False
+    """It keeps rows that are gone at the source, also in a new copy to the same place. So Penstock may copy a table
+    again without being asked, but not to another place."""
+
+    @property
+    def allows_copies(self) -> bool:
+        """True if Penstock may copy a table again without being asked: nothing is lost."""
+        return self.loses_nothing_by_a_copy or self.keeps_deleted_rows
 
 
 class Tasks(Protocol):
@@ -165,6 +174,8 @@ class DestinationContext:
     """For new rows with omitted values; None if the source cannot be queried."""
     take_folder: Callable[[TableSchema], str] = FOLDERS.table
     """Returns the folder for a copy that begins now. A `FolderDestination` calls this in `drop_table_for_copy`."""
+    keeps_dropped_columns: Callable[[TableSchema], bool] = lambda _: False
+    """Returns True if columns that the source drops stay at the destination, with NULL in new rows."""
 
     records_ddl: bool = False
     """The source records its DDL in the stream. Otherwise a name that moved to another column may come too early."""
@@ -274,7 +285,8 @@ class Destination(Protocol):
         """Write the table as it was at `rows.position`, durably; called once per attempt, even for an empty table.
 
         Identify what tasks write by attempt, range and number, never by content: two equal batches of a table without a
-        key are two batches. On return the table has exactly these rows, and its recorded position is `rows.position`.
+        key are two batches. On return the table has exactly these rows (and what `capabilities` say
+        that it keeps), and its recorded position is `rows.position`.
         After an error readers see nothing of this copy, and the next attempt has another name.
         """
         ...
@@ -326,6 +338,18 @@ class PartDestination(Protocol):
         With `inside`, the rows within the bounds of the `leaves` stay and all others go; without it, the rows within
         these bounds go and all others stay. The table has every change up to `rows.position` and none after it; on
         return this is its recorded position. Raise `SchemaNotFollowed` if the rows cannot be told apart.
+        """
+        ...
+
+
+@runtime_checkable
+class DroppingDestination(Protocol):
+    """A destination that can delete the data of a table."""
+
+    def drop_table(self, table_id: int) -> bool:
+        """Delete the data of a table that no longer exists; return False if nothing here belongs to it.
+
+        Called after `startup`, only if the config asks for it. After a crash it is called again.
         """
         ...
 

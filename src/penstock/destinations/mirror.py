@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.changes.columns import unidentified
+from penstock.changes.columns import constant_of, unidentified
 from penstock.changes.events import Delete, Event, Insert, Relation, Row, Truncate, Unchanged, Unrepresentable, Update
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, field_names, segment_layout
 from penstock.destinations.refusals import unknown_row
@@ -103,7 +103,8 @@ class MirrorTable:
     def change_schema(self, schema: TableSchema) -> None:
         """Switch to another schema. Columns are matched by number, so a renamed one keeps its values.
 
-        A new column is NULL in existing rows, as after `alter table … add column` without a default.
+        A new column has in existing rows what the server said: NULL, or its default. Raise `ValuesNotSent` if the
+        server did not say it.
         """
         if schema == self._schema:
             return
@@ -111,10 +112,13 @@ class MirrorTable:
         for column in schema.columns:
             _check_type(schema, before.get(column.attnum), column)
         names = {column.name: before[column.attnum].name for column in schema.columns if column.attnum in before}
-        rows = [
-            {column.name: row[names[column.name]] if column.name in names else None for column in schema.columns}
-            for row in self._iterate()
-        ]
+        rows = list(self._iterate())
+        added = {
+            each.column.name: constant_of(str(schema), each.column, each.codec.arrow_type).as_py()
+            for each in segment_layout(schema).columns
+            if rows and each.column.name not in names
+        }
+        rows = [added | {name: row[former] for name, former in names.items()} for row in rows]
         self.clear()
         self._schema = schema
         for row in rows:

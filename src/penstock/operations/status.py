@@ -112,6 +112,8 @@ class TableState:
     """Why Penstock copies it again automatically; None after the copy, and for a copy that was requested."""
     changed_cells: int = 0
     """Cells since its copy that `out_of_range` made NULL or moved to the nearest value."""
+    silent_change: str | None = None
+    """What changed rows without a change in the stream, since the last copy, if the destination keeps every change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,7 @@ def table_states(
     names = table_names(config, store)
     changed = store.get_changed_cells()
     current = {} if opened is None else {name: phase.name for name, phase in opened.phases.items()}
+    shapes = store.get_table_shapes()
     found = [
         TableState(
             table=names.get(table_id, f"oid {table_id}"),
@@ -224,6 +227,7 @@ def table_states(
             error=_error(config, phase),
             copied_because=reason_of_copy(config.secrets, store, table_id, phase),
             changed_cells=changed.get(table_id, 0),
+            silent_change=None if (shape := shapes.get(table_id)) is None else shape.silent_change,
         )
         for table_id, phase in store.get_table_replication_states().items()
     ]
@@ -380,6 +384,7 @@ def _table(state: TableState, live: LastLook | None, size: TableSize | None, pha
         error=state.error,
         copied_because=state.copied_because,
         changed_cells=state.changed_cells,
+        silent_change=state.silent_change,
         rows=None if size is None else size.rows,
         bytes=None if size is None else size.bytes,
         copy=None if live is None else live.copies.get(state.table),

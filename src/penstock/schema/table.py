@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -109,6 +109,13 @@ class TableSchema:
 
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
+
+    def has_columns_of(self, other: TableSchema) -> bool:
+        """True if both have the same columns, whatever their types are called: a type may be renamed at any time."""
+        of_both = zip(self.columns, other.columns, strict=False)
+        return len(self.columns) == len(other.columns) and all(
+            one.type.oid == another.type.oid and one == replace(another, type=one.type) for one, another in of_both
+        )
 
     @property
     def key(self) -> tuple[Column, ...]:

@@ -121,11 +121,19 @@ class TableShape:
     """Leaves that have gone since that copy, and whose rows were dealt with."""
     rules: RulesInForce | None = None
     """The rules of the config for its columns and rows. The catalog does not say them."""
+    silent_change: str | None = field(default=None, compare=False)
+    """What changed rows without a word in the stream since the copy; only of a table whose destination keeps every
+    change, where the changes go on. The catalog does not know it."""
 
     def following(self, before: TableShape, mentioned: Mapping[int, Lsn]) -> TableShape:
         """This reading, with what is remembered since the copy."""
         gone = (before.heaps.keys() | vanished(before, self, mentioned)) - self.heaps.keys()
-        return replace(self, copied_at=before.copied_at, former=before.former | gone)
+        return replace(
+            self,
+            copied_at=before.copied_at,
+            former=before.former | gone,
+            silent_change=before.silent_change,
+        )
 
 
 def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) -> dict[int, TableShape]:
@@ -168,6 +176,7 @@ def shape_to_json(shape: TableShape) -> dict[str, Any]:
         "copied_at": None if shape.copied_at is None else str(shape.copied_at),
         "former": sorted(shape.former),
         "rules": shape.rules,
+        "silent_change": shape.silent_change,
     }
 
 
@@ -181,6 +190,7 @@ def shape_from_json(record: Mapping[str, Any]) -> TableShape:
         None if record.get("copied_at") is None else Lsn.parse(record["copied_at"]),
         frozenset(record.get("former", ())),
         RulesInForce(*record["rules"]) if record.get("rules") else None,
+        record.get("silent_change"),
     )
 
 

@@ -5,7 +5,7 @@ from penstock.workers.apply_hold import ApplyHold, HoldStep
 from penstock.workers.batches import BatchSettings
 from penstock.workers.board import Board
 from penstock.workers.copies import SyncPool
-from penstock.workers.failures import Partitions, Recopy, SchemaChanges
+from penstock.workers.failures import DropColumn, DropTable, Partitions, Recopy, SchemaChanges
 from penstock.workers.lifecycle import Lifecycle
 from penstock.workers.table_sync import CopyStatus, SnapshotWait, TableSync
 
@@ -16,6 +16,8 @@ __all__ = [
     "BatchSettings",
     "Board",
     "CopyStatus",
+    "DropColumn",
+    "DropTable",
     "ErrorHold",
     "HoldStep",
     "Lifecycle",

@@ -113,7 +113,7 @@ class BatchWriter:
             if changes.table_id not in failed and (error := _values_not_sent(changes, self._destination)) is not None:
                 failed[changes.table_id] = error
         rewritten = _rewritten(entries, unsent, end)
-        if rewritten and self._destination.capabilities.loses_nothing_by_a_copy:
+        if rewritten and self._destination.capabilities.allows_copies:
             failed |= rewritten
         for table_id in failed:
             durable.pop(table_id)
@@ -235,7 +235,8 @@ def _rewritten(entries: Sequence[Entry], positions: Mapping[int, Lsn], end: Lsn)
 
 def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:
     """Return why a schema change cannot be followed: existing rows would get NULL for a value that the server omitted,
-    and the destination cannot fill it in. Return None if it can be followed."""
+    and the destination cannot fill it in. Return None if it can be followed. A destination that keeps every change
+    goes on: it has what the server sent."""
     for step in changes.steps:
         if isinstance(step, SchemaChange) and step.old is not None:
             known = {column.attnum for column in step.old.columns}
@@ -243,7 +244,7 @@ def _values_not_sent(changes: TableChanges, destination: Destination) -> Penstoc
             if new and destination.capabilities.fills_added_columns:
                 new = [each for each in new if each.missing is None]
             added = [each.name for each in new]
-            if added:
+            if added and destination.capabilities.updates_rows:
                 return ValuesNotSent(
                     f"{changes.table}: the server did not send the values of existing rows for columns added with a "
                     f"default: {', '.join(added)}",

@@ -2,8 +2,8 @@
 
 Rows come and go with partitions, ALTER TABLE computes values, columns of idle tables get other names. The coordinator
 reads the shapes of all tables every few seconds (`penstock.source.shapes`); a difference to the shape that a table
-follows leads to a new copy of the table, of some of its partitions, or to new columns. docs/decisions/0016 and 0017
-give the reasons.
+follows leads to a new copy of the table, of some of its partitions, or to new columns; a destination that keeps every
+change goes on, and the difference is noted. docs/decisions/0016, 0017 and 0019 give the reasons.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class CatalogChanges:
                 processed[table_id] = replace(now, former=frozenset(mentioned))
             elif before != now or vanished(before, now, mentioned):
                 changed.add(table_id)
-                if self._follow_shape(table_id, before, now, silent_changes(before, now, mentioned)):
+                changes = silent_changes(before, now, mentioned)
+                if not self._destination.capabilities.updates_rows:
+                    processed[table_id] = self._noted(table_id, now.following(before, mentioned), changes)
+                elif self._follow_shape(table_id, before, now, changes):
                     processed[table_id] = now.following(before, mentioned)
         self.pending = changed - processed.keys()
         # Last, so that a table that was not processed is noticed again, even by the next process.
@@ -100,8 +103,11 @@ class CatalogChanges:
 
     def copy_for(self, table_id: int, reason: str) -> None:
         """Copy a table again whose catalog may be ahead of the stream, in whatever phase it is."""
-        phase = self._board.phase(table_id)
-        if phase is not None and _was_followed(phase):
+        phase, shape = self._board.phase(table_id), self._store.get_table_shapes().get(table_id)
+        if phase is not None and _was_followed(phase) and not self._destination.capabilities.updates_rows:
+            if shape is not None:
+                self._store.store_table_shapes({table_id: self._noted(table_id, shape, [SilentChange(reason)])})
+        elif phase is not None and _was_followed(phase):
             self.copy_again(table_id, reason)
         elif phase is not None:
             logger.info("copying a table again table=%s reason=%s", self._board.name_of(table_id), reason)
@@ -126,10 +132,22 @@ class CatalogChanges:
 
         return self._board.alter(table_id, fail) is not None
 
+    def _noted(self, table_id: int, shape: TableShape, changes: list[SilentChange]) -> TableShape:
+        """Return the shape of a table whose destination keeps every change, with what no change tells of."""
+        name, position = self._board.name_of(table_id), self._board.positions().get(table_id)
+        for change in changes:
+            if change.leaves:
+                logger.info("rows are kept table=%s because=%s", name, change.text)
+            elif not change.in_stream and (change.attached is None or self._brings_rows(change.attached)):
+                logger.warning("rows changed without changes in the stream table=%s reason=%s", name, change.text)
+                noted = shape.silent_change or f"{change.text}, before {position}"
+                shape = replace(shape, silent_change=noted)
+        return shape
+
     def _follow_shape(self, table_id: int, before: TableShape, now: TableShape, changes: list[SilentChange]) -> bool:
         """Return False if the table must be looked at again: its phase changed meanwhile."""
         policy = self._policy_of(table_id)
-        if policy.partitions is Partitions.KEEP or not self._destination.capabilities.loses_nothing_by_a_copy:
+        if policy.partitions is Partitions.KEEP or not self._destination.capabilities.allows_copies:
             for change in (each for each in changes if each.leaves):
                 logger.info("rows are kept table=%s because=%s", self._board.name_of(table_id), change.text)
             changes = [each for each in changes if not each.leaves]

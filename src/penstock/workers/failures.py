@@ -36,6 +36,23 @@ class Partitions(StrEnum):
     """The destination keeps rows that leave the source with their partition."""
 
 
+class DropColumn(StrEnum):
+    """What happens to a column that the source has dropped."""
+
+    FOLLOW = "follow"
+    """It disappears."""
+    KEEP = "keep"
+    """It stays, with NULL in new rows."""
+
+
+class DropTable(StrEnum):
+    """What happens to the data of a table that the source has dropped."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    """The destination deletes the folder of the table."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchemaChanges:
     """How a table follows changes of its schema."""
@@ -44,6 +61,8 @@ class SchemaChanges:
     recopy_max_bytes: int | None = None
     """A larger table stops instead."""
     partitions: Partitions = Partitions.MIRROR
+    drop_column: DropColumn = DropColumn.FOLLOW
+    drop_table: DropTable = DropTable.KEEP
 
 
 def as_error(error: BaseException) -> PenstockError:

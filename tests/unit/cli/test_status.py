@@ -86,6 +86,14 @@ def test_values_that_a_policy_changed_are_shown() -> None:
     assert shown(replace(STATUS, outputs=(output,)))[-1] == said
 
 
+def test_a_log_whose_table_changed_silently_says_so() -> None:
+    output = replace(OUTPUT, tables=(replace(READY, silent_change="partition public.a_1 was attached, before 0/5"),))
+    assert shown(replace(STATUS, outputs=(output,)))[-2:] == [
+        "public.a has rows that changed silently: partition public.a_1 was attached, before 0/5; no changes tell of it",
+        "  to add a new copy: penstock resync public.a",
+    ]
+
+
 def test_why_a_table_is_copied_is_known_until_it_is_ready() -> None:
     store = MemoryStore("shop")
     store.acquire_lease()

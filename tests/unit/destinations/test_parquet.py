@@ -15,9 +15,9 @@ import pytest
 
 from penstock.destinations.base import Destination, DestinationContext
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
-from penstock.destinations.parquet.folder import put_if_absent
+from penstock.destinations.parquet.folder import NewSchema, put_if_absent
 from penstock.errors import ConfigError, IllegalTransition, LeaseLost
-from penstock.schema import Column, TableSchema
+from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.testing.destinations import DestinationContract, LocalTasks, ScriptedSource, make_context
 from penstock.testing.destinations.contract import INT8, ITEMS, LINES, ORDERS
 
@@ -223,13 +223,54 @@ def test_tables_and_positions_can_be_listed(lake: Path, source: ScriptedSource) 
         reader.mirror("public.orders")
 
 
-def test_older_generations_are_removed_but_for_the_one_that_was_replaced(lake: Path, source: ScriptedSource) -> None:
+def test_a_new_copy_keeps_earlier_ones_unless_they_failed(lake: Path, source: ScriptedSource) -> None:
     destination = started(lake)
-    for number in range(4):
+    for number in range(3):
+        destination.drop_table_for_copy(LINES, f"failed-{number}")
         destination.drop_table_for_copy(LINES, f"attempt-{number}")
         destination.write_table_rows(LINES, source.copy(LINES, [line(number)], attempt=f"attempt-{number}"))
-    assert [path.name for path in sorted(lake.glob("audit/lines/generations/*"))] == ["00000003", "00000004"]
-    assert levels(lake) == [3]
+    numbers = ["00000002", "00000004", "00000006"]
+    assert [path.name for path in sorted(lake.glob("audit/lines/generations/*"))] == numbers
+    assert levels(lake) == [2]
+    reader = ParquetReader(lake)
+    assert reader.read_changes("audit.lines", earlier=True).column("level").to_pylist() == [0, 1, 2]
+    assert reader.read_changes("audit.lines").column("_schema_version").to_pylist() == [1]
+
+
+def test_a_version_says_which_schema_a_row_had(lake: Path, source: ScriptedSource) -> None:
+    copy(started(lake), source, ORDERS, [{"id": 1, "note": "x", "due": None}])
+    begin = source.position
+    key, note, due = ORDERS.columns
+    renamed = replace(ORDERS, columns=(key, replace(note, name="remark"), due))
+    retyped = replace(ORDERS, columns=(key, replace(note, type=INT8), due), replica_identity=ReplicaIdentity.FULL)
+    rows = [(ORDERS, {"note": "y"}), (renamed, {"remark": "z"}), (retyped, {"note": 5}), (ORDERS, {"note": "z"})]
+    for number, (schema, cells) in enumerate(rows, 2):
+        row = {"id": number, "due": None, **cells}
+        with source.transaction() as transaction:
+            transaction.insert(schema, row)
+            transaction.update(schema, row, old=row)
+        # The next process gets it again from the beginning, as after a crash.
+        assert started(lake).write_events(source.batch(begin)).result().tables == {}
+    reader = ParquetReader(lake)
+    changes = reader.read_changes("public.orders")
+    assert changes.column("_schema_version").to_pylist() == [1, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [changes.column(name).to_pylist()[::2] for name in ("note", "remark", "note_2")] == [
+        ["x", "y", None, None, "z"],
+        [None, None, "z", None, None],
+        [None, None, None, 5, None],
+    ]
+    assert changes.column("_old").to_pylist()[6]["note_2"] == 5
+    assert [len(reader.files("public.orders", version=number)) for number in range(1, 6)] == [2, 1, 1, 1, 0]
+    assert (
+        len([step for each in reader.manifests("public.orders") for step in each.steps if isinstance(step, NewSchema)])
+        == 4
+    )
+    later = started(lake)
+    later.drop_table_for_copy(renamed, "attempt-2")
+    later.write_table_rows(renamed, source.copy(renamed, [{"id": 9, "remark": "r", "due": None}], attempt="attempt-2"))
+    assert reader.read_changes("public.orders").column("_schema_version").to_pylist() == [5]
+    everything = reader.read_changes("public.orders", earlier=True)
+    assert everything.column("_schema_version").to_pylist() == [1, 1, 1, 2, 2, 3, 3, 4, 4, 5]
 
 
 def test_a_process_killed_while_it_removes_a_generation_does_not_stop_the_next_copy(
@@ -248,13 +289,17 @@ def test_a_process_killed_while_it_removes_a_generation_does_not_stop_the_next_c
 
     remove = shutil.rmtree
     copy(0)
-    copy(1)
+    started(lake).drop_table_for_copy(LINES, "failed")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", remove_log_only)
         with pytest.raises(Killed):
             copy(2)
     copy(3)
-    assert [path.name for path in sorted(lake.glob("audit/lines/generations/*"))] == ["00000003", "00000004"]
+    assert [path.name for path in sorted(lake.glob("audit/lines/generations/*"))] == [
+        "00000001",
+        "00000003",
+        "00000004",
+    ]
     assert levels(lake) == [3]
 
 

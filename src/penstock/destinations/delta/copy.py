@@ -1,28 +1,32 @@
 """Copies a table: tasks write files of a suitable size inside the snapshot; the driver commits them once.
 
 Files are named by the attempt and their first range. No reader sees them before the commit, which replaces all rows at
-once: until then readers see the old rows, never an empty table.
+once: until then readers see the old rows, never an empty table. In the mode `soft_delete`, tasks also go through the
+files before the copy, because the source no longer has the deleted rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.changes.compaction import keys_of
 from penstock.changes.segment import UNREPRESENTABLE, split_texts
 from penstock.copy.plan import bytes_of
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.delta.actions import Add
-from penstock.destinations.delta.files import COPY_PREFIX, create_data_file
-from penstock.destinations.delta.index import build_index, index_folder
-from penstock.destinations.delta.layout import Mode, TableLayout
+from penstock.destinations.delta.files import COPY_PREFIX, LiveFile, create_data_file, dead_rows, read_rows
+from penstock.destinations.delta.index import build_index, find_rows, index_folder
+from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
-from penstock.destinations.delta.write import copied_rows, lake_rows
+from penstock.destinations.delta.write import copied_rows, lake_rows, write_rows
 from penstock.destinations.refusals import unexpected
 from penstock.destinations.row_groups import group_batches
 from penstock.lsn import Lsn
@@ -53,6 +57,18 @@ class CopiedFile:
     add: Add
     has_texts: bool
     row_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FormerFile:
+    """A file from before a copy, which may have deleted rows."""
+
+    file: LiveFile
+    layout: TableLayout
+    copied: tuple[LiveFile, ...]
+    """All files of the copy."""
+    moment: int
+    """When rows that the copy lacks were noticed to be gone: microseconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,70 @@ def write_ranges(reader: RangeReader, target: CopyTarget, group: RangeGroup) -> 
         raise unexpected(target.table, error) from None
 
 
+def keep_deleted(target: CopyTarget, former: FormerFile) -> CopiedFile | None:
+    """Write the rows of a file that a copy lacks, as deleted rows; None if there are none.
+
+    Without a key, or with a key that the file does not have, only rows that were deleted before are kept.
+    """
+    try:
+        storage, layout = target.storage, target.layout
+        rows = read_rows(storage, former.file.file, former.layout.schema, former.layout.schema.names)
+        rows = rows.filter(pa.array(dead_rows(storage, former.file).alive(rows.num_rows))).combine_chunks()
+        cells, texts = _converted(rows, former.layout, layout)
+        keys = None
+        if layout.key and {column.attnum for column in layout.source.key} <= former.layout.names.keys():
+            keys = keys_of(cells, texts, layout.key)
+            sought = keys.unique()
+            matches = find_rows(storage, layout, former.copied, sought)
+            found = sought.take(pa.array(np.concatenate([[], *(match.keys for match in matches)]).astype(np.int64)))
+            kept = pc.invert(pc.is_in(keys, value_set=found))
+        else:
+            kept = rows.column(DELETED_AT).is_valid()
+        moment = pa.scalar(former.moment, pa.timestamp("us", "UTC"))
+        cells = cells.append_column(DELETED_AT, pc.fill_null(rows.column(DELETED_AT), moment)).filter(kept)
+        if not cells.num_rows:
+            return None
+        texts = {name: column.filter(_array(kept)) for name, column in texts.items()}
+        written = lake_rows(cells, texts, layout)
+        keys = None if keys is None else keys.filter(_array(kept))
+        add = write_rows(storage, layout, written, keys)
+        return CopiedFile(add, UNREPRESENTABLE in written.column_names, written.num_rows)
+    except Exception as error:
+        raise unexpected(target.table, error) from None
+
+
+def _converted(rows: pa.Table, before: TableLayout, layout: TableLayout) -> tuple[pa.Table, dict[str, pa.Array]]:
+    """Return rows of another layout with the source's columns of this one; a value that its type cannot hold is a text.
+
+    Columns are followed by their numbers; those that did not exist are NULL. Columns that the source no longer has are
+    followed by their names, if they stay.
+    """
+    known = split_texts(rows)
+    texts: dict[str, pa.Array] = {}
+    columns: dict[str, pa.Array] = {}
+    for column in layout.source.columns:
+        name, former = layout.names[column.attnum], before.names.get(column.attnum)
+        wanted = layout.schema.field(name).type
+        columns[name] = pa.nulls(rows.num_rows, wanted)
+        if former is None:
+            continue
+        cells = _array(rows.column(former))
+        try:
+            columns[name] = cells.cast(wanted)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            with suppress(pa.ArrowNotImplementedError):
+                texts[name] = cells.cast(pa.string())
+        if former in known:
+            texts[name] = pc.coalesce(known[former], texts[name]) if name in texts else known[former]
+    kept = (field.name for field in layout.schema if field.name in rows.column_names)
+    own = {*columns, DELETED_AT, UNREPRESENTABLE}
+    return pa.table(columns | {name: _array(rows.column(name)) for name in kept if name not in own}), texts
+
+
+def _array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
 def _read(reader: RangeReader, part: CopyRange) -> Iterator[list[pa.RecordBatch]]:
     return group_batches(reader.read(part), _CHUNK_BYTES)
 
@@ -99,7 +179,7 @@ def _chunk(batches: list[pa.RecordBatch], target: CopyTarget) -> pa.Table:
     rows = rows.select([name for name in rows.column_names if name in renames])
     rows = rows.rename_columns([renames[name] for name in rows.column_names])
     if target.layout.mode is Mode.HISTORY:
-        rows = copied_rows(rows, target.position)
+        rows = copied_rows(rows, target.position, target.layout)
     return lake_rows(rows, texts, target.layout)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,14 @@ from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import segment_layout
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.delta.actions import Add
-from penstock.destinations.delta.copy import CopiedFile, CopyTarget, group_ranges, write_ranges
+from penstock.destinations.delta.copy import (
+    CopiedFile,
+    CopyTarget,
+    FormerFile,
+    group_ranges,
+    keep_deleted,
+    write_ranges,
+)
 from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableState, new_layout
 from penstock.destinations.delta.log import DeltaLog
@@ -27,9 +35,9 @@ from penstock.destinations.delta.planner import Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import Storage, open_storage
-from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place
+from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place, Version
 from penstock.destinations.delta.tasks import Rewrite, apply_changes, rewrite_file
-from penstock.destinations.delta.write import WrittenFiles
+from penstock.destinations.delta.write import WrittenFiles, copy_marker, write_rows
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import (
     busy,
@@ -126,6 +134,7 @@ class DeltaDestination:
             keeps_old_rows_while_copying=True,
             fills_added_columns=mirrors,
             loses_nothing_by_a_copy=self._mode is Mode.MIRROR,
+            keeps_deleted_rows=self._mode is Mode.SOFT_DELETE,
         )
 
     def startup(self, context: DestinationContext) -> None:
@@ -164,17 +173,33 @@ class DeltaDestination:
                 raise fenced_copy(str(schema), rows.attempt)
             self._record_place(table, schema)
             return
-        layout = new_layout(schema, self._mode, rows.arrow_schema, texts=True)
-        target = CopyTarget(str(schema), table.log.storage, layout, rows.attempt, rows.position)
+        before = version.state.layout
+        is_known = before.mode is self._mode and before.source.table_id == schema.table_id
+        is_known = is_known and table.precedes(version, rows.position)
+        # A log of changes keeps what it has; the copy follows it.
+        continues = is_known and self._mode is Mode.HISTORY
+        layout = (
+            before.evolved(schema, rows.arrow_schema)
+            if continues
+            else new_layout(schema, self._mode, rows.arrow_schema)
+        )
+        if is_known and not continues and self._started.keeps_dropped_columns(schema):
+            layout = layout.keeping(before)
+        target = CopyTarget(str(schema), table.log.storage, layout.with_texts(), rows.attempt, rows.position)
         with self._writes.writing():
             written = self._started.tasks.run(
                 group_ranges(rows.ranges), partial(write_ranges, rows.reader, target), description=f"copy {schema}"
             )
             files = [file for each in written for file in each]
-            if not any(file.has_texts for file in files):
-                layout = new_layout(schema, self._mode, rows.arrow_schema)
+            if is_known and self._mode is Mode.SOFT_DELETE:
+                files += self._keep_deleted(version, target, [file.add for file in files])
+            if any(file.has_texts for file in files):
+                layout = layout.with_texts()
+            added = [file.add for file in files]
+            if continues:
+                added.append(write_rows(table.log.storage, layout, copy_marker(rows.position, layout)))
             state = replace(version.state, table_id=schema.table_id, copied=rows.attempt, layout=layout)
-            table.commit_copy(version, state, rows.position, [file.add for file in files], self._configuration())
+            table.commit_copy(version, state, rows.position, added, self._configuration(), keep=continues)
         self._record_place(table, schema)
         count = sum(file.row_count for file in files)
         logger.info("table copied table=%s rows=%d files=%d", schema, count, len(files))
@@ -264,6 +289,20 @@ class DeltaDestination:
         if place is not None and place.system in ("", self._system):
             self._started_catalog.record(table_id, replace(place, table=name))
 
+    def drop_table(self, table_id: int) -> bool:
+        """See `DroppingDestination`."""
+        folder = self.folder_of(table_id)
+        table = None if folder is None else self._known(table_id, str(table_id))
+        if table is None:
+            return False
+        with self._lock:
+            self._tables.pop(table_id, None)
+        with self._writes.writing():
+            table.delete_files()
+        self._started_catalog.forget(table_id)
+        logger.info("the data of a dropped table was deleted table_id=%d folder=%s", table_id, folder)
+        return True
+
     def locations(self, pipeline_id: str) -> Mapping[int, str]:
         """See `FolderDestination`."""
         places = Catalog(self._storage, pipeline_id).places()
@@ -349,6 +388,17 @@ class DeltaDestination:
                 again[plan.work.table_id] = tables[plan.work.table_id]
         return again
 
+    def _keep_deleted(self, version: Version, target: CopyTarget, copied: list[Add]) -> list[CopiedFile]:
+        """Write the rows that are deleted, and those that a copy lacks, from the files before it."""
+        moment = int(datetime.now(UTC).timestamp() * 1_000_000)
+        files = tuple(LiveFile.of(add) for add in copied)
+        items = [
+            FormerFile(LiveFile.of(add), version.state.layout, files, moment) for add in version.snapshot.files.values()
+        ]
+        work = partial(keep_deleted, target)
+        kept = self._started.tasks.run(items, work, description=f"keep deleted rows of {target.table}")
+        return [file for file in kept if file is not None]
+
     def _rewrite(
         self,
         batch: EventBatch,
@@ -391,6 +441,7 @@ class DeltaDestination:
             source=self._started.source_rows,
             records_ddl=self._started.records_ddl,
             column_mapping=self._column_mapping,
+            keeps_dropped=self._started.keeps_dropped_columns,
         )
 
     def _commit(self, ready: list[tuple[Plan, WrittenFiles]]) -> list[bool | PenstockError]:

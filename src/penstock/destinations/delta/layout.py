@@ -4,7 +4,7 @@
 |---|---|---|
 | `mirror` | a row of the source | |
 | `soft_delete` | the last state of a row, even of a deleted one | `_deleted_at` |
-| `history` | a change, or a row that was copied | `_op`, `_commit_lsn`, `_ordinal`, `_commit_time`, `_xid` … |
+| `history` | a change, or a row that was copied | `_op`, `_commit_lsn`, `_ordinal`, `_schema_version` … |
 
 `_unrepresentable` is added when it is needed. The layout is stored in the table's properties, together with the
 pipeline that owns the table and the attempt of the copy that it started with. The log is the only source of truth.
@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -26,6 +27,7 @@ from penstock.changes.segment import (
     OP,
     ORDINAL,
     RESERVED,
+    SCHEMA_VERSION,
     UNCHANGED,
     UNREPRESENTABLE,
     UNREPRESENTABLE_TYPE,
@@ -52,11 +54,13 @@ from penstock.values.datetimes import holds_times
 DELETED_AT = "_deleted_at"
 _TABLE_ID, _MODE, _SOURCE, _COLUMNS = "penstock.tableId", "penstock.mode", "penstock.source", "penstock.columns"
 _TIMES, _BEGUN, _COPIED = "penstock.times", "penstock.attempt", "penstock.copied"
-_RETIRED = "penstock.retired"
+_RETIRED, _VERSIONS = "penstock.retired", "penstock.schemaVersions"
 _LAST_ID = "delta.columnMapping.maxColumnId"
 _OWN_COLUMNS = 2_000
 """More than the attribute numbers of any table."""
 _RESERVED_IDS = (UNREPRESENTABLE, DELETED_AT)
+_WIDENING = ((pa.int16(), pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
+"""Spark, Polars and delta-rs read files with an earlier type of a family as a later one."""
 
 
 class Mode(StrEnum):
@@ -65,6 +69,15 @@ class Mode(StrEnum):
     MIRROR = "mirror"
     SOFT_DELETE = "soft_delete"
     HISTORY = "history"
+
+
+class VersionColumn(NamedTuple):
+    """A column of the source in one version of its schema."""
+
+    lake_name: str
+    name: str
+    type: str
+    attnum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,8 @@ class TableLayout:
     shown: Mapping[str, str] | None = None
     """The names that readers see by the names in files, if the table maps columns; all other names here are those in
     files."""
+    versions: tuple[tuple[VersionColumn, ...], ...] = ()
+    """In `history`: every schema that rows of the table have, oldest first."""
 
     def fit(self, rows: pa.Table) -> pa.Table:
         """Return rows with some of the columns, in the types of the lake; columns that need large offsets keep them."""
@@ -120,6 +135,11 @@ class TableLayout:
         return {name: self.names[column.attnum] for name, column in pairs}
 
     @property
+    def version(self) -> int:
+        """The number of the source's schema, in `history`: it grows by one when a column changes."""
+        return max(1, len(self.versions))
+
+    @property
     def has_texts(self) -> bool:
         return UNREPRESENTABLE in self.schema.names
 
@@ -130,18 +150,17 @@ class TableLayout:
         shown = None if self.shown is None else {**self.shown, UNREPRESENTABLE: UNREPRESENTABLE}
         return replace(self, schema=self.schema.append(pa.field(UNREPRESENTABLE, UNREPRESENTABLE_TYPE)), shown=shown)
 
-    def evolved(self, schema: TableSchema, segment: pa.Schema) -> TableLayout:
+    def evolved(self, schema: TableSchema, segment: pa.Schema, *, keep: bool = False) -> TableLayout:
         """Return the layout after a change of the source's schema, whose rows have these types.
 
-        Columns may be added; except in `history` they may also be dropped and renamed, and decimals may get wider. Any
-        other change that readers would see raises `SchemaNotFollowed`. `needs_rewrite` says whether files must be
-        written again.
+        Columns may be added, dropped and renamed, and decimals may get wider; with `keep`, columns that are dropped at
+        the source stay. Any other change that readers would see raises `SchemaNotFollowed`, except in `history`.
+        `needs_rewrite` says whether files must be written again.
         """
+        if self.mode is Mode.HISTORY:
+            return self._continued(schema, segment)
         before = {column.attnum: column for column in self.source.columns}
         after = {column.attnum: column for column in schema.columns}
-        if self.mode is Mode.HISTORY:
-            for attnum, column in before.items():
-                self._refuse(column, after.get(attnum))
         # Without a key, rows may be found by all their cells, so a new key would identify them differently.
         is_matched = self.source.key or self.source.replica_identity is ReplicaIdentity.FULL
         if is_matched and {column.attnum for column in self.source.key} != {column.attnum for column in schema.key}:
@@ -151,20 +170,18 @@ class TableLayout:
         in_segments = dict(zip(after, field_names(schema), strict=True))
         same = {attnum for attnum in before.keys() & after.keys() if before[attnum].name == after[attnum].name}
         others = [name for name in self.schema.names if name not in self.columns]
+        stay = {self.names[attnum] for attnum in before.keys() - after.keys()} if keep and self.shown is None else set()
         # Texts of cells are stored by the names of their columns, so these must be the new ones.
         is_mapped = self.shown is not None and not self.has_texts
         kept = before.keys() & after.keys() if is_mapped else same
         names = {attnum: name for attnum, name in self.names.items() if attnum in kept}
         in_files = [*self.retired, *self.schema.names] if is_mapped else []
         for attnum in (each for each in after if each not in kept):
-            taken = [*names.values(), *others, *_reserved(self.mode), *in_files]
+            taken = [*names.values(), *others, *stay, *_reserved(self.mode), *in_files]
             names[attnum] = _free_name(in_segments[attnum], taken)
         types = {attnum: self._type_after(schema, after[attnum], segment, in_segments[attnum]) for attnum in after}
         times = {attnum for attnum in after if holds_times(segment.field(in_segments[attnum]).type)}
-        fields = list(self._fields_after(names, types))
-        if self.mode is Mode.HISTORY:
-            old = pa.field(OLD, _old_type(schema, names, pa.schema(fields)))
-            fields = [old if field.name == OLD else field for field in fields]
+        fields = list(self._fields_after(names, types, stay))
         evolved = TableLayout(schema, self.mode, names, pa.schema(fields), self.times | times)
         if self.shown is not None:
             evolved = replace(evolved, shown=self._shown_after(names, same, in_segments))
@@ -172,7 +189,8 @@ class TableLayout:
 
     def mapped(self) -> TableLayout:
         """Return the same layout with a map of columns, if all columns can have one."""
-        if self.shown is not None or self.mode is Mode.HISTORY or any(map(_has_struct, self.schema.types)):
+        has_numbers = set(self.schema.names) <= {*self.names.values(), *_RESERVED_IDS}
+        if self.shown is not None or not has_numbers or any(map(_has_struct, self.schema.types)):
             return self
         return replace(self, shown={name: name for name in self.schema.names})
 
@@ -192,6 +210,8 @@ class TableLayout:
 
     def needs_rewrite(self, before: TableLayout) -> bool:
         """True if readers would find wrong values in files that were written in the layout `before`."""
+        if self.mode is Mode.HISTORY:
+            return False
         for attnum, name in self.names.items():
             earlier = before.names.get(attnum)
             if earlier is None:
@@ -207,12 +227,14 @@ class TableLayout:
         numbers = {each: attnum for attnum, each in self.names.items()}
         return numbers[name] if name in numbers else _OWN_COLUMNS + 1 + _RESERVED_IDS.index(name)
 
-    def _fields_after(self, names: Mapping[int, str], types: Mapping[int, pa.DataType]) -> Iterator[pa.Field]:
+    def _fields_after(
+        self, names: Mapping[int, str], types: Mapping[int, pa.DataType], stay: set[str]
+    ) -> Iterator[pa.Field]:
         """Yield the columns of the next layout: those of this one where they were, then the new ones."""
         attnums = {name: attnum for attnum, name in self.names.items()}
         for field in self.schema:
             attnum = attnums.get(field.name)
-            if attnum is None:
+            if attnum is None or field.name in stay:
                 yield field
             elif attnum in names:
                 yield pa.field(names[attnum], types[attnum])
@@ -228,19 +250,68 @@ class TableLayout:
             return wanted
         present = self.schema.field(self.names[column.attnum]).type
         # A cell that the narrow type could not hold may fit into the wide one, so texts prevent it.
-        widens = (
-            all(map(pa.types.is_decimal, (present, wanted))) and not self.has_texts and self.mode is not Mode.HISTORY
-        )
+        widens = all(map(pa.types.is_decimal, (present, wanted))) and not self.has_texts
         if not _keeps_values(before, column) or not (present == wanted or widens):
             raise not_followed(str(schema), f"the type of column {column.name!r} changed")
         return wanted
 
-    def _refuse(self, before: Column, after: Column | None) -> None:
-        table = str(self.source)
-        if after is None:
-            raise not_followed(table, f"column {before.name!r} was dropped, or is no longer published")
-        if after.name != before.name:
-            raise not_followed(table, f"column {before.name!r} was renamed to {after.name!r}")
+    def keeping(self, before: TableLayout) -> TableLayout:
+        """Return the layout of a new copy with the columns before it that the source no longer has."""
+        if before.shown is not None:
+            return self
+        current = {name for attnum, name in before.names.items() if attnum in self.names}
+        taken = {fold_case(name) for name in (*self.schema.names, *current, *_reserved(self.mode))}
+        kept = [field for field in before.schema if fold_case(field.name) not in taken]
+        return replace(self, schema=pa.schema([*self.schema, *kept]))
+
+    def _continued(self, schema: TableSchema, segment: pa.Schema) -> TableLayout:
+        """Return the layout of a log of changes after any change of the source's schema. Earlier rows stay as they are.
+
+        A column of the source goes to the column of the lake with its name. If that can neither hold its values nor be
+        widened, it goes to the first of `name_2`, `name_3` … that can, or is new. Columns without a column of the
+        source stay, and are NULL in new rows.
+        """
+        before = {column.attnum: column for column in self.source.columns}
+        fields = {field.name: field for field in self.schema}
+        kinds = {
+            column.attnum: segment.field(name).type
+            for column, name in zip(schema.columns, field_names(schema), strict=True)
+        }
+        types = {column.attnum: _lake_type(schema, column, kinds[column.attnum]) for column in schema.columns}
+        names = {
+            column.attnum: self.names[column.attnum]
+            for column in schema.columns
+            if column.attnum in before
+            and before[column.attnum].name == column.name
+            and _common_type(fields[self.names[column.attnum]].type, types[column.attnum]) is not None
+        }
+        for column, name in zip(schema.columns, field_names(schema), strict=True):
+            wanted = types[column.attnum]
+            if column.attnum not in names:
+                taken = {*_reserved(self.mode), *names.values()}
+                taken |= {each for each, field in fields.items() if _common_type(field.type, wanted) is None}
+                same = {fold_case(each): each for each in fields}
+                free = _free_name(name, list(taken))
+                names[column.attnum] = same.get(fold_case(free), free)
+            lake_name = names[column.attnum]
+            before_type = fields[lake_name].type if lake_name in fields else wanted
+            fields[lake_name] = pa.field(lake_name, _common_type(before_type, wanted))
+        fields.setdefault(SCHEMA_VERSION, pa.field(SCHEMA_VERSION, pa.int32()))
+        old = {field.name: fields[field.name] for field in fields[OLD].type} if OLD in fields else {}
+        old |= {field.name: field for field in _old_type(schema, names, pa.schema(fields.values()))}
+        if old:
+            fields[OLD] = pa.field(OLD, pa.struct(list(old.values())))
+        versions = self.versions or (_version(self.source, self.names),)
+        if not schema.has_columns_of(self.source):
+            versions = (*versions, _version(schema, names))
+        return replace(
+            self,
+            source=schema,
+            names=names,
+            schema=pa.schema(list(fields.values())),
+            times=frozenset(attnum for attnum, kind in kinds.items() if holds_times(kind)),
+            versions=versions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +332,7 @@ class TableState:
         return bool(self.copied) and self.copied == self.begun
 
 
-def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bool = False) -> TableLayout:
+def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema) -> TableLayout:
     """Return the layout of a copied table; `columns` are those of the copy, with the names and types of segments."""
     if not source.columns:
         raise rejected(
@@ -283,8 +354,9 @@ def new_layout(source: TableSchema, mode: Mode, columns: pa.Schema, *, texts: bo
         for column, name in zip(source.columns, fields, strict=True)
         if holds_times(columns.field(name).type)
     )
-    layout = TableLayout(source, mode, lake_names, _whole_schema(source, mode, lake_names, own), times)
-    return layout.with_texts() if texts else layout
+    versions = (_version(source, lake_names),) if mode is Mode.HISTORY else ()
+    schema = _whole_schema(source, mode, lake_names, own)
+    return TableLayout(source, mode, lake_names, schema, times, versions=versions)
 
 
 def to_metadata(state: TableState, id_: str, created: int, configuration: Mapping[str, str]) -> Metadata:
@@ -300,6 +372,7 @@ def to_metadata(state: TableState, id_: str, created: int, configuration: Mappin
         _COLUMNS: compact_json({str(attnum): name for attnum, name in layout.names.items()}),
         _TIMES: compact_json(sorted(layout.times)),
         _RETIRED: compact_json(sorted(layout.retired)),
+        **({_VERSIONS: compact_json(layout.versions)} if layout.versions else {}),
     }
     shown = layout.shown
     if shown is None and MAPPING_MODE in configuration:
@@ -323,10 +396,25 @@ def from_metadata(metadata: Metadata) -> TableState | None:
     source = schema_from_json(json.loads(found[_SOURCE]))
     times = frozenset[int](json.loads(found[_TIMES]))
     retired = frozenset[str](json.loads(found.get(_RETIRED, "[]")))
+    versions = tuple(
+        tuple(VersionColumn(*each) for each in columns) for columns in json.loads(found.get(_VERSIONS, "[]"))
+    )
     shown = shown_names(metadata.schema_string) if MAPPING_MODE in found else None
     schema = arrow_schema(metadata.schema_string)
-    layout = TableLayout(source, Mode(found[_MODE]), names, schema, times, retired, shown)
+    layout = TableLayout(source, Mode(found[_MODE]), names, schema, times, retired, shown, versions)
     return TableState(found[OWNER], int(found[_TABLE_ID]), found[_BEGUN], found[_COPIED], layout)
+
+
+def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of both, if readers accept files with either; None if there is none."""
+    for family in _WIDENING:
+        if one in family and other in family:
+            return max(one, other, key=family.index)
+    return one if one == other else None
+
+
+def _version(source: TableSchema, names: Mapping[int, str]) -> tuple[VersionColumn, ...]:
+    return tuple(VersionColumn(names[each.attnum], each.name, each.type.name, each.attnum) for each in source.columns)
 
 
 def _lake_type(source: TableSchema, column: Column, segment_type: pa.DataType) -> pa.DataType:
@@ -351,6 +439,7 @@ def _whole_schema(source: TableSchema, mode: Mode, names: Mapping[int, str], own
                 pa.field(ORDINAL, pa.int64()),
                 pa.field(COMMIT_TIME, pa.timestamp("us", "UTC")),
                 pa.field(XID, pa.int64()),
+                pa.field(SCHEMA_VERSION, pa.int32()),
                 pa.field(UNCHANGED, pa.list_(pa.string())),
             ]
             old = _old_type(source, names, pa.schema(own))

@@ -6,12 +6,14 @@ which columns the table has afterwards, and which schema changes stop the table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pyarrow as pa
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
+from penstock.changes.columns import constant_of
 from penstock.changes.segment import field_names
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
@@ -20,7 +22,7 @@ from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableLayout, TableState
 from penstock.destinations.delta.table import LakeTable, Version
-from penstock.destinations.delta.tasks import Rewrite, TableWork, constant_of, rewrites
+from penstock.destinations.delta.tasks import Rewrite, TableWork, rewrites
 from penstock.destinations.refusals import not_followed, rejected, takes_long, unreadable
 from penstock.errors import RESYNC
 from penstock.lsn import Lsn, reaches
@@ -64,6 +66,7 @@ def plan_table(
     mode: Mode,
     deletion_vectors: bool,
     source: SourceRows | None,
+    keeps_dropped: Callable[[TableSchema], bool] = lambda _: False,
     records_ddl: bool = False,
     column_mapping: bool = False,
 ) -> Plan | None:
@@ -84,9 +87,10 @@ def plan_table(
     if not left.steps:
         return None
     before = version.state.layout
-    layout, constants = _layout_after(before, left, records_ddl=records_ddl)
+    after = partial(_layout_after, changes=left, records_ddl=records_ddl, keeps_dropped=keeps_dropped)
+    layout, constants, stages = after(before)
     if column_mapping and layout.needs_rewrite(before):
-        layout, constants = _layout_after(before.mapped(), left, records_ddl=records_ddl)
+        layout, constants, stages = after(before.mapped())
     steps = tuple(step for step in left.steps if isinstance(step, Rows | Truncation))
     files = tuple(LiveFile.of(add) for add in version.snapshot.files.values())
     storage = table.log.storage
@@ -100,6 +104,7 @@ def plan_table(
         deletion_vectors,
         source,
         constants,
+        stages,
     )
     # A truncate leaves nothing of a mirror.
     gone = mode is Mode.MIRROR and any(isinstance(step, Truncation) for step in steps)
@@ -114,26 +119,37 @@ def plan_table(
 
 
 def _layout_after(
-    layout: TableLayout, changes: TableChanges, *, records_ddl: bool
-) -> tuple[TableLayout, dict[str, pa.Scalar]]:
-    """Return the layout after all steps, and the values of existing rows in added columns, by names in segments."""
+    layout: TableLayout,
+    changes: TableChanges,
+    *,
+    records_ddl: bool,
+    keeps_dropped: Callable[[TableSchema], bool],
+) -> tuple[TableLayout, dict[str, pa.Scalar], tuple[TableLayout, ...]]:
+    """Return the layout after all steps, and the values of existing rows in added columns, by names in segments.
+
+    Also the layout at each step of rows and each truncate.
+    """
     constants: dict[int, pa.Scalar] = {}
+    stages: list[TableLayout] = []
     first = layout
     for number, step in enumerate(changes.steps):
         if isinstance(step, SchemaChange) and step.new != layout.source:
             types = _types(changes, changes.steps[number + 1 :]) or _known_types(layout, step.new)
             if layout.mode is not Mode.HISTORY:
                 constants |= _constants(changes.table, layout, step.new, types)
-            if not records_ddl and (moved := moved_names(layout.source, step.new)):
+            if layout.mode is not Mode.HISTORY and not records_ddl and (moved := moved_names(layout.source, step.new)):
                 # The catalog that named the columns may be newer than the rows.
                 raise not_followed(changes.table, f"the name of another column was given to column {moved[0]!r}")
-            layout = layout.evolved(step.new, types)
+            layout = layout.evolved(step.new, types, keep=keeps_dropped(step.new))
         elif isinstance(step, Rows) and step.unrepresentable:
             layout = layout.with_texts()
+        if not isinstance(step, SchemaChange):
+            stages.append(layout)
     # What files have follows from the layout before all steps.
     layout = layout if layout is first else layout.succeeding(first)
     names = zip(layout.source.columns, field_names(layout.source), strict=True)
-    return layout, {name: constants[column.attnum] for column, name in names if column.attnum in constants}
+    known = {name: constants[column.attnum] for column, name in names if column.attnum in constants}
+    return layout, known, tuple(stages)
 
 
 def _constants(table: str, before: TableLayout, schema: TableSchema, types: pa.Schema) -> dict[int, pa.Scalar]:

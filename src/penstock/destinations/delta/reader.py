@@ -121,7 +121,7 @@ class LakeReader:
                 at = rows.schema.get_field_index(name)
                 rows = rows.set_column(at, name, _read_times(rows.column(name), codec.arrow_type))
         if UNREPRESENTABLE in rows.column_names:
-            texts = {back[name]: column for name, column in split_texts(rows).items()}
+            texts = {back[name]: column for name, column in split_texts(rows).items() if name in back}
             maps = join_texts(texts, rows.num_rows)
             at = rows.schema.get_field_index(UNREPRESENTABLE)
             if maps is not None:

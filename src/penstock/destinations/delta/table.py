@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from urllib.parse import quote
 
+from penstock.changes.segment import COMMIT_LSN
 from penstock.destinations.base import DestinationContext
 from penstock.destinations.delta.actions import Action, Add, CommitInfo, Metadata, Protocol, Remove, Txn
+from penstock.destinations.delta.checkpoint import LOG_FOLDER
 from penstock.destinations.delta.files import now_milliseconds
 from penstock.destinations.delta.layout import TableState, from_metadata, to_metadata
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
@@ -23,8 +25,8 @@ from penstock.destinations.delta.schema import merge_protocols, protocol_for
 from penstock.destinations.delta.snapshot import Application, Snapshot, Verdict
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import WrittenFiles
-from penstock.destinations.refusals import fenced_copy, foreign_table, not_copied, other_lineage, rejected
-from penstock.lsn import Lsn
+from penstock.destinations.refusals import busy, fenced_copy, foreign_table, not_copied, other_lineage, rejected
+from penstock.lsn import Lsn, reaches
 
 _FOLDER = "_penstock/tables"
 _READ_THREADS = 8
@@ -102,6 +104,14 @@ class LakeTable:
             raise other_lineage(self.name, recorded, self._context.lineage)
         return position
 
+    def precedes(self, version: Version, position: Lsn) -> bool:
+        """Return True if all rows of a version are of this server, and from before a position."""
+        system = self._context.lineage.partition("/")[0]
+        recorded = self._recorded(version).items()
+        return bool(recorded) and all(
+            lineage.partition("/")[0] == system and reaches(position, Lsn(found)) for lineage, found in recorded
+        )
+
     def application(self, attempt: str) -> Application:
         """Return the name under which positions are recorded."""
         return Application(self._context.pipeline_id, str(self._table_id), self._context.lineage, attempt)
@@ -121,15 +131,23 @@ class LakeTable:
         return isinstance(self.log.commit(snapshot, actions), Committed)
 
     def commit_copy(
-        self, version: Version, state: TableState, position: Lsn, added: Sequence[Add], configuration: dict[str, str]
+        self,
+        version: Version,
+        state: TableState,
+        position: Lsn,
+        added: Sequence[Add],
+        configuration: dict[str, str],
+        *,
+        keep: bool = False,
     ) -> None:
-        """Replace all rows by those of a copy."""
+        """Replace all rows by those of a copy; with `keep`, add them to the changes before."""
         for _ in range(_RACES):
             snapshot, now = version.snapshot, now_milliseconds()
             actions = self._head("COPY", state.begun, position, now)
             actions += self._protocol(snapshot, state)
             actions.append(self._metadata(snapshot, state, configuration))
-            actions += [add.removed(now) for add in snapshot.files.values()]
+            files = snapshot.files.values()
+            actions += [add.removed(now) for add in (self._copied_at(position, files) if keep else files)]
             answer = self.log.commit(snapshot, [*actions, *added])
             if isinstance(answer, Committed):
                 return
@@ -138,6 +156,24 @@ class LakeTable:
             if version.state.begun != state.begun:
                 raise fenced_copy(self.name, state.begun)
         raise rejected(self.name, "other writers commit so often that the copy cannot be committed")
+
+    def _copied_at(self, position: Lsn, files: Iterable[Add]) -> Iterator[Add]:
+        """Yield the files of an earlier copy at the same position: their order keys are those of the new one."""
+        for add in files:
+            limits = json.loads(add.stats or "{}")
+            lowest, highest = (limits.get(name, {}).get(COMMIT_LSN) for name in ("minValues", "maxValues"))
+            if highest == int(position):
+                if lowest != highest:
+                    # Compacted with earlier changes. The next snapshot has another position.
+                    raise busy(self.name)
+                yield add
+
+    def delete_files(self) -> None:
+        """Delete all files; those of the log last, newest first: what a kill leaves still names its owner."""
+        storage = self.log.storage
+        paths = sorted((file.path for file in storage.list()), reverse=True)
+        storage.delete([path for path in paths if not path.startswith(f"{LOG_FOLDER}/")])
+        storage.delete([path for path in paths if path.startswith(f"{LOG_FOLDER}/")])
 
     def commit(self, batch: Batch) -> bool:
         """Commit a batch; return False if it has to be written again because rows or positions have changed."""
@@ -256,6 +292,12 @@ class Catalog:
             self.storage.put(f"{self._path}/{table_id}.json", json.dumps(asdict(place)).encode())
             with self._lock:
                 self._known[table_id] = place
+
+    def forget(self, table_id: int) -> None:
+        """Delete the record of a table."""
+        self.storage.delete([f"{self._path}/{table_id}.json"])
+        with self._lock:
+            self._known.pop(table_id, None)
 
     def places(self) -> dict[int, Place]:
         """Read all places."""

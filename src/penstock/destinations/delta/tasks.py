@@ -41,9 +41,7 @@ from penstock.destinations.delta.write import (
     write_rows,
 )
 from penstock.destinations.refusals import unexpected, unreadable
-from penstock.errors import PenstockError, ValuesNotSent
-from penstock.schema import Column
-from penstock.values import TypeSettings, codec_for
+from penstock.errors import PenstockError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,8 @@ class TableWork:
     source: SourceRows | None = None
     constants: Mapping[str, pa.Scalar] = field(default_factory=dict[str, pa.Scalar])
     """The values of existing rows in columns that were added later, by names in segments."""
+    stages: tuple[TableLayout, ...] = ()
+    """The layout at each of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +120,6 @@ def rewrites(
     return tuple(Rewrite(table, storage, before, layout, file, lake) for file in files)
 
 
-def constant_of(table: str, column: Column, type_: pa.DataType) -> pa.Scalar:
-    """Return the value of existing rows in an added column of this type; raise `ValuesNotSent` if it is unknown."""
-    codec = codec_for(column.type, column.type_modifier, TypeSettings())
-    decoded = codec.decode(pa.array([column.missing], pa.large_string()))
-    if decoded.rejected is not None or codec.arrow_type != type_:
-        raise ValuesNotSent(
-            f"{table}: the server did not send the values of existing rows for the added column {column.name}, and "
-            "the lake's type cannot hold its default",
-            table=table,
-        )
-    return decoded.array[0]
-
-
 @dataclass(slots=True)
 class _Watch:
     """Measures how long the steps take."""
@@ -148,7 +135,7 @@ class _Watch:
 
 def _append(work: TableWork) -> WrittenFiles:
     watch = _Watch()
-    rows = history_rows(work.steps, work.layout)
+    rows = history_rows(work.steps, work.stages, work.layout)
     watch.lap("read")
     add = write_rows(work.storage, work.layout, rows) if rows.num_rows else None
     watch.lap("write")

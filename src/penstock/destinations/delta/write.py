@@ -22,6 +22,7 @@ from penstock.changes.segment import (
     OLD,
     OP,
     ORDINAL,
+    SCHEMA_VERSION,
     UNCHANGED,
     UNREPRESENTABLE,
     XID,
@@ -53,7 +54,7 @@ from penstock.schema import TableSchema
 
 PIECE_BYTES = 256 << 20
 """Size of new rows that form one chunk of a column; four of them stay below the limit of 32-bit offsets."""
-COPIED, TRUNCATED = "copy", "truncate"
+COPIED, TRUNCATED, COPIED_AGAIN = "copy", "truncate", "resync"
 BEFORE_ALL = -1
 """`_ordinal` of a copied row, which precedes the changes at the copy's position."""
 _OPERATIONS = (None, *(operation.name.lower() for operation in Operation))
@@ -188,6 +189,8 @@ def relay_file(
 
 def _relaid(rows: pa.Table, before: TableLayout, layout: TableLayout, constants: Mapping[str, pa.Scalar]) -> pa.Table:
     now = {name: layout.names[attnum] for attnum, name in before.names.items() if attnum in layout.names}
+    # Columns that stay although the source has dropped them.
+    now |= {name: name for name in layout.schema.names if name in before.columns and name not in layout.names.values()}
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     for name in rows.column_names:
         if name in now:
@@ -203,20 +206,23 @@ def _relaid(rows: pa.Table, before: TableLayout, layout: TableLayout, constants:
     return fit(pa.table(columns or {"": pa.nulls(rows.num_rows)}), layout.schema)
 
 
-def history_rows(steps: Sequence[Rows | Truncation], layout: TableLayout) -> pa.Table:
-    """Return the changes of a batch, in order."""
+def history_rows(steps: Sequence[Rows | Truncation], stages: Sequence[TableLayout], layout: TableLayout) -> pa.Table:
+    """Return the changes of a batch, in order; `stages` are the layouts at its steps, `layout` is the last one."""
     parts: list[pa.Table] = []
-    for step in steps:
+    for step, stage in zip(steps, stages, strict=True):
         if isinstance(step, Truncation):
-            parts.append(_truncated(step))
+            parts.append(_versioned(_truncated(step), stage))
         else:
-            parts += [_changes(read_segment(segment), step.schema, layout) for segment in step.segments]
+            parts += [
+                _versioned(_changes(read_segment(segment), step.schema, stage, layout), stage)
+                for segment in step.segments
+            ]
     has_texts = any(UNREPRESENTABLE in part.column_names for part in parts)
     schema = pa.schema([field for field in layout.schema if has_texts or field.name != UNREPRESENTABLE])
     return pa.concat_tables([fit(part, schema) for part in parts]) if parts else schema.empty_table()
 
 
-def copied_rows(rows: pa.Table, position: Lsn) -> pa.Table:
+def copied_rows(rows: pa.Table, position: Lsn, layout: TableLayout) -> pa.Table:
     """Return rows of a copy, which are named as in the lake, in the form of changes."""
     head = {
         OP: pa.repeat(pa.scalar(COPIED), rows.num_rows),
@@ -225,7 +231,18 @@ def copied_rows(rows: pa.Table, position: Lsn) -> pa.Table:
     }
     for number, (name, column) in enumerate(head.items()):
         rows = rows.add_column(number, name, column)
-    return rows
+    return _versioned(rows, layout)
+
+
+def copy_marker(position: Lsn, layout: TableLayout) -> pa.Table:
+    """Return the row that precedes a new copy in a log: rows from before it no longer count as the table's rows."""
+    row = {OP: [COPIED_AGAIN], COMMIT_LSN: [int(position)], ORDINAL: [BEFORE_ALL - 1]}
+    return lake_rows(_versioned(pa.table(row), layout), {}, layout)
+
+
+def _versioned(rows: pa.Table, layout: TableLayout) -> pa.Table:
+    version = pa.scalar(layout.version, pa.int32())
+    return rows.append_column(SCHEMA_VERSION, pa.repeat(version, rows.num_rows))
 
 
 def _truncated(step: Truncation) -> pa.Table:
@@ -238,10 +255,8 @@ def _truncated(step: Truncation) -> pa.Table:
     return pa.table(row)
 
 
-def _changes(segment: pa.Table, schema: TableSchema, layout: TableLayout) -> pa.Table:
-    names = {
-        name: layout.names[column.attnum] for name, column in zip(field_names(schema), schema.columns, strict=True)
-    }
+def _changes(segment: pa.Table, schema: TableSchema, stage: TableLayout, layout: TableLayout) -> pa.Table:
+    names = {name: stage.names[column.attnum] for name, column in zip(field_names(schema), schema.columns, strict=True)}
     columns: dict[str, pa.Array | pa.ChunkedArray] = {
         OP: pa.array(_OPERATIONS).take(segment.column(OP).combine_chunks()),
         COMMIT_LSN: segment.column(COMMIT_LSN),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
 from penstock.changes.steps import Segment
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.batch_events import leave_out
@@ -63,6 +63,11 @@ class _Table:
     attempt: str
     next_number: int
     position: Lsn
+    schema: TableSchema
+    version: int
+    """Of its schema."""
+    schema_at: int
+    """The number of the manifest that has the schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,9 @@ class _Plan:
     table: _Table
     changes: TableChanges
     items: tuple[ChangesItem, ...]
+    schema: TableSchema
+    """After it."""
+    version: int
 
 
 class ParquetDestination:
@@ -165,17 +173,21 @@ class ParquetDestination:
             raise fenced_copy(str(schema), rows.attempt)
         generation = generations[-1]
         if generation.last() is None:
-            target = CopyTarget(str(schema), str(generation.data), rows.position, rows.arrow_schema, self._compression)
+            version = _next_version(generations[:-1], schema)
+            target = CopyTarget(
+                str(schema), str(generation.data), rows.position, rows.arrow_schema, version, self._compression
+            )
             written = context.tasks.run(
                 rows.ranges, partial(write_range, rows.reader, target), description=f"copy {schema}"
             )
             files = [each for each in written if each is not None]
             steps = (NewSchema(schema, ""), *files)
-            generation.append(0, self._manifest(ManifestKind.COPY, rows.attempt, rows.position, rows.position, steps))
+            manifest = self._manifest(ManifestKind.COPY, rows.attempt, rows.position, rows.position, steps)
+            generation.append(0, replace(manifest, schema_version=version))
         manifest = generation.manifest(0)
         if manifest.kind is not ManifestKind.COPY or manifest.position != rows.position:
             raise fenced_copy(str(schema), rows.attempt)
-        folder.remove_generations(generation)
+        folder.remove_incomplete(generation)
         self._record_rows(schema, folder)
         logger.info("table copied table=%s rows=%d", schema, sum(file.rows for file in manifest.files))
 
@@ -256,20 +268,30 @@ class ParquetDestination:
     def _plan(self, batch: EventBatch, changes: TableChanges) -> _Plan:
         table = self._open(changes)
         changes = leave_out(changes, table.position, batch.begin)
-        items = tuple(
-            ChangesItem(
-                changes.table_id,
-                number,
-                replace(step, segments=part),
-                str(table.generation.data),
-                table.next_number,
-                self._compression,
-            )
-            for number, step in enumerate(changes.steps)
-            if isinstance(step, Rows)
-            for part in _parts(step.segments)
-        )
-        return _Plan(table, changes, items)
+        schema, version = table.schema, table.version
+        steps: list[TableStep] = []
+        items: list[ChangesItem] = []
+        for step in changes.steps:
+            if isinstance(step, SchemaChange):
+                if step.new == schema:
+                    continue  # the table has it from a batch that ended in the middle of this one
+                schema, version = step.new, version + (not step.new.has_columns_of(schema))
+            elif isinstance(step, Rows):
+                folder, number = str(table.generation.data), table.next_number
+                items += [
+                    ChangesItem(
+                        changes.table_id,
+                        len(steps),
+                        replace(step, segments=part),
+                        folder,
+                        number,
+                        version,
+                        self._compression,
+                    )
+                    for part in _parts(step.segments)
+                ]
+            steps.append(step)
+        return _Plan(table, replace(changes, steps=tuple(steps)), tuple(items), schema, version)
 
     def _open(self, changes: TableChanges) -> _Table:
         """Take the table over; the previous writer notices at its next manifest."""
@@ -292,13 +314,15 @@ class ParquetDestination:
             if not self._started.knows(manifest.lineage):
                 raise other_lineage(changes.table, manifest.lineage, self._started.lineage)
             position = manifest.position
+            schema, version, at = generation.schema()
             opened = self._manifest(ManifestKind.OPENED, manifest.attempt, position, position)
+            opened = replace(opened, schema_version=version, schema_at=at)
             if generation.append(number + 1, opened):
                 break
         swept = generation.sweep(number + 1)
         if swept:
             logger.info("files that no manifest names were removed table=%s files=%d", changes.table, len(swept))
-        table = _Table(folder, generation, manifest.attempt, number + 2, manifest.position)
+        table = _Table(folder, generation, manifest.attempt, number + 2, manifest.position, schema, version, at)
         with self._lock:
             self._tables[changes.table_id] = table
         return table
@@ -334,7 +358,9 @@ class ParquetDestination:
                 case _:
                     steps.append(step)
         end = table.position if reaches(table.position, batch.end) else batch.end
+        at = table.next_number if any(isinstance(step, NewSchema) for step in steps) else table.schema_at
         manifest = self._manifest(ManifestKind.CHANGES, table.attempt, table.position, end, tuple(steps))
+        manifest = replace(manifest, schema_version=plan.version, schema_at=at)
         if not table.generation.append(table.next_number, manifest):
             taken = table.generation.manifest(table.next_number)
             raise (
@@ -344,6 +370,7 @@ class ParquetDestination:
             )
         table.next_number += 1
         table.position = manifest.position
+        table.schema, table.version, table.schema_at = plan.schema, plan.version, at
 
     def _manifest(
         self, kind: ManifestKind, attempt: str, begin: Lsn, position: Lsn, steps: tuple[ManifestStep, ...] = ()
@@ -387,6 +414,15 @@ def _is_last(folder: TableFolder, table_id: int) -> bool:
     """Return True if no other table was copied to the folder since."""
     generations = folder.generations()
     return bool(generations) and generations[-1].origin().table_id == table_id
+
+
+def _next_version(earlier: list[Generation], schema: TableSchema) -> int:
+    """Return the version of a new copy's schema, which continues that of the copy before."""
+    copied = [each for each in earlier if each.is_copied() and each.origin().table_id == schema.table_id]
+    if not copied:
+        return 1
+    known, version, _ = copied[-1].schema()
+    return version + (not known.has_columns_of(schema))
 
 
 def _parts(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:

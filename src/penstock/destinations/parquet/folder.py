@@ -21,10 +21,10 @@ write.
 | `fenced` | nothing follows: a newer copy has started |
 
 **Generations.** Every attempt of a copy is a generation of its own. When one is created, all earlier ones are *fenced*:
-a `fenced` manifest takes their next number, so that a late write finds its number taken. Their rows stay readable until
-the new copy is complete. Files that no manifest names were left by tasks that ran twice or by processes that died.
-Readers ignore them, and the next process deletes them, after its `opened` manifest has made sure that no manifest will
-ever name them.
+a `fenced` manifest takes their next number, so that a late write finds its number taken. Readers see them until the
+new copy is complete, and can ask for them afterwards. Files that no manifest names were left by tasks that ran twice or
+by processes that died. Readers ignore them, and the next process deletes them, after its `opened` manifest has made
+sure that no manifest will ever name them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ class Manifest:
     position: Lsn
     """The table's position with this manifest; `opened` and `fenced` repeat the previous one."""
     steps: tuple[ManifestStep, ...] = ()
+    schema_version: int = 0
+    """The number of the table's schema after this manifest; 0 in manifests of earlier releases of Penstock."""
+    schema_at: int = 0
+    """The number of the manifest that has this schema."""
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -173,6 +178,29 @@ class Generation:
         numbers = self.numbers()
         return (numbers[-1], self.manifest(numbers[-1])) if numbers else None
 
+    def schema(self) -> tuple[TableSchema, int, int]:
+        """Return the newest schema, its version, and the number of the manifest that has it."""
+        last = self.last()
+        if last is not None and last[1].schema_version:
+            at = last[1].schema_at
+            return _schemas(self.manifest(at))[-1], last[1].schema_version, at
+        found = [(schema, at) for at in self.numbers() for schema in _schemas(self.manifest(at))]
+        version = 1 + sum(not one.has_columns_of(other) for (one, _), (other, _) in pairwise(found))
+        return found[-1][0], version, found[-1][1]
+
+    def versions(self) -> Iterator[tuple[int, Path]]:
+        """Yield the data files, in order, each with the version of its schema."""
+        version, schema = 0, None
+        for manifest in self.manifests():
+            if manifest.kind is ManifestKind.COPY:
+                version = (manifest.schema_version or 1) - 1
+            for step in manifest.steps:
+                if isinstance(step, NewSchema):
+                    version += schema is None or not step.schema.has_columns_of(schema)
+                    schema = step.schema
+                elif isinstance(step, DataFile):
+                    yield version, self.data / step.name
+
     def append(self, number: int, manifest: Manifest) -> bool:
         """Take a number; return False if another writer has it."""
         return put_if_absent(self.log / f"{number:012d}.json", to_json(manifest))
@@ -187,8 +215,9 @@ class Generation:
             last = self.last()
             if last is not None and last[1].kind is ManifestKind.FENCED:
                 return
-            number, position = (0, fence.position) if last is None else (last[0] + 1, last[1].position)
-            if self.append(number, replace(fence, begin=position, position=position)):
+            number, previous = (0, fence) if last is None else (last[0] + 1, last[1])
+            kept = {"schema_version": previous.schema_version, "schema_at": previous.schema_at}
+            if self.append(number, replace(fence, begin=previous.position, position=previous.position, **kept)):
                 return
 
     def sweep(self, opened: int) -> list[Path]:
@@ -281,12 +310,10 @@ class TableFolder:
         """Return the generation that readers see: the newest complete copy."""
         return next((each for each in reversed(self.generations()) if each.is_copied()), None)
 
-    def remove_generations(self, before: Generation) -> None:
-        """Delete generations that readers have had time to leave: all before the copy that this one replaced."""
-        older = [each for each in self.generations() if each.number < before.number]
-        copied = [each.number for each in older if each.is_copied()]
-        for each in older:
-            if not copied or each.number < copied[-1]:
+    def remove_incomplete(self, before: Generation) -> None:
+        """Delete older generations whose copy failed. The others have changes that no other file has."""
+        for each in self.generations():
+            if each.number < before.number and not each.is_copied():
                 # Renamed first, so that a kill in the middle leaves nothing that looks like a generation.
                 each.path.rename(each.path.with_name(f"{_REMOVED}{each.path.name}"))
         for path in (self.path / "generations").glob(f"{_REMOVED}*"):
@@ -340,6 +367,8 @@ def to_json(manifest: Manifest) -> str:
         "begin": str(manifest.begin),
         "position": str(manifest.position),
         "steps": [_step_to_json(step) for step in manifest.steps],
+        "schema_version": manifest.schema_version,
+        "schema_at": manifest.schema_at,
     }
     return json.dumps(record, ensure_ascii=False)
 
@@ -357,6 +386,8 @@ def from_json(text: str) -> Manifest:
         begin=Lsn.parse(record["begin"]),
         position=Lsn.parse(record["position"]),
         steps=tuple(_step_from_json(step) for step in record["steps"]),
+        schema_version=record.get("schema_version", 0),
+        schema_at=record.get("schema_at", 0),
     )
 
 
@@ -387,6 +418,10 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
         sync_folder(each.parent)
+
+
+def _schemas(manifest: Manifest) -> list[TableSchema]:
+    return [step.schema for step in manifest.steps if isinstance(step, NewSchema)]
 
 
 def _step_to_json(step: ManifestStep) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +21,30 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from penstock.changes.batch import EventBatch, Rows, TableChanges, TableStep
-from penstock.changes.columns import read_changes
+from penstock.changes.columns import constant_of, read_changes
 from penstock.changes.compaction import KnownRows, NetChanges, compact, keys_of
-from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, Texts, field_names, join_texts, split_texts
+from penstock.changes.segment import (
+    OLD,
+    RESERVED,
+    UNREPRESENTABLE,
+    UNREPRESENTABLE_TYPE,
+    Texts,
+    field_names,
+    join_texts,
+    split_texts,
+)
 from penstock.changes.steps import Truncation
 from penstock.destinations.batch_events import copied_rows, table_events
 from penstock.destinations.mirror import MirrorTable
-from penstock.destinations.parquet.folder import DataFile, Generation, Manifest, ManifestKind, NewSchema, RootFolder
+from penstock.destinations.parquet.folder import (
+    DataFile,
+    Generation,
+    Manifest,
+    ManifestKind,
+    NewSchema,
+    RootFolder,
+    TableFolder,
+)
 from penstock.destinations.refusals import unknown_row
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
@@ -62,17 +80,24 @@ class ParquetReader:
         """Return the manifests of a table, starting with its copy."""
         return list(self._generation(table).manifests())
 
-    def files(self, table: str) -> list[Path]:
-        """Return the current files, in order, for Spark or other readers."""
-        generation = self._generation(table)
-        return [generation.data / file.name for manifest in generation.manifests() for file in manifest.files]
+    def files(self, table: str, *, version: int | None = None, earlier: bool = False) -> list[Path]:
+        """Return the files of the newest copy and the changes since, in order, for Spark or other readers.
 
-    def read_changes(self, table: str) -> pa.Table:
+        With `version`, only those whose rows have this version of the schema: they have the same columns and types.
+        With `earlier`, also the files of earlier copies.
+        """
+        generations = self._earlier(table) if earlier else [self._generation(table)]
+        found = [each for generation in generations for each in generation.versions()]
+        return [path for number, path in found if version in (None, number)]
+
+    def read_changes(self, table: str, *, earlier: bool = False) -> pa.Table:
         """Return the copied rows (`_op` 0) and every change since, in order; columns as in `penstock.changes.segment`.
 
-        Truncates have no row. After a schema change, a column that a row's version lacks is NULL.
+        With `earlier`, also earlier copies and their changes. Truncates have no row. After a schema change, a column
+        that a row's version lacks is NULL. Columns that had the same name and other types are `name`, `name_2` ….
         """
-        tables = [pq.read_table(path) for path in self.files(table)]
+        types: dict[str, pa.DataType] = {}
+        tables = [_with_own_names(pq.read_table(path), types) for path in self.files(table, earlier=earlier)]
         return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
 
     def read_table(self, table: str) -> pa.Table:
@@ -94,11 +119,45 @@ class ParquetReader:
                 current = _apply(mirror, generation, manifest, current)
         return mirror
 
+    def _earlier(self, table: str) -> list[Generation]:
+        """Return all copies of a table, oldest first."""
+        current = self._generation(table)
+        table_id = current.origin().table_id
+        found = (each for each in TableFolder(current.path.parent.parent).generations() if each.is_copied())
+        return [each for each in found if each.origin().table_id == table_id and each.number <= current.number]
+
     def _generation(self, table: str) -> Generation:
         for _, owner, generation in self._root.readable():
             if owner.table == table:
                 return generation
         raise KeyError(table)
+
+
+def _with_own_names(rows: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
+    """Return rows with names that have one type each; `types` are those of the files before."""
+    names: dict[str, str] = {}
+    for field in rows.schema:
+        if field.name not in RESERVED:
+            name, number = field.name, 2
+            while name in names.values() or types.get(name, field.type) != field.type:
+                name, number = f"{field.name}_{number}", number + 1
+            names[field.name] = name
+            types[name] = field.type
+    if all(name == new for name, new in names.items()):
+        return rows
+    texts = {f"{prefix}{name}": f"{prefix}{new}" for name, new in names.items() for prefix in ("", f"{OLD}.")}
+    maps = join_texts({texts[name]: column for name, column in split_texts(rows).items()}, rows.num_rows)
+    columns: list[tuple[str, Any]] = []
+    for name, column in zip(rows.column_names, rows.columns, strict=True):
+        if name == UNREPRESENTABLE and maps is not None:
+            column = maps
+        elif name == OLD:
+            old = column.combine_chunks()
+            fields = [field.with_name(names[field.name]) for field in old.type]
+            arrays = [pc.struct_field(old, number) for number in range(len(fields))]
+            column = pa.StructArray.from_arrays(arrays, fields=fields, mask=old.is_null())
+        columns.append((names.get(name, name), column))
+    return pa.Table.from_arrays([column for _, column in columns], names=[name for name, _ in columns])
 
 
 def _apply(mirror: MirrorTable, generation: Generation, manifest: Manifest, current: NewSchema) -> NewSchema:
@@ -161,6 +220,8 @@ class CurrentReader:
     copied_names: tuple[str | None, ...]
     """The names of the columns in the files of the copy; None for a column that they lack."""
     changes: tuple[Rows, ...]
+    constants: tuple[tuple[str, pa.Scalar], ...] = ()
+    """What rows from before a column was added have in it."""
 
     def read(self, part: CurrentPart, /) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a part."""
@@ -192,8 +253,11 @@ class CurrentReader:
                 yield self._whole({new: table.column(name) for name, new in renamed.items()}, texts, table.num_rows)
 
     def _whole(self, columns: dict[str, pa.ChunkedArray], texts: Texts, count: int) -> pa.Table:
+        constants = dict(self.constants)
         arrays = [
-            columns[field.name].cast(field.type) if field.name in columns else pa.nulls(count, field.type)
+            columns[field.name].cast(field.type)
+            if field.name in columns
+            else pa.repeat(constants.get(field.name, pa.scalar(None, field.type)), count)
             for field in self.types
         ]
         maps = join_texts(texts, count)
@@ -253,6 +317,7 @@ def pin_generation(generation: Generation) -> PinnedParquet:
     copied_schema = next(step.schema for step in copy.steps if isinstance(step, NewSchema))
     copied = [str(generation.data / file.name) for file in copy.files]
     current, steps = copied_schema, list[Rows]()
+    first = copied_schema
     for manifest in later:
         if manifest.kind is not ManifestKind.CHANGES:
             continue
@@ -262,16 +327,23 @@ def pin_generation(generation: Generation) -> PinnedParquet:
                     current = step.schema
                 case Truncation():
                     # A truncate: nothing before it counts.
-                    copied, steps = [], []
+                    copied, steps, first = [], [], current
                 case DataFile():
                     steps.append(Rows(current, "", (generation.segment(manifest, step, current, ""),)))
     names = dict(zip((column.attnum for column in copied_schema.columns), field_names(copied_schema), strict=True))
+    types = _types(current, [(copied_schema, path) for path in copied[:1]], steps)
+    known = {column.attnum for column in first.columns}
     reader = CurrentReader(
         schema=current,
-        types=_types(current, [(copied_schema, path) for path in copied[:1]], steps),
+        types=types,
         copied=tuple(copied),
         copied_names=tuple(names.get(column.attnum) for column in current.columns),
         changes=tuple(steps),
+        constants=tuple(
+            (field.name, constant_of(str(current), column, field.type))
+            for column, field in zip(current.columns, types, strict=True)
+            if column.attnum not in known and not pa.types.is_null(field.type)
+        ),
     )
     return PinnedParquet(current, reader, _parts(reader))
 
@@ -300,7 +372,7 @@ def _types(schema: TableSchema, copied: Sequence[tuple[TableSchema, str]], chang
 @lru_cache(maxsize=2)
 def _net_changes(reader: CurrentReader) -> NetChanges:
     """Compute the net changes, cached for the next part that this process reads."""
-    changes = read_changes(_joined(reader.changes), reader.schema).fitted({}, reader.fit)
+    changes = read_changes(_joined(reader.changes), reader.schema, dict(reader.constants)).fitted({}, reader.fit)
     return compact(changes, reader.key)
 
 

@@ -17,7 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.batch import Rows
-from penstock.changes.segment import COMMIT_LSN, OP, ORDINAL, UNREPRESENTABLE, UNREPRESENTABLE_TYPE
+from penstock.changes.segment import (
+    COMMIT_LSN,
+    OP,
+    ORDINAL,
+    SCHEMA_VERSION,
+    UNREPRESENTABLE,
+    UNREPRESENTABLE_TYPE,
+)
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.parquet.folder import DataFile
@@ -45,6 +52,8 @@ class ChangesItem:
     folder: str
     number: int
     """Number of the manifest that the file is meant for."""
+    version: int
+    """The version of the schema."""
     compression: str
 
 
@@ -56,6 +65,7 @@ class CopyTarget:
     folder: str
     position: Lsn
     arrow_schema: pa.Schema
+    version: int
     compression: str
 
 
@@ -63,7 +73,8 @@ def write_changes(item: ChangesItem) -> DataFile | PenstockError | None:
     """Write the changes of one item; None if there is nothing to write."""
     try:
         # Written together: a row group of a few rows costs as much as one of thousands, to write and to read.
-        tables = (pa.concat_tables(group) for group in group_batches(_segments(item.rows), _GROUP_BYTES))
+        groups = group_batches(_segments(item.rows), _GROUP_BYTES)
+        tables = (_versioned(pa.concat_tables(group), item.version) for group in groups)
         return _write(item.folder, f"{item.number:012d}-{item.step:03d}", tables, item.compression)
     except Exception as error:
         return unexpected(str(item.rows.schema), error)
@@ -99,7 +110,13 @@ def _copied(batches: list[pa.RecordBatch], target: CopyTarget) -> pa.Table:
         ORDINAL: pa.repeat(pa.scalar(BEFORE_ALL, pa.int64()), count),
     }
     fields = [pa.field(name, array.type, nullable=False) for name, array in head.items()]
-    return pa.Table.from_arrays([*head.values(), *table.columns], schema=pa.schema([*fields, *table.schema]))
+    copied = pa.Table.from_arrays([*head.values(), *table.columns], schema=pa.schema([*fields, *table.schema]))
+    return _versioned(copied, target.version)
+
+
+def _versioned(rows: pa.Table, version: int) -> pa.Table:
+    column = pa.repeat(pa.scalar(version, pa.int32()), rows.num_rows)
+    return rows.add_column(rows.schema.get_field_index(ORDINAL) + 1, SCHEMA_VERSION, column)
 
 
 def _write(folder: str, name: str, tables: Iterable[pa.Table], compression: str) -> DataFile | None:

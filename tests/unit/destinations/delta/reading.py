@@ -57,21 +57,25 @@ def replay_history(lake: Path, schema: TableSchema) -> list[dict[str, Any]] | No
     state, table = read_state(lake, schema), read_table(lake, schema)
     if state is None or table is None:
         return None
-    source = state.layout.source
-    names = {name: column.name for name, column in zip(state.layout.columns, source.columns, strict=True)}
+    source, versions = state.layout.source, state.layout.versions
+    current = {column.attnum: column.name for column in source.columns}
     mirror = MirrorTable(source)
     for change in sorted(table.to_pylist(), key=lambda row: (row["_commit_lsn"], row["_ordinal"])):
+        # A column is followed by its number; what a column that is gone had is not told.
+        of_row = versions[change["_schema_version"] - 1]
+        names = {each.lake_name: current[each.attnum] for each in of_row if each.attnum in current}
         texts = dict(change.get("_unrepresentable") or ())
-        row: dict[str, Any] = {name: change[lake_name] for lake_name, name in names.items()}
+        row: dict[str, Any] = dict.fromkeys(current.values())
+        row |= {name: change[lake_name] for lake_name, name in names.items()}
         row |= {names[name]: Unrepresentable(text) for name, text in texts.items() if name in names}
-        absent = {names[name]: Unchanged for name in change["_unchanged"] or ()}
+        absent = {names[name]: Unchanged for name in change["_unchanged"] or () if name in names}
         old = change.get("_old")
         if old is not None:
-            old = {names[name]: value for name, value in old.items()}
+            old = {names[name]: value for name, value in old.items() if name in names}
             old |= {
                 names[name.removeprefix("_old.")]: Unrepresentable(text)
                 for name, text in texts.items()
-                if name.startswith("_old.")
+                if name.startswith("_old.") and name.removeprefix("_old.") in names
             }
         key, moment, xid = OrderKey(Lsn(change["_commit_lsn"]), change["_ordinal"]), change["_commit_time"], 0
         match change["_op"]:
@@ -84,7 +88,7 @@ def replay_history(lake: Path, schema: TableSchema) -> list[dict[str, Any]] | No
             case "delete":
                 sent = {name: value for name, value in row.items() if name not in absent}
                 mirror.apply(Delete(key, moment, xid, source, sent))
-            case "truncate":
+            case "truncate" | "resync":
                 mirror.clear()
     return mirror.rows()
 

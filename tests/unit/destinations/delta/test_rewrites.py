@@ -259,13 +259,6 @@ def test_a_large_table_is_rewritten_only_in_a_batch_of_its_own(
     assert texts(lake, REMARK, "remark") == EXPECTED
 
 
-def test_history_keeps_its_columns_and_stops(lake: Path, source: ScriptedSource) -> None:
-    destination = copied(lake, source, mode="history")
-    error = write(destination, rename(source)).error
-    assert isinstance(error, SchemaNotFollowed)
-    assert "column 'note' was renamed to 'remark'" in str(error)
-
-
 def test_another_type_needs_a_copy(lake: Path, source: ScriptedSource) -> None:
     destination = copied(lake, source)
     other = replace(ORDERS, columns=(KEY, replace(NOTE, type=INT8), DUE))
