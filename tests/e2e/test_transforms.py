@@ -13,6 +13,8 @@ from penstock.changes.filters import parse_filter
 from penstock.changes.transform import ColumnRule, TableRules, Transforms
 from penstock.comparison.verification import verify_tables
 from penstock.destinations.delta.destination import DeltaDestination
+from penstock.destinations.memory import MemoryDestination
+from penstock.destinations.parquet import ParquetDestination
 from penstock.state import CommandKind, MemoryStore
 from penstock.testing.destinations.script import LocalTasks
 from penstock.values import OutOfRange, TypeOverride, TypeSettings
@@ -263,3 +265,28 @@ def test_values_that_a_policy_changed_are_counted(database, tmp_path):
         (None, last, [("kept", "-infinity")]),
         (date(2026, 1, 1), date(2026, 1, 2), None),
     ]
+
+
+@pytest.mark.parametrize("mode", ["history", "soft_delete", "parquet", "memory"])
+def test_destinations_that_keep_changes_need_to_know_old_rows(database, tmp_path, mode):
+    house = House(database, tmp_path)
+    write(database, 1)
+    memory = MemoryDestination()
+
+    def destination() -> Any:
+        lake = tmp_path / "lake"
+        return {"memory": memory, "parquet": ParquetDestination(lake)}.get(mode) or DeltaDestination(lake, mode=mode)
+
+    settings = tables_settings(database, tmp_path, manage_publication=True, transforms=Transforms(RULES))
+    with tables_alone(settings, house.store, destination(), LocalTasks()) as pipeline:
+        if mode != "soft_delete":
+            assert "needs replica identity full" in wait_errored(pipeline, "users").reason
+            database.execute("alter table users replica identity full")
+            house.store.add_command(CommandKind.RESYNC, ("public.users",))
+        wait_phases(pipeline, READY)
+        write(database, 2)
+        wait_applied(pipeline, database)
+        wait_phases(pipeline, READY)
+        report = verify_tables(settings, house.store, destination(), LocalTasks())
+    expected = "not compared" if mode == "history" else "equal"
+    assert {table.result for table in report.tables} == {expected}, report

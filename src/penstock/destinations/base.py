@@ -66,6 +66,9 @@ class Capabilities:
     """Readers see the old rows until a new copy is complete."""
     fills_added_columns: bool = False
     """Existing rows get the value of an added column if it is the same for all of them (`Column.missing`)."""
+    accepts_unknown_rows: bool = False
+    """A delete of a row that it does not have changes nothing, and an update of such a row inserts it. Otherwise tables
+    with a filter need `replica identity full`, so that changes say exactly when rows come and go."""
     loses_nothing_by_a_copy: bool = False
     """It has no rows but those of the source, so Penstock may copy a table again without being asked."""
     keeps_deleted_rows: bool = False

@@ -12,10 +12,10 @@ from penstock.changes.segment import Settled, refused_columns, require_exact_key
 from penstock.changes.steps import CellsChanged, Message
 from penstock.changes.transform import TableRules, TableTransform, Transforms, resolve_rules
 from penstock.destinations.base import Destination, TableResult
-from penstock.errors import ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
+from penstock.errors import RESYNC, ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
 from penstock.observe.reports import listening
-from penstock.schema import TableSchema
+from penstock.schema import ReplicaIdentity, TableSchema
 from penstock.source.ddl_trigger import REWRITE_PREFIX, parse_rewrite
 from penstock.spool import Entry, SpoolReader
 from penstock.state import Store, TableSchemaVersion
@@ -206,7 +206,9 @@ class BatchWriter:
         if rules is None:
             return None
         if (rules, schema) not in self._resolved:
-            self._resolved[rules, schema] = resolve_rules(rules, schema, self._types)
+            found = resolve_rules(rules, schema, self._types)
+            require_exact_filter(found, self._destination)
+            self._resolved[rules, schema] = found
         return self._resolved[rules, schema]
 
     def _schemas_at(self, positions: Mapping[int, Lsn]) -> dict[int, TableSchema]:
@@ -231,6 +233,19 @@ def _rewritten(entries: Sequence[Entry], positions: Mapping[int, Lsn], end: Lsn)
             if table_id in positions and not is_in(step.key.commit_lsn, positions[table_id]):
                 found[table_id] = SchemaNotFollowed(f"{name}: ALTER TABLE computed values of all rows", table=name)
     return found
+
+
+def require_exact_filter(transform: TableTransform, destination: Destination) -> None:
+    """Raise if a destination would get changes of rows that a filter has kept from it."""
+    schema = transform.source
+    is_exact = transform.filter is None or schema.replica_identity is ReplicaIdentity.FULL
+    if not is_exact and not destination.capabilities.accepts_unknown_rows:
+        raise ConfigError(
+            f'{schema}: the filter in [tables."{schema}"] needs replica identity full, because {destination.name} '
+            "cannot tell which rows it never had",
+            hint=f"Run: alter table {schema} replica identity full; then: {RESYNC}.",
+            table=str(schema),
+        )
 
 
 def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:

@@ -51,7 +51,7 @@ from penstock.spool.folder import SpoolFolder
 from penstock.state import Init, Store, TableSchemaVersion
 from penstock.state.transitions import finish_catchup, finish_copy, start_copy
 from penstock.values import TypeSettings
-from penstock.workers.batches import BatchSettings, BatchWriter
+from penstock.workers.batches import BatchSettings, BatchWriter, require_exact_filter
 from penstock.workers.board import Board
 from penstock.workers.copies import OnWait, SharedSnapshots, SyncPool
 from penstock.workers.failures import SchemaChanges
@@ -299,6 +299,8 @@ class TableSync:
             size = self._ask_size(connection)
         schema = schema_from_catalog(table, types)
         transform = self._transforms.resolve(schema, self._types)
+        if transform is not None:
+            require_exact_filter(transform, self._destination)
         return schema if transform is None else transform.output, size
 
     def _ask_size(self, connection: psycopg.Connection[Any]) -> int | None:

@@ -133,6 +133,7 @@ class DeltaDestination:
             updates_rows=mirrors,
             keeps_old_rows_while_copying=True,
             fills_added_columns=mirrors,
+            accepts_unknown_rows=mirrors,
             loses_nothing_by_a_copy=self._mode is Mode.MIRROR,
             keeps_deleted_rows=self._mode is Mode.SOFT_DELETE,
         )
