@@ -71,7 +71,7 @@ def available_samples(connection: psycopg.Connection) -> list[Sample]:
     for statement in SETUP:
         connection.execute(statement)
     for extension in ("citext", "hstore"):
-        if connection.execute("select from pg_available_extensions where name = %s", [extension]).fetchone():
+        if connection.execute("select from pg_available_extensions where name = %s", [extension]).rowcount:
             connection.execute(f"create extension if not exists {extension} schema oracle".encode())
     return [sample for sample in SAMPLES if _works(connection, sample.needs)]
 
