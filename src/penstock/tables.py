@@ -93,6 +93,12 @@ class TablesSettings(StreamSettings):
     """What happens to columns and rows of single tables."""
 
     @property
+    def policies(self) -> dict[str, str]:
+        """How tables follow changes of their schemas, for people: by name, and under `""` all others."""
+        own = {name: policy for name, policy in self.of_tables.items() if policy != self.schema_changes}
+        return {name: str(policy) for name, policy in ({"": self.schema_changes} | own).items()}
+
+    @property
     def output_id(self) -> str:
         """The name of the output among those of all pipelines, in the store and at the destination."""
         return self.id if self.output == DEFAULT_OUTPUT else f"{self.id}:{self.output}"

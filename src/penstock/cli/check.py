@@ -50,6 +50,7 @@ def check(
             manage_publication=source.manage_publication and publication is None,
             types=source.types,
             transforms=source.transforms,
+            schema_changes=source.schema_changes,
         )
         report = run_preflight(source.settings, request)
     if as_json:

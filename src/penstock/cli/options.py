@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +86,7 @@ class ChosenSource:
     manage_publication: bool = False
     types: TypeSettings = field(default_factory=TypeSettings)
     transforms: Transforms = field(default_factory=Transforms)
+    schema_changes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @contextmanager
@@ -115,6 +116,7 @@ def chosen_source(context: typer.Context, url: str | None, config_path: Path | N
                 settings.manage_publication,
                 settings.types,
                 settings.transforms,
+                settings.policies,
             )
     else:
         raise ConfigError(

@@ -147,6 +147,11 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             yield f"  {name:<{width}}  {next(iter(fates.values()))}"
         else:
             yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
+    if plan.tables:
+        yield f"schema changes: tables are {plan.schema_changes['']}"
+        for name, policy in plan.schema_changes.items():
+            if name:
+                yield f"  {name:<{width}}  is {policy}"
     if plan.sink is not None:
         yield f"sink         {plan.sink}"
         yield f"indexes      {len(plan.indexes)}"

@@ -65,6 +65,8 @@ class Plan:
     """Types by output."""
     tables: Mapping[str, Mapping[str, str]]
     """What would happen to each table, by output."""
+    schema_changes: Mapping[str, str]
+    """How tables follow changes of their schemas: those with a policy of their own by name, the others under `""`."""
     sink: str | None = None
     """Where documents go; None if there are none."""
     indexes: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -124,6 +126,7 @@ def make_plan(config: Config) -> Plan:
                 }
                 for name, table_id in tables.items()
             },
+            schema_changes=settings.policies,
             sink=None if config.documents is None else config.documents.sink_type,
             indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, from_start) for each in indexes},
         )
@@ -140,6 +143,7 @@ def check_source(config: Config) -> Report:
         manage_publication=settings.manage_publication,
         types=settings.types,
         transforms=settings.transforms,
+        schema_changes=settings.policies,
     )
     return run_preflight(settings.source, request)
 

@@ -64,6 +64,19 @@ class SchemaChanges:
     drop_column: DropColumn = DropColumn.FOLLOW
     drop_table: DropTable = DropTable.KEEP
 
+    def __str__(self) -> str:
+        """What happens, for people."""
+        limit = "" if self.recopy_max_bytes is None else f" up to {self.recopy_max_bytes:,} bytes"
+        then = f"copied again{limit}" if self.recopy is Recopy.AUTOMATIC else "stopped until resync"
+        parts = [f"{then} where a change cannot be followed"]
+        if self.partitions is Partitions.KEEP:
+            parts.append("rows of former partitions kept")
+        if self.drop_column is DropColumn.KEEP:
+            parts.append("dropped columns kept")
+        if self.drop_table is DropTable.DROP:
+            parts.append("DELETED at the destination once dropped")
+        return ", ".join(parts)
+
 
 def as_error(error: BaseException) -> PenstockError:
     """Return a named error. For an unknown error only the class is kept, because libraries quote values in messages."""

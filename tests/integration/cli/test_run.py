@@ -222,6 +222,20 @@ def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
     assert site.run("run", "--once").returncode == 0
 
 
+def test_policies_for_schema_changes_are_planned_and_checked(site: Site):
+    own = '[tables."public.orders".schema_changes]\nrecopy = "stop"\npartitions = "keep"\n'
+    site.configure(
+        more=f'[schema_changes]\nrecopy_max_bytes = "1kB"\n{own}[tables.gone.schema_changes]\nrecopy = "stop"'
+    )
+    plan = site.run("run", "--plan").stdout
+    assert "schema changes: tables are copied again up to 1,024 bytes where a change cannot be followed\n" in plan
+    assert "is stopped until resync where a change cannot be followed, rows of former partitions kept" in plan
+    found = json.loads(site.run("check", "--json").stdout)["checks"]
+    texts = [each["what"] for each in found if each["id"] == "schema_changes"]
+    assert texts[0] == "[tables] sets schema_changes for tables that are not published: gone"
+    assert texts[1].startswith("tables are copied again up to 1,024 bytes")
+
+
 def test_rules_for_columns_are_planned_and_refused(site: Site):
     site.database.execute("create table people (id int primary key, email text, city text)")
     more = '[tables."public.people"]\nwhere = "city = \'Bonn\'"\n[tables."public.people".columns]\n'

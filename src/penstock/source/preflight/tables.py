@@ -420,6 +420,25 @@ def check_overrides(context: Context) -> Iterator[Check]:
         )
 
 
+def check_schema_changes(context: Context) -> Iterator[Check]:
+    """How does each table follow changes of its schema, and does every table with a policy of its own exist?"""
+    policies = context.request.schema_changes
+    if not policies:
+        return
+    own = {name: policy for name, policy in policies.items() if name}
+    lost = sorted(own.keys() - {str(subject) for subject in context.subjects})
+    if lost:
+        yield failed(
+            "schema_changes",
+            Severity.WARNING,
+            f"[tables] sets schema_changes for tables that are not published: {listed(lost)}",
+            'Write tables as "schema.table", and check the case of the names.',
+            lost,
+        )
+    shown = [f"tables are {policies['']}", *(f"{name} is {own[name]}" for name in own if name not in lost)]
+    yield passed("schema_changes", "; ".join(shown), [name for name in own if name not in lost])
+
+
 def check_rules(context: Context) -> Iterator[Check]:
     """Do the rules of [tables] for columns and rows fit the tables, and what do they do?"""
     rules = context.request.transforms.rules
@@ -528,4 +547,5 @@ CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "exact_keys": check_keys,
     "type_overrides": check_overrides,
     "column_rules": check_rules,
+    "schema_changes": check_schema_changes,
 }
