@@ -116,7 +116,8 @@ def make_plan(config: Config) -> Plan:
                 name: {
                     output: _fate(
                         None if table_id is None else known.get(table_id),
-                        from_start or _has_other_rules(stores[output], table_id, name, settings.transforms),
+                        from_start,
+                        other_rules=_has_other_rules(stores[output], table_id, name, settings.transforms),
                     )
                     + (f"; {refused[name]}" if name in refused else "")
                     + (f"; WOULD STOP: {inexact[name]}" if name in inexact else "")
@@ -247,10 +248,12 @@ def _fate_of_index(index: IndexChoice, build: IndexBuild | None, catalog: Source
     return f"is being built from {table}; the build would resume"
 
 
-def _fate(phase: StoredPhase | None, from_start: bool) -> str:
+def _fate(phase: StoredPhase | None, from_start: bool, *, other_rules: bool = False) -> str:
     if from_start:
         return "would be copied again"
     match phase:
+        case SyncDone() | Ready() if other_rules:
+            return "has rows by other rules, and would be copied again, or stop where a copy would lose rows"
         case SyncDone() | Ready():
             return "is already copied, and would be kept up to date"
         case Errored():
