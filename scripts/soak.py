@@ -152,7 +152,7 @@ STAGES = (
         (*_soak("tests/unit/destinations", "tests/integration/destinations"), "-k", "not versitygw"))),
     Stage("versions", "run on each version of the server", 1, 0.05, 300, 5, lambda count, seed: Run(
         _soak(*(f"tests/e2e/test_{each}.py" for each in VERSIONED)))),
-    Stage("regression", "run of the server's own scripts on each of two versions", 1, 0.15, 2400, 5,
+    Stage("regression", "run of the server's own scripts on 15, on 18, and on 18 managed", 1, 0.15, 2700, 5,
         lambda count, seed: Run(_soak("tests/e2e/test_regression_scripts.py"))),
     Stage("migrations", "steps of each history", 1000, 0.10, 20, 30, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/e2e/test_migrations.py"),
