@@ -107,7 +107,12 @@ class TrialSettings:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of the destination."""
     ddl: Ddl = Ddl.NONE
-    """What happens to columns; tables that this stops are copied again."""
+    """What happens to columns."""
+
+    @property
+    def keeps_changes(self) -> bool:
+        """True if the destination keeps every change."""
+        return self.destination == "parquet" or self.options.get("mode") == "history"
 
     @property
     def command(self) -> str:
@@ -324,30 +329,21 @@ class _Trial:
                         self._wait_looks(pipeline)
                     # A table that was still behind catches up later.
                     self._wait_ready(pipeline)
+                    if self._settings.ddl is not Ddl.NONE and self._settings.keeps_changes:
+                        # A log has what the stream carried; a copy adds what DDL did to existing rows.
+                        tables = sorted(self._columns())
+                        self._report.resyncs += len(tables)
+                        self._resync(pipeline, tables)
+                        self._wait_ready(pipeline)
                 return
             except PipelineEnded:
                 if attempt == 2:
                     raise
 
     def _wait_ready(self, pipeline: PipelineProcess) -> None:
-        """Wait until all tables are ready. Where a new copy would lose something, stopped ones are resynced."""
-        settings, tables = self._settings, self._columns().keys()
-        follows_all = settings.destination == "delta" and settings.options.get("mode", "mirror") == "mirror"
-        if settings.ddl is Ddl.NONE or follows_all:
-            ready = dict.fromkeys(tables, "ready")
-            pipeline.wait_for("ready tables", lambda seen: seen.phases == ready, 2 * HANG_SECONDS)
-            return
-        while True:
-            pipeline.wait_for(
-                "tables ready or stopped",
-                lambda seen: seen.phases.keys() == tables and set(seen.phases.values()) <= {"ready", "errored"},
-                2 * HANG_SECONDS,
-            )
-            stopped = [name for name, phase in pipeline.seen.phases.items() if phase == "errored"]
-            if not stopped:
-                return
-            self._report.resyncs += len(stopped)
-            self._resync(pipeline, stopped)
+        """Wait until all tables are ready; whatever happened to them, nothing is typed."""
+        ready = dict.fromkeys(self._columns(), "ready")
+        pipeline.wait_for("ready tables", lambda seen: seen.phases == ready, 2 * HANG_SECONDS)
 
     def _wait_looks(self, pipeline: PipelineProcess) -> None:
         """Wait until the pipeline has seen in the catalog what the stream does not carry."""

@@ -53,7 +53,11 @@ class BatchWriter:
         settings: BatchSettings,
         types: TypeSettings | None = None,
         transforms: Transforms | None = None,
+        *,
+        of_copy: bool = False,
     ) -> None:
+        """With `of_copy`, the batches complete a copy that can be repeated at no loss."""
+        self._of_copy = of_copy
         self.reader = SpoolReader(spool)
         self._store = store
         self._destination = destination
@@ -110,7 +114,10 @@ class BatchWriter:
         )
         durable = dict.fromkeys(positions, end)
         for changes in batch.tables:
-            if changes.table_id not in failed and (error := _values_not_sent(changes, self._destination)) is not None:
+            if (
+                changes.table_id not in failed
+                and (error := _values_not_sent(changes, self._destination, self._of_copy)) is not None
+            ):
                 failed[changes.table_id] = error
         rewritten = _rewritten(entries, unsent, end)
         if rewritten and self._destination.capabilities.allows_copies:
@@ -248,10 +255,10 @@ def require_exact_filter(transform: TableTransform, destination: Destination) ->
         )
 
 
-def _values_not_sent(changes: TableChanges, destination: Destination) -> PenstockError | None:
+def _values_not_sent(changes: TableChanges, destination: Destination, of_copy: bool) -> PenstockError | None:
     """Return why a schema change cannot be followed: existing rows would get NULL for a value that the server omitted,
     and the destination cannot fill it in. Return None if it can be followed. A destination that keeps every change
-    goes on: it has what the server sent."""
+    goes on after its copy: it has what the server sent."""
     for step in changes.steps:
         if isinstance(step, SchemaChange) and step.old is not None:
             known = {column.attnum for column in step.old.columns}
@@ -259,7 +266,7 @@ def _values_not_sent(changes: TableChanges, destination: Destination) -> Penstoc
             if new and destination.capabilities.fills_added_columns:
                 new = [each for each in new if each.missing is None]
             added = [each.name for each in new]
-            if added and destination.capabilities.updates_rows:
+            if added and (of_copy or destination.capabilities.updates_rows):
                 return ValuesNotSent(
                     f"{changes.table}: the server did not send the values of existing rows for columns added with a "
                     f"default: {', '.join(added)}",

@@ -131,7 +131,7 @@ class TableSync:
         self.waiting: SnapshotWait | None = None
         """The transactions that its snapshot waits for, while it waits."""
         self._holds = Holds(SpoolFolder(spool))
-        self._writer = BatchWriter(spool, store, destination, batches, types, transforms)
+        self._writer = BatchWriter(spool, store, destination, batches, types, transforms, of_copy=True)
 
     @property
     def copy_status(self) -> CopyStatus | None:

@@ -181,12 +181,13 @@ def test_a_table_that_stops_is_explained(site: Site):
 
 
 def test_a_table_that_only_a_copy_helps_is_told_so(site: Site):
+    site.configure(destination='[destination]\ntype = "delta"\npath = "lake"', more='[schema_changes]\nrecopy = "stop"')
     assert site.run("run", "--once", "-q").returncode == 0
-    site.database.execute("alter table orders add column extra int default 5")
+    site.database.execute("alter table orders add column extra uuid default gen_random_uuid()")
     site.database.execute("update orders set note = 'changed'")
     stopped = site.run("run", "--once")
     assert stopped.returncode == 1, stopped.stderr
-    remedy = "Copy the table again: penstock resync public.orders."
+    remedy = "Copy the table again, with its new columns: penstock resync public.orders."
     (line,) = [line for line in stopped.stderr.splitlines() if "stopped public.orders: " in line]
     assert line.endswith(remedy)
     listing = site.run("tables").stdout
