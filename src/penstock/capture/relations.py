@@ -135,7 +135,8 @@ class CatalogResolver:
         versions, table_id = self._versions, relation.table_id
         previous = versions.latest(table_id) if at is None else versions.at(table_id, at)
         now = load_table(self._connection, table_id)
-        catalog = (_as_recorded(relation, previous) if self._recorded else None) or now
+        recorded = _as_recorded(relation, previous) if self._recorded else None
+        catalog = now if recorded is None else _with_values_of(recorded, now)
         self._load_types({column.type_oid for column in relation.columns})
         return build_schema(
             table_id,
@@ -186,6 +187,18 @@ def _last_identity(relation: Relation, previous: TableSchema | None) -> RowIdent
     if relation.replica_identity != ReplicaIdentity.FULL or previous is None or not previous.key:
         return None
     return RowIdentity(previous.replica_identity, frozenset(each.attnum for each in previous.columns if each.identity))
+
+
+def _with_values_of(recorded: CatalogTable, now: CatalogTable | None) -> CatalogTable:
+    """Add values of earlier rows that the catalog did not show yet when the DDL was recorded."""
+    known = {each.attnum: each for each in now.attributes} if now is not None else {}
+    attributes = (
+        replace(each, missing=known[each.attnum].missing)
+        if each.backfilled and each.missing is None and each.attnum in known and _same_type(each, known[each.attnum])
+        else each
+        for each in recorded.attributes
+    )
+    return replace(recorded, attributes=tuple(attributes))
 
 
 def _same_type(one: Attribute, other: Attribute) -> bool:

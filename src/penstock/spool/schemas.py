@@ -30,7 +30,9 @@ class SchemaVersions:
         names = sorted(versions)
         position = bisect_right(names, name)
         if position and versions[names[position - 1]] == schema:
-            return names[position - 1]
+            name = names[position - 1]
+            if not _knows_more(schema, versions[name]):
+                return name
         path = self._path(schema.table_id, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, schema_to_json(schema))
@@ -72,3 +74,9 @@ class SchemaVersions:
 
     def _path(self, table_id: int, version: str) -> Path:
         return self._folder.schemas / str(table_id) / f"{version}.json"
+
+
+def _knows_more(schema: TableSchema, known: TableSchema) -> bool:
+    """True if values of earlier rows are known now; they are not part of the comparison of schemas."""
+    pairs = zip(schema.columns, known.columns, strict=True)
+    return any(new.missing is not None and old.missing is None for new, old in pairs)
