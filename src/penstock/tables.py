@@ -58,8 +58,6 @@ from penstock.workers import (
     DropTable,
     ErrorHold,
     Lifecycle,
-    Partitions,
-    Recopy,
     SchemaChanges,
     SnapshotWait,
     SyncPool,
@@ -103,9 +101,10 @@ class TablesSettings(StreamSettings):
         """The name of the output among those of all pipelines, in the store and at the destination."""
         return self.id if self.output == DEFAULT_OUTPUT else f"{self.id}:{self.output}"
 
-    def changes_of(self, table: str) -> SchemaChanges:
-        """How a table follows changes of its schema, by its name."""
-        return self.of_tables.get(table, self.schema_changes)
+    def changes_of(self, table: str, former: str | None = None) -> SchemaChanges:
+        """How a table follows changes of its schema, by its name or the one under which its rows are."""
+        name = next((each for each in (table, former) if each in self.of_tables), None)
+        return self.schema_changes if name is None else self.of_tables[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,31 +352,20 @@ class RunningTables(RunningOutput):
                 )
 
     def _schema_changes(self, table_id: int) -> SchemaChanges:
-        of_tables = self._tables.of_tables
-        former = None if self._folders is None else self._folders.former_name(table_id)
         # A table that was renamed keeps the policy of the name under which its rows are.
-        name = next((each for each in (self._name_of(table_id), former) if each in of_tables), None)
-        policy = self._tables.schema_changes if name is None else of_tables[name]
-        # A new copy would lose what a destination keeps on purpose: changes, deleted rows, rows of former partitions.
+        former = None if self._folders is None else self._folders.former_name(table_id)
+        policy = self._tables.changes_of(self._name_of(table_id), former)
         shape = self.store.get_table_shapes().get(table_id)
-        keeps = policy.partitions is Partitions.KEEP and shape is not None and shape.is_partitioned
-        return (
-            policy if self.destination.capabilities.allows_copies and not keeps else replace(policy, recopy=Recopy.STOP)
-        )
+        is_partitioned = shape is not None and shape.is_partitioned
+        return policy.allowed(self.destination.capabilities, is_partitioned=is_partitioned)
 
     def _follow_names(self, published: Published) -> None:
         """Have the tables copied again that were renamed and belong into another folder; tell readers all names."""
         folders = self._folders
         if folders is None:
             return
-        policies = {table_id: self._schema_changes(table_id) for table_id in published.tables}
-        keeping = {
-            table_id
-            for table_id, policy in policies.items()
-            if policy.recopy is Recopy.STOP
-            or policy.recopy_max_bytes is not None
-            or not self.destination.capabilities.loses_nothing_by_a_copy
-        }
+        capabilities = self.destination.capabilities
+        keeping = {each for each in published.tables if self._schema_changes(each).keeps_place(capabilities)}
         names = published.membership.table_names()
         folders.publish({table_id: names[table_id] for table_id in published.tables}, keeping)
         self._finish_copies(folders)

@@ -493,4 +493,4 @@ def _stored_bytes(text: str) -> int:
 
 
 def _refused(schema: TableSchema, problem: str, hint: str) -> ConfigError:
-    return ConfigError(f'{schema}: the filter in [tables."{schema}"] {problem}', hint=hint, table=str(schema))
+    return ConfigError(f'the filter in [tables."{schema}"] {problem}', hint=hint, table=str(schema))

@@ -586,4 +586,4 @@ def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
 
 
 def _refused(schema: TableSchema, problem: str, hint: str) -> ConfigError:
-    return ConfigError(f'{schema}: [tables."{schema}"] {problem}', hint=hint, table=str(schema))
+    return ConfigError(f'[tables."{schema}"] {problem}', hint=hint, table=str(schema))

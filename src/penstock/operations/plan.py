@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,19 @@ from psycopg.rows import tuple_row
 
 from penstock.changes.segment import inexact_keys
 from penstock.changes.transform import Transforms
-from penstock.config import Config, IndexChoice
+from penstock.config import Config, IndexChoice, OutputChoice
+from penstock.destinations.base import Capabilities, FolderDestination
+from penstock.destinations.folders import RenameTable
+from penstock.destinations.naming import FOLDERS
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError, for_table
 from penstock.operations.stores import existing_store, running
+from penstock.schema import TableSchema
 from penstock.source import Role, connect
 from penstock.source.catalog import load_tables, load_types, schema_from_catalog
 from penstock.source.faults import translated
+from penstock.source.patterns import TableName
 from penstock.source.preflight import Report, Request, run_preflight
 from penstock.source.publications import (
     find_tables,
@@ -28,10 +33,12 @@ from penstock.source.publications import (
     published_tables,
     without_identity,
 )
+from penstock.source.shapes import TableShape, remembering
 from penstock.source.slots import inspect_slot
-from penstock.state import Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
+from penstock.state import CommandKind, Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
 from penstock.tables import OnLostSlot
 from penstock.values import TypeSettings
+from penstock.workers import Recopy, SchemaChanges
 
 _REFUSED = "NO REPLICA IDENTITY: once the table is published, the server rejects updates and deletes on it"
 _OIDS = """
@@ -93,8 +100,7 @@ def make_plan(config: Config) -> Plan:
         tables = {} if polled else _tables(connection, config)
         refused = dict.fromkeys(without_identity(connection, tables), _REFUSED)
         refused |= {name: f"REFUSED: {error}" for name, error in identity_problems(connection, tables).items()}
-        inexact = _unusable_settings(connection, tables, settings.types, settings.transforms)
-        rules = settings.transforms.rules
+        schemas = _schemas(connection, tables)
         indexes = config.documents.indexes if config.documents is not None else ()
         catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
         return Plan(
@@ -114,16 +120,11 @@ def make_plan(config: Config) -> Plan:
             destinations={output.name: output.destination_type for output in config.outputs},
             tables={
                 name: {
-                    output: _fate(
-                        None if table_id is None else known.get(table_id),
-                        from_start,
-                        other_rules=_has_other_rules(stores[output], table_id, name, settings.transforms),
+                    output.name: _fate_of_table(
+                        config, output, stores[output.name], name, table_id, schemas.get(name), from_start
                     )
                     + (f"; {refused[name]}" if name in refused else "")
-                    + (f"; WOULD STOP: {inexact[name]}" if name in inexact else "")
-                    + (f"; {rules[name]}" if name in rules and name not in inexact else "")
-                    for output, known in phases.items()
-                    if config.documents is None or output != config.documents.name
+                    for output in config.outputs
                 }
                 for name, table_id in tables.items()
             },
@@ -136,6 +137,11 @@ def make_plan(config: Config) -> Plan:
 def check_source(config: Config) -> Report:
     """Check whether the server is ready for the pipeline of a config."""
     settings = config.pipeline
+    shapes: dict[int, TableShape] = {}
+    for output in config.outputs:
+        # Without its state, the server can be checked all the same.
+        with suppress(PenstockError), existing_store(config, output) as store:
+            shapes |= {} if store is None else store.get_table_shapes()
     request = Request(
         settings.publication,
         settings.slot,
@@ -143,7 +149,7 @@ def check_source(config: Config) -> Report:
         settings.exclude,
         manage_publication=settings.manage_publication,
         types=settings.types,
-        transforms=settings.transforms,
+        transforms=remembering(settings.transforms, shapes),
         schema_changes=settings.policies,
     )
     return run_preflight(settings.source, request)
@@ -205,32 +211,12 @@ def _tables(connection: psycopg.Connection[Any], config: Config) -> dict[str, in
     return {name: published.get(name) for name in wanted}
 
 
-def _unusable_settings(
-    connection: psycopg.Connection[Any], tables: Iterable[str], types: TypeSettings, transforms: Transforms
-) -> dict[str, ConfigError]:
-    """The tables that would stop because their settings do not fit them, each with its error: a setting in [types] that
-    makes different keys the same, or rules for columns that do not exist."""
-    with translated(connection, "read the columns of keys"), connection.cursor(row_factory=tuple_row) as cursor:
+def _schemas(connection: psycopg.Connection[Any], tables: Iterable[str]) -> dict[str, TableSchema]:
+    with translated(connection, "read the columns of tables"), connection.cursor(row_factory=tuple_row) as cursor:
         oids = [oid for (oid,) in cursor.execute(_OIDS, [list(tables)]).fetchall()]
     catalog = load_tables(connection, oids).values()
     known = load_types(connection, {each.type_oid for table in catalog for each in table.live_attributes})
-    schemas = [schema_from_catalog(table, known) for table in catalog]
-    found = {str(schema): next(inexact_keys(schema, types), None) for schema in schemas}
-    for schema in schemas:
-        try:
-            transforms.resolve(schema, types)
-        except ConfigError as error:
-            found[str(schema)] = error
-    return {name: error for name, error in found.items() if error is not None}
-
-
-def _has_other_rules(store: Store | None, table_id: int | None, name: str, transforms: Transforms) -> bool:
-    """True if the rows of a copied table were made by other rules than those of the config."""
-    shapes = {} if store is None else store.get_table_shapes()
-    if table_id is None or table_id not in shapes:
-        return False
-    before, now = shapes[table_id].rules, transforms.in_force(table_id, name)
-    return (before and before.fingerprint) != (now and now.fingerprint)
+    return {str(table): schema_from_catalog(table, known) for table in catalog}
 
 
 def _builds(store: Store | None) -> Mapping[str, IndexBuild]:
@@ -248,12 +234,71 @@ def _fate_of_index(index: IndexChoice, build: IndexBuild | None, catalog: Source
     return f"is being built from {table}; the build would resume"
 
 
-def _fate(phase: StoredPhase | None, from_start: bool, *, other_rules: bool = False) -> str:
-    if from_start:
-        return "would be copied again"
+def _fate_of_table(
+    config: Config,
+    output: OutputChoice,
+    store: Store | None,
+    name: str,
+    table_id: int | None,
+    schema: TableSchema | None,
+    from_start: bool,
+) -> str:
+    shapes = {} if store is None else store.get_table_shapes()
+    transforms = remembering(output.settings.transforms, shapes)
+    unusable = None if schema is None else _unusable_settings(schema, output.settings.types, transforms)
+    if unusable is not None:
+        return f"WOULD STOP: {unusable}. {for_table(unusable.hint, name)}".rstrip()
+    phase = None if store is None or table_id is None else store.get_table_replication_states().get(table_id)
+    rules = transforms.rules.get(name) if table_id is None else transforms.of(table_id, name)
+    ending = "" if rules is None else f"; {rules}"
+    if from_start or (store is not None and phase is not None and _is_resync_queued(store, name)):
+        return f"would be copied again{ending}"
+    shape = None if table_id is None else shapes.get(table_id)
+    if store is None or table_id is None or shape is None or schema is None or not isinstance(phase, SyncDone | Ready):
+        return f"{_fate(phase)}{ending}"
+    destination = config.create_destination(output)
+    policy = output.settings.changes_of(name, transforms.known_as.get(table_id))
+    policy = policy.allowed(destination.capabilities, is_partitioned=shape.is_partitioned)
+    now = transforms.in_force(table_id, name)
+    if (shape.rules and shape.rules.fingerprint) != (now and now.fingerprint):
+        return f"has rows by other rules, and {_fate_of_rows(policy, destination.capabilities)}{ending}"
+    before, current = store.get_table_names().get(table_id), TableName(schema.namespace, schema.name)
+    if before is not None and before != current and isinstance(destination, FolderDestination):
+        otherwise = RenameTable.KEEP if policy.keeps_place(destination.capabilities) else RenameTable.FOLLOW
+        rule = output.settings.rename_tables.rule(current, FOLDERS.name(*before), otherwise)
+        if rule is RenameTable.FOLLOW:
+            return f"was {before}, and would be copied again, to the folder of its new name{ending}"
+    return f"{_fate(phase)}{ending}"
+
+
+def _unusable_settings(schema: TableSchema, types: TypeSettings, transforms: Transforms) -> ConfigError | None:
+    """Why a table would stop because its settings do not fit it: a setting in [types] makes different keys the same,
+    or there are rules for columns that do not exist."""
+    try:
+        transforms.resolve(schema, types)
+    except ConfigError as error:
+        return error
+    return next(inexact_keys(schema, types), None)
+
+
+def _is_resync_queued(store: Store, name: str) -> bool:
+    """True if a new copy was asked for while the pipeline was stopped."""
+    queued = [each for each in store.get_commands() if each.kind is CommandKind.RESYNC and not each.answered]
+    return any(not each.tables or name in each.tables for each in queued)
+
+
+def _fate_of_rows(policy: SchemaChanges, capabilities: Capabilities) -> str:
+    """What would happen to the rows of a table whose rules have changed."""
+    if not capabilities.updates_rows:
+        return "would keep them: only changes from then on follow the rules of the config"
+    if policy.recopy is not Recopy.AUTOMATIC:
+        return "WOULD STOP until penstock resync, because its policy or the destination allows no copy by itself"
+    limit = policy.recopy_max_bytes
+    return "would be copied again" + ("" if limit is None else f", or stop if it has more than {limit:,} bytes")
+
+
+def _fate(phase: StoredPhase | None) -> str:
     match phase:
-        case SyncDone() | Ready() if other_rules:
-            return "has rows by other rules, and would be copied again, or stop where a copy would lose rows"
         case SyncDone() | Ready():
             return "is already copied, and would be kept up to date"
         case Errored():

@@ -248,7 +248,7 @@ def require_exact_filter(transform: TableTransform, destination: Destination) ->
     is_exact = transform.filter is None or schema.replica_identity is ReplicaIdentity.FULL
     if not is_exact and not destination.capabilities.accepts_unknown_rows:
         raise ConfigError(
-            f'{schema}: the filter in [tables."{schema}"] needs replica identity full, because {destination.name} '
+            f'the filter in [tables."{schema}"] needs replica identity full, because {destination.name} '
             "cannot tell which rows it never had",
             hint=f"Run: alter table {schema} replica identity full; then: {RESYNC}.",
             table=str(schema),

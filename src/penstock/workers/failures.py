@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 import psycopg
 
+from penstock.destinations.base import Capabilities
 from penstock.destinations.refusals import is_passing, unexpected
 from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn
@@ -63,6 +64,19 @@ class SchemaChanges:
     partitions: Partitions = Partitions.MIRROR
     drop_column: DropColumn = DropColumn.FOLLOW
     drop_table: DropTable = DropTable.KEEP
+
+    def allowed(self, capabilities: Capabilities, *, is_partitioned: bool) -> SchemaChanges:
+        """The policy of a table at a destination.
+
+        A new copy would lose what is kept there on purpose: changes, deleted rows, rows of former partitions.
+        """
+        keeps = self.partitions is Partitions.KEEP and is_partitioned
+        return self if capabilities.allows_copies and not keeps else replace(self, recopy=Recopy.STOP)
+
+    def keeps_place(self, capabilities: Capabilities) -> bool:
+        """True if a table that is renamed stays where it is, unless `rename_table` says otherwise."""
+        is_copied = self.recopy is Recopy.AUTOMATIC and self.recopy_max_bytes is None
+        return not (is_copied and capabilities.loses_nothing_by_a_copy)
 
     def __str__(self) -> str:
         """What happens, for people."""

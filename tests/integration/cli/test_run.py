@@ -213,7 +213,7 @@ def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
     site.configure(more='[types]\nout_of_range = "clamp"')
     plan = site.run("run", "--plan")
     wanted = "out_of_range = \"clamp\" cannot be used for column 'id'"
-    assert f"would be copied; WOULD STOP: public.days: {wanted}" in plan.stdout
+    assert f"public.days     WOULD STOP: public.days: {wanted}" in plan.stdout
     check = site.run("check", "--json")
     assert check.returncode == 1
     (finding,) = [each for each in json.loads(check.stdout)["checks"] if each["id"] == "exact_keys"]
@@ -246,11 +246,57 @@ def test_rules_for_columns_are_planned_and_refused(site: Site):
     assert "would be copied; email masked; only rows where city = 'Bonn'" in plan
     assert site.run("run", "--once").returncode == 0
     site.configure(more=f"{more}email = {{ exclude = true }}")
-    assert "or stop where a copy would lose rows; email left out" in site.run("run", "--plan").stdout
+    # These files keep every change.
+    assert (
+        "only changes from then on follow the rules of the config; email left out" in site.run("run", "--plan").stdout
+    )
     site.configure(more=f"{more}mail = {{ exclude = true }}")
-    assert 'WOULD STOP: public.people: [tables."public.people"] names a column' in site.run("run", "--plan").stdout
+    plan = site.run("run", "--plan").stdout
+    assert 'public.people   WOULD STOP: [tables."public.people"] names a column' in plan
+    assert "copy the table again: penstock resync public.people." in plan
     site.configure(more=f"{more}id = {{ exclude = true }}")
     assert "hides column 'id', which identifies rows" in site.run("check", "--json").stdout
+
+
+def test_the_plan_says_what_the_next_start_does(site: Site):
+    def plan(more: str) -> dict[str, str]:
+        site.configure(more=more, destination='[destination]\ntype = "delta"\npath = "lake"')
+        tables = json.loads(site.run("run", "--plan", "--json").stdout)["tables"]
+        return {name: each["tables"] for name, each in tables.items()}
+
+    def start() -> dict[str, str]:
+        site.run("run", "--once", "-q")
+        return {each["table"]: each["phase"] for each in json.loads(site.run("tables", "--json").stdout)["tables"]}
+
+    site.database.execute("create table people (id int primary key, email text)")
+    kept = "is already copied, and would be kept up to date"
+    rules = '[tables."public.people".columns]\nemail = {{ {} = true }}\n'
+    assert (
+        plan(rules.format("hash") + '[hash]\nkey = "0123456789abcdef"')["public.people"]
+        == "would be copied; email hashed"
+    )
+    more = rules.format("null")
+    assert plan(more)["public.people"] == "would be copied; email NULL"
+    assert set(start().values()) == {"ready"}
+    # A table that was renamed keeps its rules, and is not copied for them.
+    site.database.execute("alter table people rename to clients")
+    moved = "was public.people, and would be copied again, to the folder of its new name; email NULL"
+    assert plan(more)["public.clients"] == moved
+    more = f'{more}[schema_changes]\nrename_table = "keep"\n'
+    assert plan(more)["public.clients"] == f"{kept}; email NULL"
+    assert start()["public.clients"] == "ready"
+    assert not (site.folder / "lake" / "public" / "clients").exists()
+    assert plan(more)["public.clients"] == f"{kept}; email NULL"
+    site.database.execute("alter table clients rename to people")
+    assert site.run("resync", "orders").returncode == 0
+    found = plan(more)
+    assert (found["public.orders"], found["public.items"]) == ("would be copied again", kept)
+    other = rules.format("exclude")
+    assert plan(other)["public.people"] == "has rows by other rules, and would be copied again; email left out"
+    found = plan(f'[schema_changes]\nrecopy = "stop"\n{other}')
+    assert found["public.people"].startswith("has rows by other rules, and WOULD STOP until penstock resync")
+    phases = start()
+    assert (phases["public.people"], phases["public.orders"]) == ("errored", "ready")
 
 
 def test_a_partitioned_table_whose_rows_cannot_be_identified_is_refused_until_its_remedy_is_followed(site: Site):

@@ -366,6 +366,32 @@ def test_rules_for_columns_are_shown_and_checked(any_database: Any) -> None:
     assert finding(report, "column_rules").subjects == ("public.usres",)
 
 
+def test_settings_of_tables_that_a_start_would_publish_are_not_lost(any_database: Any) -> None:
+    any_database.execute("create table users (id int primary key, email text); create publication pub for table users")
+    any_database.execute("create table late (id int primary key, email text)")
+    names = ("public.late", "public.lost", "public.former")
+    settings: dict[str, Any] = {
+        "publication": "pub",
+        "patterns": ("public.*",),
+        "manage_publication": True,
+        "transforms": Transforms(
+            dict.fromkeys(names, TableRules((("email", ColumnRule(null=True)),))),
+            {any_database.execute("select 'users'::regclass::oid::int8")[0][0]: "public.former"},
+        ),
+        "types": TypeSettings(overrides=tuple(TypeOverride(each, None, TypeSettings()) for each in names[:2])),
+        "schema_changes": {"": "copied again", **dict.fromkeys(names, "stopped")},
+    }
+    report = look(any_database, **settings)
+    for each in ("column_rules", "type_overrides", "schema_changes"):
+        (lost,) = [check for check in report.checks if check.id == each and "not published" in check.what]
+        assert lost.subjects == ("public.lost",), each
+    shown = [check.what for check in report.checks if check.id == "column_rules"]
+    assert any(what.endswith("public.users: email NULL") for what in shown)
+    settings["manage_publication"] = False
+    (lost,) = [check for check in look(any_database, **settings).checks if check.id == "type_overrides"]
+    assert lost.subjects == ("public.late", "public.lost")
+
+
 def test_tables_that_are_skipped_are_named(database: Any) -> None:
     database.execute('create schema a; create schema "a.b"; create table nothing ()')
     database.execute('create table a."b.c" (id int primary key); create table "a.b".c (id int primary key)')

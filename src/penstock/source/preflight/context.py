@@ -165,6 +165,15 @@ class Context:
         return tuple(subjects)
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """The tables that are published, or would be after a start."""
+        known = {str(subject) for subject in self.subjects}
+        if self.request.manage_publication or self.publication is None:
+            found = find_tables(self.connection, self.request.patterns or ("*",), self.request.exclude)
+            known |= {str(table) for table in found}
+        return frozenset(known)
+
+    @cached_property
     def types(self) -> Mapping[int, PostgresType]:
         """The types of all columns that are or would be published."""
         wanted = {

@@ -243,7 +243,7 @@ def check_partition_identity(context: Context) -> Iterator[Check]:
         )
     elif roots:
         yield passed(
-            "partition_identity", f"{counted(list(judged), 'partitioned table')} with rows that are identified"
+            "partition_identity", f"the rows of {counted(list(judged), 'partitioned table')} can be told apart"
         )
 
 
@@ -404,11 +404,16 @@ def check_overrides(context: Context) -> Iterator[Check]:
     """Does every table and column with types of its own in [tables] exist?"""
     known = {str(subject): {each.name for each in subject.catalog.live_attributes} for subject in context.subjects}
     for table, rules in context.request.transforms.rules.items():
-        known.setdefault(table, set()).update(rule.rename for _, rule in rules.columns if rule.rename is not None)
+        if table in known:
+            known[table] |= {rule.rename for _, rule in rules.columns if rule.rename is not None}
     lost = [
         override.table if override.column is None else f"{override.table}.{override.column}"
         for override in context.request.types.overrides
-        if override.table not in known or (override.column is not None and override.column not in known[override.table])
+        if (
+            override.table not in context.names
+            if override.table not in known
+            else override.column is not None and override.column not in known[override.table]
+        )
     ]
     if lost:
         yield failed(
@@ -426,7 +431,8 @@ def check_schema_changes(context: Context) -> Iterator[Check]:
     if not policies:
         return
     own = {name: policy for name, policy in policies.items() if name}
-    lost = sorted(own.keys() - {str(subject) for subject in context.subjects})
+    former = {context.request.transforms.known_as.get(each.published.oid) for each in context.subjects}
+    lost = sorted(own.keys() - context.names - former)
     if lost:
         yield failed(
             "schema_changes",
@@ -441,22 +447,24 @@ def check_schema_changes(context: Context) -> Iterator[Check]:
 
 def check_rules(context: Context) -> Iterator[Check]:
     """Do the rules of [tables] for columns and rows fit the tables, and what do they do?"""
-    rules = context.request.transforms.rules
+    transforms = context.request.transforms
     problems: list[ConfigError] = []
     shown: list[str] = []
     for subject in context.subjects:
-        if str(subject) not in rules:
+        rules = transforms.of(subject.published.oid, str(subject))
+        if rules is None:
             continue
         schema = schema_from_catalog(subject.catalog, context.types, subject.attnums)
         try:
-            context.request.transforms.resolve(schema, context.request.types)
-            shown.append(f"{subject}: {rules[str(subject)]}")
+            transforms.resolve(schema, context.request.types)
+            shown.append(f"{subject}: {rules}")
         except ConfigError as error:
             problems.append(error)
     for problem in problems:
         remedy = for_table(problem.hint, problem.table)
         yield failed("column_rules", context.severity, problem.message, remedy, [problem.table])
-    lost = sorted(rules.keys() - {str(subject) for subject in context.subjects})
+    former = {transforms.name_of(each.published.oid, str(each)) for each in context.subjects}
+    lost = sorted(transforms.rules.keys() - context.names - former)
     if lost:
         yield failed(
             "column_rules",
