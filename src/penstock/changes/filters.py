@@ -56,7 +56,7 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 }
 _LANGUAGE = (
     "A filter compares columns with constants (=, <>, <, <=, >, >=, in, is null) and combines conditions with and, or, "
-    "not; see docs/reference/config.md."
+    "not; docs/guides/columns.md has the rules."
 )
 
 Constant = str | bool | int | Decimal
@@ -137,7 +137,8 @@ class _Parser:
         while self._text[at:].strip():
             found = _TOKEN.match(self._text, at)
             if found is None:
-                raise self._error(f"cannot be read from character {at + 1} on")
+                at = len(self._text) - len(self._text[at:].lstrip())
+                raise self._error(f"cannot be read from character {at + 1} on, {self._text[at]!r}")
             kind = found.lastgroup or ""
             word = found[kind]
             if kind == "name":
@@ -157,8 +158,16 @@ class _Parser:
     def parse(self) -> Condition:
         found = self._either()
         if self._at < len(self._tokens):
-            raise self._error(f"has something unexpected after part {self._at}")
+            raise self._unsupported()
         return found
+
+    def _unsupported(self) -> ConfigError:
+        kind, word = self._next()
+        if kind == "name":
+            return self._error(f"has {word!r}, which filters do not support")
+        # A constant is not shown.
+        what = repr(word) if kind in ("word", "sign") else "a constant"
+        return self._error(f"has {what} where `and`, `or` or its end should be")
 
     def _next(self) -> tuple[str, str]:
         return self._tokens[self._at] if self._at < len(self._tokens) else ("end", "")
@@ -203,8 +212,10 @@ class _Parser:
             found = self._members(column)
             return Not(found) if negated else found
         kind, word = self._next()
+        if negated and kind == "name":
+            raise self._unsupported()
         if negated or (kind == "sign" and word == "("):
-            raise self._error(f"calls a function or an operator that filters do not have, at {column!r}")
+            raise self._error(f"calls a function or an operator that filters do not support, at {column!r}")
         if kind == "sign" and word in _SIGNS:
             self._at += 1
             return Comparison(column, _SIGNS[word], self._constant(column))

@@ -243,9 +243,34 @@ def _explain(error: ValidationError) -> Iterator[str]:
                 yield f"{where}: is missing"
             case "value_error" if not parts:
                 yield problem["msg"].removeprefix("Value error, ")
-            case _:
+            case kind:
                 message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-                yield f"{where}: {message}"
+                yield f"{where}: {_plain(kind, message)}"
+
+
+def _plain(kind: str, message: str) -> str:
+    """What the validator says, in words of config files."""
+    least = re.search(r"at least (\d+)", message)
+    match kind:
+        case "string_type":
+            return "should be text, in quotes"
+        case "int_type" | "int_parsing" | "int_from_float":
+            return "should be a whole number"
+        case "float_type" | "float_parsing":
+            return "should be a number"
+        case "bool_type" | "bool_parsing":
+            return "should be true or false"
+        case "list_type" | "tuple_type":
+            return 'should be a list, like ["a", "b"]'
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "should be a section with keys of its own, like { key = value }"
+        case "literal_error" if message == "should be True":
+            return "can only be true; remove it otherwise"
+        case "too_short" | "string_too_short" if least is not None:
+            what = "character" if "string" in kind or "after validation" in message else "item"
+            return f"should have at least {least[1]} {what}{'s' * (least[1] != '1')}"
+        case _:
+            return message
 
 
 def _nearest(parts: list[str]) -> str:
