@@ -64,7 +64,7 @@ from penstock.workers import (
     TableSync,
 )
 from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings
-from penstock.workers.failures import errored
+from penstock.workers.failures import Policies, errored
 
 __all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "RunningTables", "TablesOutput", "TablesSettings"]
 
@@ -101,10 +101,13 @@ class TablesSettings(StreamSettings):
         """The name of the output among those of all pipelines, in the store and at the destination."""
         return self.id if self.output == DEFAULT_OUTPUT else f"{self.id}:{self.output}"
 
-    def changes_of(self, table: str, former: str | None = None) -> SchemaChanges:
-        """How a table follows changes of its schema, by its name or the one under which its rows are."""
-        name = next((each for each in (table, former) if each in self.of_tables), None)
-        return self.schema_changes if name is None else self.of_tables[name]
+    def policies_with(self, store: Store) -> Policies:
+        """The policies of tables, also of those that were renamed since an earlier process stored their names."""
+        known_as = {table_id: shape.known_as for table_id, shape in store.get_table_shapes().items() if shape.known_as}
+        policies = Policies(self.schema_changes, self.of_tables, known_as)
+        membership = store.get_publication_membership(self.publication)
+        policies.remember({} if membership is None else membership.names)
+        return policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ class TablesOutput:
         start = stream.start_of(self.output)
         folders = self._folders()
         transforms = remembering(self.settings.transforms, self.store.get_table_shapes())
+        policies = self.settings.policies_with(self.store)
         with ExitStack() as stack:
             self.destination.startup(
                 DestinationContext(
@@ -143,13 +147,13 @@ class TablesOutput:
                     source_rows=SourceFetch(self.settings.source, self.settings.types, transforms),
                     records_ddl=self.settings.ddl_trigger,
                     keeps_dropped_columns=lambda schema: (
-                        self.settings.changes_of(str(schema)).drop_column is DropColumn.KEEP
+                        policies.of(schema.table_id, str(schema)).drop_column is DropColumn.KEEP
                     ),
                     **({} if folders is None else {"take_folder": folders.take}),
                 )
             )
             stack.callback(self.destination.shutdown)
-            running = RunningTables(self, lifecycle, start.position, published, folders, transforms)
+            running = RunningTables(self, lifecycle, start.position, published, folders, transforms, policies)
             stack.callback(running.drain)
             running.start()
             yield running
@@ -172,6 +176,7 @@ class RunningTables(RunningOutput):
         published: Published,
         folders: TableFolders | None = None,
         transforms: Transforms | None = None,
+        policies: Policies | None = None,
     ) -> None:
         settings = output.settings
         super().__init__(settings.output, settings, output.store, lifecycle)
@@ -179,6 +184,7 @@ class RunningTables(RunningOutput):
         self.destination = output.destination
         self._tasks = output.tasks
         self._names: dict[int, str] = dict(published.tables)
+        self._policies = policies or Policies(settings.schema_changes, settings.of_tables)
         self._folders = folders
         self._left_out: dict[int, int] = {}
         """Tables that are not followed, and the ones whose names theirs read like."""
@@ -219,6 +225,7 @@ class RunningTables(RunningOutput):
             *(self._apply, self._board, self.store, self.destination, self._tasks, lifecycle.stop),
             transforms=self._transforms,
             policy_of=self._schema_changes,
+            known_as=self._policies.known_as,
         )
         self.refresh(published)
         self._hold = ApplyHold(
@@ -275,8 +282,10 @@ class RunningTables(RunningOutput):
         published = replace(published, tables=self._told_apart(published))
         self._names |= published.tables
         self._transforms.remember(published.tables)
+        self._policies.remember(published.tables)
         seen, now = self._membership, published.membership
         change = changes_between(seen, now) if seen is not None else None
+        self._warn_of_types({} if seen is None else seen.names, published.tables)
         states = self._board.phases()
         for table_id in self._without_data(states.keys() - published.tables.keys()):
             logger.info("table left the publication table=%s", self._name_of(table_id))
@@ -317,10 +326,18 @@ class RunningTables(RunningOutput):
         self._left_out = left_out
         return {table_id: name for table_id, name in published.tables.items() if table_id not in left_out}
 
+    def _warn_of_types(self, before: Mapping[int, str], names: Mapping[int, str]) -> None:
+        """Name the tables that lost their `types` when they were renamed."""
+        typed = {override.table for override in self._tables.types.overrides}
+        for table_id, name in names.items():
+            if before.get(table_id) in typed and name not in typed:
+                text = "table was renamed, and [tables] has types only for its former name table=%s former=%s"
+                logger.warning(text, name, before[table_id])
+
     def _without_data(self, table_ids: Collection[int]) -> Iterator[int]:
         """Yield tables that have left, after the data of those that were dropped is deleted if the config says so."""
         for table_id in table_ids:
-            if self._tables.changes_of(self._name_of(table_id)).drop_table is DropTable.DROP:
+            if self._policies.of(table_id, self._name_of(table_id)).drop_table is DropTable.DROP:
                 name = self._name_of(table_id)
                 try:
                     with connect(self._tables.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
@@ -352,9 +369,7 @@ class RunningTables(RunningOutput):
                 )
 
     def _schema_changes(self, table_id: int) -> SchemaChanges:
-        # A table that was renamed keeps the policy of the name under which its rows are.
-        former = None if self._folders is None else self._folders.former_name(table_id)
-        policy = self._tables.changes_of(self._name_of(table_id), former)
+        policy = self._policies.of(table_id, self._name_of(table_id))
         shape = self.store.get_table_shapes().get(table_id)
         is_partitioned = shape is not None and shape.is_partitioned
         return policy.allowed(self.destination.capabilities, is_partitioned=is_partitioned)
@@ -473,6 +488,7 @@ class RunningTables(RunningOutput):
             types=settings.types,
             transforms=self._transforms,
             schema_changes=self._schema_changes(table_id),
+            known_as=self._policies.known_as(table_id),
         )
         return self._workers[table_id]
 

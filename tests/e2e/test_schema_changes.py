@@ -655,6 +655,35 @@ def test_rows_are_kept_when_the_table_is_renamed(database: Any, tmp_path: Path) 
     assert (tmp_path / "lake" / "public" / "events").exists()
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [SchemaChanges(partitions=Partitions.KEEP), SchemaChanges(recopy=Recopy.STOP), SchemaChanges(recopy_max_bytes=10)],
+    ids=["partitions", "recopy", "recopy_max_bytes"],
+)
+def test_a_renamed_table_keeps_its_policy_after_a_restart(database: Any, tmp_path: Path, policy: SchemaChanges) -> None:
+    """Also after a second one, and if the rename was not seen while the pipeline ran."""
+    site = Site(database, tmp_path, {"events": (PARTED, ROWS, "alter table {t} rename to former")})
+    settings: dict[str, Any] = {"tables": ("public.*",), "of_tables": {"public.events": policy}}
+    with site.running(**settings) as pipeline:
+        site.check(pipeline)
+        site.change()
+        site.wait_noticed(pipeline)
+    with site.running(**settings) as pipeline:
+        site.wait_noticed(pipeline)
+    database.execute("alter table former rename to latest")
+    with site.running(**settings) as pipeline:
+        site.wait_noticed(pipeline)
+        if policy.partitions is Partitions.KEEP:
+            database.execute("drop table events_mid")
+            site.wait_noticed(pipeline)
+        database.execute("insert into latest values (101, 'new', 1)")
+        end = current_position(database)
+        wait_for(lambda: pipeline.wait(0) or reaches(pipeline.status.applied, end), "apply")
+    assert LakeReadBack(tmp_path / "lake").read_table("public.latest").num_rows == 21
+    assert site.copies("latest") == 1
+    assert [path.name for path in (tmp_path / "lake" / "public").iterdir()] == ["events"]
+
+
 def test_the_phase_says_why_a_table_waits_to_be_copied_again(database: Any, tmp_path: Path) -> None:
     site = Site(database, tmp_path, {"another_key": STATEMENTS["another_key"]})
     with site.running() as pipeline:

@@ -352,7 +352,9 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         types=_type_settings(file),
         schema_changes=_schema_changes(file.schema_changes),
         of_tables={
-            name: _schema_changes(file.schema_changes, section.schema_changes) for name, section in file.tables.items()
+            name: _schema_changes(file.schema_changes, section.schema_changes)
+            for name, section in file.tables.items()
+            if section.schema_changes.model_fields_set - {"rename_table"}
         },
     )
     return Config(

@@ -105,12 +105,6 @@ class TableFolders:
             if finished:
                 self._index()
 
-    def former_name(self, table_id: int) -> str | None:
-        """Return the name that a table had when its folder was named; None if it has no folder."""
-        with self._lock:
-            folder = self._held.get(table_id, self._next.get(table_id))
-        return None if folder is None else str(_name_of(folder))
-
     def misplaced(self) -> dict[int, tuple[str, str]]:
         """Return the tables that are, or are being copied, in another folder than they should be: (is, should be)."""
         with self._lock:

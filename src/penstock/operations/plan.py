@@ -257,7 +257,7 @@ def _fate_of_table(
     if store is None or table_id is None or shape is None or schema is None or not isinstance(phase, SyncDone | Ready):
         return f"{_fate(phase)}{ending}"
     destination = config.create_destination(output)
-    policy = output.settings.changes_of(name, transforms.known_as.get(table_id))
+    policy = output.settings.policies_with(store).of(table_id, name)
     policy = policy.allowed(destination.capabilities, is_partitioned=shape.is_partitioned)
     now = transforms.in_force(table_id, name)
     if (shape.rules and shape.rules.fingerprint) != (now and now.fingerprint):

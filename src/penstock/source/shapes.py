@@ -121,6 +121,8 @@ class TableShape:
     """Leaves that have gone since that copy, and whose rows were dealt with."""
     rules: RulesInForce | None = None
     """The rules of the config for its columns and rows. The catalog does not say them."""
+    known_as: str | None = None
+    """The name under which the config had a policy for it; the table may have another name by now."""
     silent_change: str | None = field(default=None, compare=False)
     """What changed rows without a word in the stream since the copy; only of a table whose destination keeps every
     change, where the changes go on. The catalog does not know it."""
@@ -176,6 +178,7 @@ def shape_to_json(shape: TableShape) -> dict[str, Any]:
         "copied_at": None if shape.copied_at is None else str(shape.copied_at),
         "former": sorted(shape.former),
         "rules": shape.rules,
+        "known_as": shape.known_as,
         "silent_change": shape.silent_change,
     }
 
@@ -190,6 +193,7 @@ def shape_from_json(record: Mapping[str, Any]) -> TableShape:
         None if record.get("copied_at") is None else Lsn.parse(record["copied_at"]),
         frozenset(record.get("former", ())),
         RulesInForce(*record["rules"]) if record.get("rules") else None,
+        record.get("known_as"),
         record.get("silent_change"),
     )
 

@@ -61,8 +61,9 @@ class CatalogChanges:
         *,
         transforms: Transforms,
         policy_of: Callable[[int], SchemaChanges],
+        known_as: Callable[[int], str | None],
     ) -> None:
-        """`policy_of` returns how a table follows changes of its schema."""
+        """`policy_of` returns how a table follows changes of its schema, `known_as` what `TableShape` says of it."""
         self._settings = settings
         self._apply = apply
         self._board = board
@@ -72,6 +73,7 @@ class CatalogChanges:
         self._stop = stop
         self._transforms = transforms
         self._policy_of = policy_of
+        self._known_as = known_as
         self.pending: set[int] = set()
         """Tables that do not follow yet what the last reading has shown."""
         self._awaited: dict[int, Lsn] = {}
@@ -86,7 +88,8 @@ class CatalogChanges:
         changed: set[int] = set()
         for table_id in followed & shapes.keys():
             rules = self._transforms.in_force(table_id, self._board.name_of(table_id))
-            before, now = known.get(table_id), replace(shapes[table_id], rules=rules)
+            before = known.get(table_id)
+            now = replace(shapes[table_id], rules=rules, known_as=self._known_as(table_id))
             mentioned = leaves.get(table_id, {})
             if before is None:
                 processed[table_id] = replace(now, former=frozenset(mentioned))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -90,6 +90,39 @@ class SchemaChanges:
         if self.drop_table is DropTable.DROP:
             parts.append("DELETED at the destination once dropped")
         return ", ".join(parts)
+
+
+class Policies:
+    """How each table follows changes of its schema.
+
+    A table that was renamed keeps the policy of the name under which the config has it, unless its new name has a
+    policy of its own or another table has the configured name now.
+    """
+
+    def __init__(
+        self, default: SchemaChanges, of_tables: Mapping[str, SchemaChanges], known_as: Mapping[int, str] | None = None
+    ) -> None:
+        """`known_as` has what is stored of tables."""
+        self._default = default
+        self._of_tables = of_tables
+        self._known_as = dict(known_as or {})
+        self._owners: dict[str, int] = {}
+
+    def remember(self, tables: Mapping[int, str]) -> None:
+        """Learn the current names of all tables."""
+        self._known_as.update({table_id: name for table_id, name in tables.items() if name in self._of_tables})
+        self._owners = {name: table_id for table_id, name in tables.items()}
+
+    def known_as(self, table_id: int) -> str | None:
+        """Return the last name of a table under which the config had a policy for it; to be stored with the table."""
+        return self._known_as.get(table_id)
+
+    def of(self, table_id: int, name: str) -> SchemaChanges:
+        """Return the policy of a table with this name."""
+        former = self._known_as.get(table_id, name)
+        if name not in self._of_tables and self._owners.get(former, table_id) == table_id:
+            name = former
+        return self._of_tables.get(name, self._default)
 
 
 def as_error(error: BaseException) -> PenstockError:

@@ -82,7 +82,7 @@ class PartitionCopy:
             raise SchemaNotFollowed(f"{self.table}: {self.reason}", table=self.table) from error
         failpoints.reach("after_partitions")
         assert rows.shape is not None
-        self.store.store_table_shapes({self.table_id: rows.shape})
+        self.store.store_table_shapes({self.table_id: replace(rows.shape, known_as=self.before.known_as)})
         return rows.position
 
     def _catch_up(self, writer: BatchWriter, end: Lsn, reached: list[Lsn]) -> None:

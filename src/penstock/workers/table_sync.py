@@ -110,7 +110,10 @@ class TableSync:
         types: TypeSettings,
         transforms: Transforms,
         schema_changes: SchemaChanges,
+        known_as: str | None,
     ) -> None:
+        """`known_as`: as in `TableShape`."""
+        self._known_as = known_as
         self._schema_changes = schema_changes
         self._table_id = table_id
         self._reader = reader
@@ -320,8 +323,8 @@ class TableSync:
     def _remember_schema(self, rows: CopyRows) -> None:
         self._store.store_table_schema(TableSchemaVersion(OrderKey(rows.position, 0), rows.schema))
         if rows.shape is not None:
-            shape = replace(rows.shape, rules=self._transforms.in_force(self._table_id, str(rows.schema)))
-            self._store.store_table_shapes({self._table_id: shape})
+            rules = self._transforms.in_force(self._table_id, str(rows.schema))
+            self._store.store_table_shapes({self._table_id: replace(rows.shape, rules=rules, known_as=self._known_as)})
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import Retry, TableRewritten
 from penstock.state import Init
-from penstock.workers.failures import errored
+from penstock.workers.failures import Policies, Recopy, SchemaChanges, errored
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,21 @@ def test_an_error_without_a_name_waits_for_a_person_and_quotes_nothing() -> None
 def test_an_error_with_a_name_keeps_it() -> None:
     found = errored(Init(), TableRewritten("t was emptied"), position=None)
     assert found.reason == "t was emptied"
+
+
+STOP, SMALL, DEFAULT = SchemaChanges(recopy=Recopy.STOP), SchemaChanges(recopy_max_bytes=10), SchemaChanges()
+
+
+def test_a_renamed_table_keeps_its_policy_unless_a_name_says_otherwise() -> None:
+    of_tables = {"public.a": STOP, "public.b": SMALL}
+    policies = Policies(DEFAULT, of_tables)
+    policies.remember({1: "public.a"})
+    policies.remember({1: "public.new"})
+    assert policies.of(1, "public.new") is STOP
+    later = Policies(DEFAULT, of_tables, {1: policies.known_as(1) or ""})
+    later.remember({1: "public.newer"})
+    assert later.of(1, "public.newer") is STOP
+    later.remember({1: "public.newer", 2: "public.a"})
+    assert (later.of(1, "public.newer"), later.of(2, "public.a")) == (DEFAULT, STOP)
+    later.remember({1: "public.b"})
+    assert later.of(1, "public.b") is SMALL
