@@ -33,7 +33,7 @@ from penstock.source.catalog import load_table, sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
 from penstock.source.lineage import Lineage, current_position
 from penstock.source.membership import Membership, changes_between
-from penstock.source.shapes import remembering
+from penstock.source.shapes import TableShape, remembering
 from penstock.state import (
     Command,
     CommandKind,
@@ -63,7 +63,7 @@ from penstock.workers import (
     SyncPool,
     TableSync,
 )
-from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings
+from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings, was_followed
 from penstock.workers.failures import Policies, errored
 
 __all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "RunningTables", "TablesOutput", "TablesSettings"]
@@ -281,8 +281,8 @@ class RunningTables(RunningOutput):
         """Follow the publication: new tables start, removed ones stop, re-added ones start over."""
         published = replace(published, tables=self._told_apart(published))
         self._names |= published.tables
-        self._transforms.remember(published.tables)
         self._policies.remember(published.tables)
+        self._remember_rules(published)
         seen, now = self._membership, published.membership
         change = changes_between(seen, now) if seen is not None else None
         self._warn_of_types({} if seen is None else seen.names, published.tables)
@@ -306,6 +306,22 @@ class RunningTables(RunningOutput):
         if now != seen:
             self.store.store_publication_membership(self._tables.publication, now)
         self._membership = now
+
+    def _remember_rules(self, published: Published) -> None:
+        """Learn the names of tables and columns with rules; store them before the first copy, which may be late."""
+        known = self.store.get_table_shapes()
+        found: dict[int, TableShape] = {}
+        for table_id in published.tables.keys() & published.shapes.keys():
+            name, shape = published.tables[table_id], published.shapes[table_id]
+            self._transforms.remember(table_id, name, shape.columns)
+            rules = self._transforms.in_force(table_id, name)
+            stored = known[table_id].rules if table_id in known else None
+            is_known = rules is None or (stored is not None and stored.table == rules.table)
+            if not is_known and not was_followed(self._board.phase(table_id)):
+                found[table_id] = replace(
+                    known.get(table_id, shape), rules=rules, known_as=self._policies.known_as(table_id)
+                )
+        self.store.store_table_shapes(found)
 
     def _told_apart(self, published: Published) -> dict[int, str]:
         """Return the tables; of those whose names read alike, only the one that is known longest.

@@ -70,8 +70,10 @@ class House:
             """
         )
 
-    def pipeline(self, rules: dict[str, TableRules] = RULES) -> Alone:
-        settings = tables_settings(self.database, self.folder, manage_publication=True, transforms=Transforms(rules))
+    def pipeline(self, rules: dict[str, TableRules] = RULES, **options: Any) -> Alone:
+        settings = tables_settings(
+            self.database, self.folder, manage_publication=True, transforms=Transforms(rules), **options
+        )
         return tables_alone(settings, self.store, DeltaDestination(self.folder / "lake"), LocalTasks())
 
     def lake(self, table: str) -> list[dict[str, Any]]:
@@ -206,6 +208,48 @@ def test_a_renamed_column_never_flows_in_clear(any_database, tmp_path):
         house.store.add_command(CommandKind.RESYNC, ("public.users",))
         wait_phases(pipeline, READY)
         house.check()
+
+
+@pytest.mark.parametrize("ddl_trigger", [False, True])
+def test_a_column_whose_name_another_one_got_never_flows_in_clear(database, tmp_path, ddl_trigger):
+    house = House(database, tmp_path)
+    write(database, 1)
+    with house.pipeline(ddl_trigger=ddl_trigger) as pipeline:
+        wait_phases(pipeline, READY)
+        database.execute(
+            "begin; alter table users rename secret to former; alter table users add secret text; commit;"
+            "insert into users (id, country, former) values (0, 'DE', 'secret 0')"
+        )
+        assert "the former one is 'former'" in wait_errored(pipeline, "users").reason
+        house.store.add_command(CommandKind.RESYNC, ("public.users",))
+        wait_errored(pipeline, "users")
+    with house.pipeline(ddl_trigger=ddl_trigger) as pipeline:
+        wait_errored(pipeline, "users")
+        assert "secret" not in str(house.lake("users"))
+    columns = (*RULES["public.users"].columns, ("former", ColumnRule(exclude=True)))
+    rules = RULES | {"public.users": replace(RULES["public.users"], columns=columns)}
+    with house.pipeline(rules, ddl_trigger=ddl_trigger) as pipeline:
+        house.store.add_command(CommandKind.RESYNC, ("public.users",))
+        wait_phases(pipeline, READY)
+        house.check()
+
+
+def test_a_table_that_is_renamed_before_its_first_copy_keeps_its_rules(database, tmp_path):
+    house = House(database, tmp_path)
+    database.execute("drop table accounts")
+    others = {"users": "ready", "visits": "ready"}
+    with database.connect() as other:
+        with house.pipeline() as pipeline:
+            wait_phases(pipeline, others)
+            other.execute("begin")
+            other.execute("select pg_current_xact_id()")  # the copy waits for this transaction
+            database.execute("create table accounts (email text primary key); insert into accounts values ('a')")
+            wait_for(lambda: pipeline.waits, "the copy to wait")
+            database.execute("alter table accounts rename to logins")
+        other.execute("commit")
+    with house.pipeline() as pipeline:
+        wait_phases(pipeline, READY_LOGINS)
+        assert [row["email"] for row in house.lake("logins")] == [digest("a")]
 
 
 def test_a_renamed_table_keeps_its_rules_and_changed_rules_copy_it_again(database, tmp_path):

@@ -14,22 +14,21 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from penstock.changes.filters import Cells, Condition, RowFilter, bind_filter, columns_of
+from penstock.changes.filtering import array_of, field_of, filter_changes
+from penstock.changes.filters import Condition, RowFilter, bind_filter, columns_of
 from penstock.changes.segment import (
     OLD,
-    OP,
     RESERVED,
     UNCHANGED,
     UNREPRESENTABLE,
     UNREPRESENTABLE_TYPE,
-    Operation,
     Texts,
     field_names,
     join_texts,
@@ -112,12 +111,22 @@ class TableRules:
         return "; ".join([*said, *([] if self.where is None else [f"only rows where {self.where}"])])
 
 
+class RuledColumn(NamedTuple):
+    """A column for which the config had a rule when its table was found or copied."""
+
+    attnum: int
+    rule: str
+    """For people, and to notice another one."""
+
+
 class RulesInForce(NamedTuple):
     """The rules by which the rows of a table were made."""
 
     table: str
     """The name of the table in the config."""
     fingerprint: str
+    columns: Mapping[str, RuledColumn] = MappingProxyType({})
+    """By the names in the config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,29 +135,43 @@ class Transforms:
 
     rules: Mapping[str, TableRules] = field(default_factory=dict[str, TableRules])
     """By the names of tables in the config."""
-    known_as: dict[int, str] = field(default_factory=dict[int, str])
-    """The names under which tables have rules that were renamed since: they keep them."""
+    known: dict[int, RulesInForce] = field(default_factory=dict[int, RulesInForce])
+    """The names under which tables have rules, and their columns: whatever was renamed since keeps them."""
 
     def name_of(self, table_id: int, name: str) -> str | None:
         """The name under which the config has rules for a table; None if it has none."""
         if name in self.rules:
             return name
-        former = self.known_as.get(table_id)
-        return former if former in self.rules else None
+        former = self.known.get(table_id)
+        return former.table if former is not None and former.table in self.rules else None
 
     def of(self, table_id: int, name: str) -> TableRules | None:
         """The rules for a table."""
         found = self.name_of(table_id, name)
         return None if found is None else self.rules[found]
 
-    def remember(self, tables: Mapping[int, str]) -> None:
-        """Learn the current names of tables."""
-        self.known_as.update({table_id: name for table_id, name in tables.items() if name in self.rules})
+    def remember(self, table_id: int, name: str, columns: Mapping[int, str], *, copied: bool = False) -> None:
+        """Learn the current names of a table and its columns, these by attribute number.
+
+        Columns that are known keep their rules, until the table is copied by the current ones.
+        """
+        found = self.name_of(table_id, name)
+        if found is None:
+            return
+        rules, former = self.rules[found], self.known.get(table_id)
+        kept = {} if copied or former is None or former.table != found else former.columns
+        taken = {column.attnum for column in kept.values()}
+        attnums = {column: attnum for attnum, column in columns.items() if attnum not in taken}
+        ruled = {each: RuledColumn(attnums[each], str(rule)) for each, rule in rules.columns if each in attnums}
+        self.known[table_id] = RulesInForce(found, rules.fingerprint, {**ruled, **kept})
 
     def in_force(self, table_id: int, name: str) -> RulesInForce | None:
         """What to store with a table that is copied by the current rules; None if it has none."""
-        found = self.name_of(table_id, name)
-        return None if found is None else RulesInForce(found, self.rules[found].fingerprint)
+        found, known = self.name_of(table_id, name), self.known.get(table_id)
+        if found is None:
+            return None
+        columns = known.columns if known is not None and known.table == found else {}
+        return RulesInForce(found, self.rules[found].fingerprint, columns)
 
     def renames(self, table_id: int, name: str) -> dict[str, str]:
         """The columns of a table that have other names at the destination."""
@@ -164,7 +187,12 @@ class Transforms:
     def resolve(self, schema: TableSchema, types: TypeSettings) -> TableTransform | None:
         """The transform of a table with this schema; None if it has no rules. See `resolve_rules`."""
         rules = self.of(schema.table_id, str(schema))
-        return None if rules is None else resolve_rules(rules, schema, types)
+        if rules is None:
+            return None
+        found = resolve_rules(rules, schema, types)
+        known = self.in_force(schema.table_id, str(schema))
+        _require_same_columns(schema, rules, {} if known is None else known.columns)
+        return found
 
 
 class KeptColumn(NamedTuple):
@@ -224,7 +252,7 @@ class TableTransform:
         """Transform rows of a copy; columns that the table does not have stay as they are."""
         table = self._columns(pa.Table.from_batches([batch])).combine_chunks()
         return pa.RecordBatch.from_arrays(
-            [_array(table.column(name)) for name in table.column_names], schema=table.schema
+            [array_of(table.column(name)) for name in table.column_names], schema=table.schema
         )
 
     def arrow_schema(self, schema: pa.Schema) -> pa.Schema:
@@ -248,7 +276,7 @@ class TableTransform:
             if left is not None:
                 kept[column.target] = left
         if OLD in table.column_names:
-            old = self._old(_array(table.column(OLD)), texts, kept)
+            old = self._old(array_of(table.column(OLD)), texts, kept)
             done[OLD] = pa.field(OLD, old.type), old
         if UNCHANGED in table.column_names:
             bitmap = self._unsent(table.column(UNCHANGED))
@@ -272,9 +300,9 @@ class TableTransform:
         for column in self.kept:
             if column.source in names:
                 name = f"{OLD}.{column.source}"
-                cells, left = self._cells(column, _field_of(old, column.source), texts.get(name))
+                cells, left = self._cells(column, field_of(old, column.source), texts.get(name))
                 fields.append(pa.field(column.target, cells.type))
-                arrays.append(_array(cells))
+                arrays.append(array_of(cells))
                 if left is not None:
                     kept[f"{OLD}.{column.target}"] = left
         if not fields:
@@ -302,7 +330,7 @@ class TableTransform:
         if rule.mask is not None:
             is_null = cells.is_null() if texts is None else pc.and_(cells.is_null(), texts.is_null())
             return pc.if_else(is_null, pa.scalar(None, pa.string()), pa.scalar(rule.mask)), None
-        printed = print_values(_array(cells), column.type)
+        printed = print_values(array_of(cells), column.type)
         if texts is not None:
             printed = pc.coalesce(printed, texts.cast(printed.type))
         return change_texts(rule, printed, self.rules.key), None
@@ -354,6 +382,23 @@ def resolve_rules(rules: TableRules, schema: TableSchema, types: TypeSettings) -
             f"Run: alter table {schema} replica identity full; or do without one of them.",
         )
     return replace(transform, filter=bound)
+
+
+def _require_same_columns(schema: TableSchema, rules: TableRules, known: Mapping[str, RuledColumn]) -> None:
+    """Raise if a column that had a rule has another name, and the config says nothing new of that name."""
+    now = {column.attnum: column.name for column in schema.columns}
+    ruled = {name: str(rule) for name, rule in rules.columns}
+    for name, column in known.items():
+        other = now.get(column.attnum, name)
+        former = known[other].rule if other in known else None
+        is_new = ruled.get(other) not in (None, former)
+        if other != name and name in ruled and not is_new and ruled.get(other) != column.rule:
+            raise _refused(
+                schema,
+                f"has a rule for {name!r}, but this is another column now: the former one is {other!r}",
+                f"Add a rule for {other!r} to the config; to send its values as they are, "
+                f'rename = "{other}" is enough. Then restart the pipeline and copy the table again: {RESYNC}.',
+            )
 
 
 def _require_distinct(schema: TableSchema, output: TableSchema, rules: TableRules) -> None:
@@ -449,140 +494,8 @@ def hash_texts(texts: pa.Array, key: bytes) -> pa.Array:
     return pa.array(digests, pa.string()).take(encoded.indices)
 
 
-# Filters
-
-
-def filter_changes(bound: RowFilter, table: pa.Table) -> pa.Table:
-    """The changes of the rows that pass a filter.
-
-    An update after which a row does not pass becomes a delete, and an update by which it begins to pass an insert, as
-    far as the old row is known. Otherwise a delete stays as it is: it does no harm to a row that was never there.
-    """
-    changes = _Filtered(bound, table)
-    operations = changes.operations
-    is_delete, is_update = operations == Operation.DELETE, operations == Operation.UPDATE
-    passes = changes.passes_now()
-    passed, is_known = changes.passed_before()
-    unknown_delete = is_delete & changes.unsent_any
-    leaves = is_update & ~passes & (passed | ~is_known)
-    enters = is_update & passes & is_known & ~passed
-    keep = np.where(is_delete, passes | unknown_delete, passes | leaves)
-    table = changes.converted(leaves, enters)
-    return table if keep.all() else table.filter(pa.array(keep))
-
-
-class _Filtered:
-    """Changes of a table, with what a filter needs to know of them."""
-
-    def __init__(self, bound: RowFilter, table: pa.Table) -> None:
-        self._filter = bound
-        self._table = table
-        self._texts = split_texts(table)
-        self._columns = bound.schema.columns
-        self._fields = dict(zip((each.name for each in self._columns), field_names(bound.schema), strict=True))
-        self._needed = [column.name for column in bound.columns]
-        self.operations: NDArray[np.int8] = table.column(OP).to_numpy()
-        count = table.num_rows
-        at, bits = unsent_cells(table.column(UNCHANGED))
-        self._unsent = np.zeros((count, len(self._columns)), np.bool_)
-        if len(at):
-            self._unsent[at] = bits[:, : len(self._columns)]
-        self._places = {column.name: place for place, column in enumerate(self._columns)}
-        self._old = _array(table.column(OLD)) if OLD in table.column_names else None
-        self._has_old = np.zeros(count, np.bool_) if self._old is None else self._old.is_valid().to_numpy(False)
-        self._old_names = {each.name for each in self._old.type} if self._old is not None else set[str]()
-        self.unsent_any = self._unsent[:, [self._places[name] for name in self._needed]].any(axis=1)
-
-    def passes_now(self) -> NDArray[np.bool_]:
-        """Which rows pass, with the values of deleted rows as far as they were sent."""
-        cells: dict[str, Cells] = {}
-        for name in self._needed:
-            field, place = self._fields[name], self._places[name]
-            values, texts, unsent = _array(self._table.column(field)), self._texts.get(field), self._unsent[:, place]
-            # A delete without the value is not decided by it.
-            unsent = unsent & (self.operations != Operation.DELETE)
-            if field in self._old_names and (unsent & self._has_old).any():
-                known = unsent & self._has_old
-                values, texts = self._filled(field, known)
-                unsent = unsent & ~known
-            cells[name] = Cells(values, texts, unsent if unsent.any() else None)
-        return self._filter.keep(cells, self._table.num_rows)
-
-    def passed_before(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which old rows passed, and for which changes this is known."""
-        count = self._table.num_rows
-        if not self._has_old.any() or not {self._fields[name] for name in self._needed} <= self._old_names:
-            return np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        cells = {
-            name: Cells(_field_of(self._old, self._fields[name]), self._texts.get(f"{OLD}.{self._fields[name]}"))
-            for name in self._needed
-        }
-        return self._filter.keep(cells, count) & self._has_old, self._has_old
-
-    def converted(self, leaves: NDArray[np.bool_], enters: NDArray[np.bool_]) -> pa.Table:
-        """The changes, with deletes and inserts in place of some updates."""
-        if not (leaves.any() or enters.any()):
-            return self._table
-        table, texts = self._table, dict(self._texts)
-        unsent = self._unsent.copy()
-        for column in self._columns:
-            field, place = self._fields[column.name], self._places[column.name]
-            from_old = np.zeros(len(leaves), np.bool_)
-            if field in self._old_names:
-                from_old = self._has_old & (leaves | (enters & unsent[:, place]))
-                unsent[from_old, place] = False
-            if not column.identity:
-                unsent[leaves, place] = True
-            if from_old.any() or not column.identity:
-                values, kept = self._filled(field, from_old)
-                hidden = pa.array(leaves & unsent[:, place])
-                values = pc.if_else(hidden, pa.scalar(None, values.type), values)
-                table = table.set_column(table.schema.get_field_index(field), table.schema.field(field), values)
-                if kept is not None:
-                    texts[field] = pc.if_else(hidden, pa.scalar(None, pa.string()), kept)
-        operations = np.where(leaves, Operation.DELETE, np.where(enters, Operation.INSERT, self.operations))
-        gone = leaves | enters
-        for name in [each for each in texts if each.startswith(f"{OLD}.")]:
-            texts[name] = pc.if_else(pa.array(gone), pa.scalar(None, pa.string()), texts[name])
-        replaced: dict[str, pa.Array] = {OP: pa.array(operations.astype(np.int8)), UNCHANGED: pack_unsent(unsent)}
-        if self._old is not None:
-            replaced[OLD] = self._old.take(pa.array(np.arange(len(gone)), mask=gone | ~self._has_old))
-        if UNREPRESENTABLE in table.column_names:
-            maps = join_texts(texts, table.num_rows)
-            replaced[UNREPRESENTABLE] = pa.nulls(table.num_rows, UNREPRESENTABLE_TYPE) if maps is None else maps
-        for name, array in replaced.items():
-            table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), array)
-        return table
-
-    def _filled(self, field: str, known: NDArray[np.bool_]) -> tuple[pa.Array, pa.Array | None]:
-        """A column and its texts, some of them from the old row."""
-        values, texts = _array(self._table.column(field)), self._texts.get(field)
-        if not known.any():
-            return values, texts
-        mask = pa.array(known)
-        values = pc.if_else(mask, _field_of(self._old, field), values)
-        old_texts = self._texts.get(f"{OLD}.{field}")
-        if texts is not None or old_texts is not None:
-            nothing = pa.nulls(len(known), pa.string())
-            texts = pc.if_else(mask, nothing if old_texts is None else old_texts, nothing if texts is None else texts)
-        return values, texts
-
-
-def _field_of(rows: pa.StructArray | None, name: str) -> pa.Array:
-    """A field by its name; Arrow's function would read a dot in it as a path."""
-    assert rows is not None
-    return pc.struct_field(rows, rows.type.get_field_index(name))
-
-
 def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    if isinstance(column, pa.Array):
-        return column
-    combined = column.combine_chunks()
-    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
 
 
 def _refused(schema: TableSchema, problem: str, hint: str) -> ConfigError:

@@ -14,7 +14,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from penstock.changes.segment import UNREPRESENTABLE, SegmentColumn, join_texts, segment_layout, split_texts
-from penstock.changes.transform import TableTransform, Transforms, resolve_rules
+from penstock.changes.transform import TableTransform, Transforms
 from penstock.changes.wire import TEXT, decode_columns
 from penstock.errors import SourceError, ValuesNotSent
 from penstock.schema import TableSchema
@@ -61,7 +61,10 @@ class SourceFetch:
             if table is None:
                 raise ValuesNotSent(f"{schema} no longer exists", table=str(schema))
             types = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
-        found = resolve_rules(rules, schema_from_catalog(table, types), self.types).for_copy()
+        found = self.transforms.resolve(schema_from_catalog(table, types), self.types)
+        if found is None:
+            return None
+        found = found.for_copy()
         wanted = {column.attnum for column in schema.columns}
         columns = tuple(column for column in found.source.columns if column.attnum in wanted)
         return TableTransform(rules, replace(found.source, columns=columns))

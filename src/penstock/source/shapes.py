@@ -7,14 +7,14 @@ another name. `load_shapes` reads the catalog and takes no lock on any table; `s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.changes.transform import RulesInForce, Transforms
+from penstock.changes.transform import RuledColumn, RulesInForce, Transforms
 from penstock.lsn import Lsn, is_in
 from penstock.source.faults import translated
 
@@ -192,16 +192,21 @@ def shape_from_json(record: Mapping[str, Any]) -> TableShape:
         record["partitioned"],
         None if record.get("copied_at") is None else Lsn.parse(record["copied_at"]),
         frozenset(record.get("former", ())),
-        RulesInForce(*record["rules"]) if record.get("rules") else None,
+        _rules_from_json(*record["rules"]) if record.get("rules") else None,
         record.get("known_as"),
         record.get("silent_change"),
     )
 
 
+def _rules_from_json(table: str, fingerprint: str, columns: Mapping[str, Sequence[Any]] | None = None) -> RulesInForce:
+    ruled = {name: RuledColumn(*column) for name, column in (columns or {}).items()}
+    return RulesInForce(table, fingerprint, ruled)
+
+
 def remembering(transforms: Transforms, shapes: Mapping[int, TableShape]) -> Transforms:
-    """The transforms, with the names under which tables had rules when their shapes were stored."""
-    known_as = {table_id: shape.rules.table for table_id, shape in shapes.items() if shape.rules is not None}
-    return Transforms(transforms.rules, known_as)
+    """The transforms, with the names under which tables and columns had rules when their shapes were stored."""
+    known = {table_id: shape.rules for table_id, shape in shapes.items() if shape.rules is not None}
+    return Transforms(transforms.rules, known)
 
 
 class SilentChange(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.changes.batch import EventBatch, SchemaChange, TableChanges, build_batch
 from penstock.changes.segment import Settled, refused_columns, require_exact_key, settled_columns
 from penstock.changes.steps import CellsChanged, Message
-from penstock.changes.transform import TableRules, TableTransform, Transforms, resolve_rules
+from penstock.changes.transform import TableRules, TableTransform, Transforms
 from penstock.destinations.base import Destination, TableResult
 from penstock.errors import RESYNC, ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
@@ -213,7 +213,8 @@ class BatchWriter:
         if rules is None:
             return None
         if (rules, schema) not in self._resolved:
-            found = resolve_rules(rules, schema, self._types)
+            found = self._transforms.resolve(schema, self._types)
+            assert found is not None
             require_exact_filter(found, self._destination)
             self._resolved[rules, schema] = found
         return self._resolved[rules, schema]

@@ -83,7 +83,7 @@ class CatalogChanges:
         """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""
         known = self._store.get_table_shapes()
         # A changed row may stop a table before its cause is seen here: the row has values that the stream never sent.
-        followed = {table_id for table_id, phase in self._board.phases().items() if _was_followed(phase)}
+        followed = {table_id for table_id, phase in self._board.phases().items() if was_followed(phase)}
         processed: dict[int, TableShape] = {}
         changed: set[int] = set()
         for table_id in followed & shapes.keys():
@@ -107,10 +107,10 @@ class CatalogChanges:
     def copy_for(self, table_id: int, reason: str) -> None:
         """Copy a table again whose catalog may be ahead of the stream, in whatever phase it is."""
         phase, shape = self._board.phase(table_id), self._store.get_table_shapes().get(table_id)
-        if phase is not None and _was_followed(phase) and not self._destination.capabilities.updates_rows:
+        if was_followed(phase) and not self._destination.capabilities.updates_rows:
             if shape is not None:
                 self._store.store_table_shapes({table_id: self._noted(table_id, shape, [SilentChange(reason)])})
-        elif phase is not None and _was_followed(phase):
+        elif was_followed(phase):
             self.copy_again(table_id, reason)
         elif phase is not None:
             logger.info("copying a table again table=%s reason=%s", self._board.name_of(table_id), reason)
@@ -232,6 +232,6 @@ class CatalogChanges:
             return True
 
 
-def _was_followed(phase: TableReplicationPhase) -> bool:
+def was_followed(phase: TableReplicationPhase | None) -> bool:
     """True if changes are applied to the table, or were until it stopped."""
     return isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.position is not None)

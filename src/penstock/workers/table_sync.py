@@ -323,6 +323,7 @@ class TableSync:
     def _remember_schema(self, rows: CopyRows) -> None:
         self._store.store_table_schema(TableSchemaVersion(OrderKey(rows.position, 0), rows.schema))
         if rows.shape is not None:
+            self._transforms.remember(self._table_id, str(rows.schema), rows.shape.columns, copied=True)
             rules = self._transforms.in_force(self._table_id, str(rows.schema))
             self._store.store_table_shapes({self._table_id: replace(rows.shape, rules=rules, known_as=self._known_as)})
 

@@ -187,7 +187,8 @@ def test_fingerprints_change_with_the_rules_and_the_key():
 def test_a_renamed_table_keeps_its_rules():
     transforms = Transforms({"public.users": rules(email=ColumnRule(hash=True))})
     assert transforms.of(1, "public.people") is None
-    transforms.remember({1: "public.users", 2: "public.other"})
+    transforms.remember(1, "public.users", {2: "email"})
+    transforms.remember(2, "public.other", {2: "email"})
     assert transforms.of(1, "public.people") is not None
     assert transforms.of(2, "public.other") is None
 

@@ -431,7 +431,8 @@ def check_schema_changes(context: Context) -> Iterator[Check]:
     if not policies:
         return
     own = {name: policy for name, policy in policies.items() if name}
-    former = {context.request.transforms.known_as.get(each.published.oid) for each in context.subjects}
+    known = context.request.transforms.known
+    former = {known[each.published.oid].table for each in context.subjects if each.published.oid in known}
     lost = sorted(own.keys() - context.names - former)
     if lost:
         yield failed(
