@@ -234,6 +234,19 @@ def test_a_column_whose_name_another_one_got_never_flows_in_clear(database, tmp_
         house.check()
 
 
+def test_a_column_of_the_filter_that_is_dropped_and_added_again_leads_to_a_new_copy(database, tmp_path):
+    house = House(database, tmp_path)
+    write(database, 1)
+    with house.pipeline(ddl_trigger=True) as pipeline:
+        wait_phases(pipeline, READY)
+        database.execute(
+            "begin; alter table users drop deleted; alter table users add deleted bool not null default false; commit;"
+            "insert into users (id, country) values (0, 'DE')"
+        )
+        count = len(house.source(f"select from users where {WHERE}"))
+        wait_for(lambda: len(house.lake("users")) == count, "the new copy")
+
+
 def test_a_table_that_is_renamed_before_its_first_copy_keeps_its_rules(database, tmp_path):
     house = House(database, tmp_path)
     database.execute("drop table accounts")

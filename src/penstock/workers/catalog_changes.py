@@ -163,7 +163,8 @@ class CatalogChanges:
         if changes and all(each.of_partition for each in changes) and in_place:
             self._copy_partitions(table_id, before, changes[0].text)
             return False  # it stores the shape that it has followed
-        exact = self._settings.records_ddl
+        # Rules go by names: with another column of that name, other rows pass the filter, and others are hashed.
+        exact = self._settings.records_ddl and now.rules is None
         if changes and all(each.in_stream and (exact or not each.moved) for each in changes) and is_followed:
             followed = self._stream_brought(table_id, now)
             if followed is not False:
