@@ -46,7 +46,7 @@ from tests.support.replay import Discrepancy
 from tests.support.restructure import SCHEMAS
 from tests.support.samples import available_samples
 from tests.support.workload import Ddl
-from tests.support.writers import Writers
+from tests.support.writers import Writers, when_recovered
 
 _COLUMNS = """
     select c.relnamespace::regnamespace::text || '.' || c.relname, array_agg(a.attname::text)
@@ -307,8 +307,12 @@ class _Trial:
 
     def _columns(self) -> dict[str, set[str]]:
         """The columns of each table that the source has now."""
-        with psycopg.connect(self._dsn) as connection:
-            return {name: set(columns) for name, columns in connection.execute(_COLUMNS, [[*SCHEMAS]]).fetchall()}
+
+        def load() -> dict[str, set[str]]:
+            with psycopg.connect(self._dsn) as connection:
+                return {name: set(columns) for name, columns in connection.execute(_COLUMNS, [[*SCHEMAS]]).fetchall()}
+
+        return when_recovered(load)
 
     def _settle(self, pipeline: PipelineProcess, end: Lsn | None = None) -> None:
         """Wait until all tables are ready, and have reached `end` if it is given.

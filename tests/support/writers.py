@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeVar
 
 import psycopg
 
@@ -23,6 +24,7 @@ from tests.support.workload import Ddl, Truth, Workload
 HANG_SECONDS = 120.0
 """A guard, far longer than a recovery or a statement takes."""
 _PAUSE_SECONDS = 0.005
+_Result = TypeVar("_Result")
 _LOSSES = ("57", "08")
 """SQLSTATE classes of a lost connection or a server that stops or starts; an error without one is a cut connection."""
 
@@ -124,18 +126,18 @@ class Writers:
             if error.sqlstate is not None and error.sqlstate[:2] not in _LOSSES:
                 raise
             self._reconnects += 1
-            self._reconnect()
+            when_recovered(self._workload.reconnect)
             return False
         return True
 
-    def _reconnect(self) -> None:
-        deadline = time.monotonic() + HANG_SECONDS
-        while True:
-            try:
-                self._workload.reconnect()
-                return
-            except psycopg.OperationalError:
-                if time.monotonic() > deadline:
-                    raise
-                # The server is recovering: retry until it answers.
-                time.sleep(0.05)
+
+def when_recovered(step: Callable[[], _Result]) -> _Result:
+    """Run a step that reads or connects; if the server is recovering, retry until it answers."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while True:
+        try:
+            return step()
+        except psycopg.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from penstock.changes.transform import ColumnRule, TableRules, Transforms
+from penstock.changes.transform import ColumnRule, RulesInForce, TableRules, Transforms
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 from penstock.source.preflight.context import Context
@@ -376,7 +376,7 @@ def test_settings_of_tables_that_a_start_would_publish_are_not_lost(any_database
         "manage_publication": True,
         "transforms": Transforms(
             dict.fromkeys(names, TableRules((("email", ColumnRule(null=True)),))),
-            {any_database.execute("select 'users'::regclass::oid::int8")[0][0]: "public.former"},
+            {any_database.execute("select 'users'::regclass::oid::int8")[0][0]: RulesInForce("public.former", "")},
         ),
         "types": TypeSettings(overrides=tuple(TypeOverride(each, None, TypeSettings()) for each in names[:2])),
         "schema_changes": {"": "copied again", **dict.fromkeys(names, "stopped")},
