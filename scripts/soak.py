@@ -129,6 +129,8 @@ STAGES = (
     Stage("failpoints", "rounds over all points", 10, 0.10, 110, 5, _failpoints),
     Stage("300 tables", "seconds of changes", 1800, 0.15, 1.2, 60, lambda count, seed: Run(
         _soak("tests/e2e/test_many_tables.py"), {"PENSTOCK_SOAK_ROUNDS": str(count)})),
+    Stage("huge transaction", "rows in one transaction", 10_000_000, 0.10, 0.00005, 60, lambda count, seed: Run(
+        _soak("tests/e2e/test_huge_transaction.py"), {"PENSTOCK_SOAK_HUGE_ROWS": str(count)})),
     Stage("fuzz", "mutated streams of messages", 100_000, 0.05, 0.003, 5, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/unit/capture/test_fuzz.py"),
         {"PENSTOCK_FUZZ_CASES": str(count), "PENSTOCK_SEED": str(seed)})),

@@ -24,7 +24,7 @@ import struct
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -254,8 +254,12 @@ def find_rows(
     files: Sequence[LiveFile],
     keys: pa.Array,
     limits: NDArray[np.int64] | None = None,
+    dead_by_path: Mapping[str, Vector] | None = None,
 ) -> list[FileMatch]:
-    """Return the live rows of keys. With `limits`, return only that many of each, and raise if there are fewer."""
+    """Return the live rows of keys. With `limits`, return only that many of each, and raise if there are fewer.
+
+    `dead_by_path` has the dead rows of files that have lost more rows than the log says.
+    """
     columns = layout.match_columns
     if not columns or not len(keys):
         return []
@@ -269,7 +273,8 @@ def find_rows(
         codes, rows = index.find(query)
         if not len(rows):
             continue
-        dead = dead_rows(storage, file)
+        dead = (dead_by_path or {}).get(file.path)
+        dead = dead_rows(storage, file) if dead is None else dead
         alive = _alive(rows, dead, index.row_count)
         codes, rows = codes[alive], rows[alive]
         if left is not None and len(rows):

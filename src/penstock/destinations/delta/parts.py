@@ -15,11 +15,10 @@ import pyarrow.compute as pc
 
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows, read_rows
-from penstock.destinations.delta.index import FileMatch
 from penstock.destinations.delta.layout import TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector
-from penstock.destinations.delta.write import WrittenFiles, bury, rewrite
+from penstock.destinations.delta.write import LostRows, WrittenFiles, bury
 from penstock.destinations.refusals import not_followed, unexpected
 from penstock.errors import PenstockError
 from penstock.source.bounds import Bounds, Edge, InList, InRange
@@ -179,11 +178,8 @@ def remove_rows(work: PartWork) -> WrittenFiles | PenstockError:
         gone = np.flatnonzero(goes).astype(np.int64)
         if not len(gone):
             return WrittenFiles()
-        match = FileMatch(work.file, rows.num_rows, dead, np.zeros(len(gone), np.int64), gone)
-        if work.deletion_vectors or len(dead) + len(gone) == rows.num_rows:
-            return bury(work.storage, [match])
-        add = rewrite(work.storage, work.layout, work.file, dead.union(Vector.of(gone)))
-        return WrittenFiles(added=() if add is None else (add,), removed=(work.file.path,), dead_count=len(gone))
+        lost = LostRows(work.file, rows.num_rows, dead.union(Vector.of(gone)), len(gone))
+        return bury(work.storage, work.layout, [lost], deletion_vectors=work.deletion_vectors)
     except Exception as error:
         return unexpected(work.table, error)
 

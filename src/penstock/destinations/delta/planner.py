@@ -22,7 +22,7 @@ from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import Mode, TableLayout, TableState
 from penstock.destinations.delta.table import LakeTable, Version
-from penstock.destinations.delta.tasks import Rewrite, TableWork, rewrites
+from penstock.destinations.delta.tasks import SLICE_ROWS, Rewrite, TableWork, rewrites
 from penstock.destinations.refusals import not_followed, rejected, takes_long, unreadable
 from penstock.errors import RESYNC
 from penstock.lsn import Lsn, reaches
@@ -31,6 +31,8 @@ from penstock.schema.table import moved_names
 
 REWRITE_BYTES = 32 << 20
 """The largest table whose files are rewritten within a batch that other tables share."""
+SHARED_ROWS = 4 * SLICE_ROWS
+"""The most changes of a table in such a batch; only a large transaction has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ def plan_table(
     left = leave_out(changes, position, batch.begin)
     if not left.steps:
         return None
+    if left.row_count > SHARED_ROWS and not batch.alone:
+        raise takes_long(changes.table, f"a transaction has {left.row_count:,} changes")
     before = version.state.layout
     after = partial(_layout_after, changes=left, records_ddl=records_ddl, keeps_dropped=keeps_dropped)
     layout, constants, stages = after(before)

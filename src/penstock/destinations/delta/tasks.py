@@ -3,7 +3,8 @@
 `apply_changes` compacts the changes, finds the rows that they replace, fills omitted values and writes files, all in
 one task. So a batch is one job however many tables it has, and only names of files and counts go back to the driver.
 The steps could be split by keys or files, but each takes a fraction of a second for a batch, and another Spark job
-costs as much as all of them.
+costs as much as all of them. One transaction may be much larger than a batch should be, so a task applies it in slices
+and never has more than one of them in memory.
 
 `rewrite_file` writes one file again: with an added column whose constant the source keeps in its catalog, with another
 name or type of a column, or without a dropped column whose name comes back. The batch that brings the new layout
@@ -13,25 +14,25 @@ replaces the files in its own commit, so readers see all of it or nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.changes.batch import Rows
 from penstock.changes.columns import ChangeColumns, read_changes
-from penstock.changes.compaction import NetChanges, compact
+from penstock.changes.compaction import compact
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.fill import fill
-from penstock.destinations.delta.index import FileMatch, find_rows
-from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
+from penstock.destinations.delta.index import find_rows
+from penstock.destinations.delta.layout import Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
-from penstock.destinations.delta.vectors import Vector
 from penstock.destinations.delta.write import (
+    LostRows,
     WrittenFiles,
     assemble,
     bury,
@@ -42,6 +43,10 @@ from penstock.destinations.delta.write import (
 )
 from penstock.destinations.refusals import unexpected, unreadable
 from penstock.errors import PenstockError
+
+SLICE_ROWS = 500_000
+SLICE_BYTES = 32 << 20
+"""The most that a task reads at once, in rows and in bytes of segments; more if one segment has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +88,7 @@ class Rewrite:
 def apply_changes(work: TableWork) -> WrittenFiles | PenstockError:
     """Write a table's part of a batch; errors are values, so that one bad table does not fail the job of all."""
     try:
-        match work.layout.mode:
-            case Mode.HISTORY:
-                return _append(work)
-            case Mode.MIRROR:
-                return _mirror(work)
-            case Mode.SOFT_DELETE:
-                return _keep_deleted(work)
+        return _append(work) if work.layout.mode is Mode.HISTORY else _apply(work)
     except Exception as error:
         return unexpected(work.table, error)
 
@@ -135,101 +134,132 @@ class _Watch:
 
 def _append(work: TableWork) -> WrittenFiles:
     watch = _Watch()
-    rows = history_rows(work.steps, work.stages, work.layout)
-    watch.lap("read")
-    add = write_rows(work.storage, work.layout, rows) if rows.num_rows else None
-    watch.lap("write")
-    return WrittenFiles(added=() if add is None else (add,), row_count=rows.num_rows, seconds=watch.seconds)
-
-
-def _mirror(work: TableWork) -> WrittenFiles:
-    """Apply changes in mode `mirror`. Rows before a truncate do not matter, neither in the lake nor in the batch."""
-    watch = _Watch()
-    truncates = [number for number, step in enumerate(work.steps) if isinstance(step, Truncation)]
-    steps = _rows(work.steps[truncates[-1] + 1 :] if truncates else work.steps)
-    files = () if truncates else work.files
-    gone = tuple(file.path for file in work.files) if truncates else ()
-    if not steps:
-        return WrittenFiles(removed=gone, seconds=watch.seconds)
-    changes = _read(work, steps)
-    watch.lap("read")
-    net = compact(changes, work.layout.key)
-    watch.lap("compact")
-    matches = find_rows(work.storage, work.layout, files, net.touched, net.limits)
-    watch.lap("match")
-    written = _write(work, net, matches, watch)
-    return replace(written, removed=(*gone, *written.removed))
-
-
-def _keep_deleted(work: TableWork) -> WrittenFiles:
-    """Apply changes in mode `soft_delete`: deleted rows stay."""
-    if any(isinstance(step, Truncation) for step in work.steps):
-        return _truncate_softly(work)
-    watch = _Watch()
-    changes = _read(work, _rows(work.steps))
-    watch.lap("read")
-    net = compact(changes, work.layout.key, keep_deleted=True)
-    watch.lap("compact")
-    matches = find_rows(work.storage, work.layout, work.files, net.touched, net.limits)
-    watch.lap("match")
-    return _write(work, net, matches, watch)
-
-
-def _truncate_softly(work: TableWork) -> WrittenFiles:
-    """Apply truncates, which delete all rows: every file is rewritten, once for all of them."""
-    watch = _Watch()
-    truncates = [step for step in work.steps if isinstance(step, Truncation)]
-    pending: list[tuple[pa.Table, pa.Array | None]] = []
-    matches: list[FileMatch] = []
-    for number, steps in enumerate(_between_truncates(work.steps)):
-        if not steps:
-            continue
-        net = compact(_read(work, steps), work.layout.key, keep_deleted=True)
-        # After a truncate no old row is live, but a deleted one may have the key of a new one.
-        found = find_rows(work.storage, work.layout, work.files, net.touched, net.limits)
-        matches += found
-        complete = fill(net, () if number else found, work.storage, work.layout, work.source)
-        rows = assemble(complete, work.layout)
-        keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
-        pending = [_without(rows_before, keys_before, net.touched) for rows_before, keys_before in pending]
-        if number < len(truncates):
-            rows = _deleted(rows, truncates[number].commit_time)
-        pending.append((rows, keys))
-    added = [write_rows(work.storage, work.layout, rows, keys) for rows, keys in pending if rows.num_rows]
-    buried = _by_file(matches)
-    for file in work.files:
-        dead = dead_rows(work.storage, file).union(buried.get(file.path, Vector.EMPTY))
-        again = rewrite(work.storage, work.layout, file, dead, deleted_at=truncates[0].commit_time)
-        added += [] if again is None else [again]
-    watch.lap("write")
-    row_count = sum(rows.num_rows for rows, _ in pending)
-    removed = tuple(file.path for file in work.files)
-    return WrittenFiles(added=tuple(added), removed=removed, row_count=row_count, seconds=watch.seconds)
-
-
-def _write(work: TableWork, net: NetChanges, matches: Sequence[FileMatch], watch: _Watch) -> WrittenFiles:
-    complete = fill(net, matches, work.storage, work.layout, work.source)
-    watch.lap("fill")
     added: list[Add] = []
-    if len(complete.images):
-        keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
-        added.append(write_rows(work.storage, work.layout, assemble(complete, work.layout), keys))
-    watch.lap("write")
-    written = bury(work.storage, matches) if work.deletion_vectors else _copy_on_write(work, matches)
-    watch.lap("bury")
-    return replace(written, added=(*added, *written.added), row_count=len(complete.images), seconds=watch.seconds)
+    row_count = 0
+    for rows in history_rows(work.steps, work.stages, work.layout, SLICE_ROWS):
+        watch.lap("read")
+        added.append(write_rows(work.storage, work.layout, rows))
+        row_count += rows.num_rows
+        watch.lap("write")
+    return WrittenFiles(added=tuple(added), row_count=row_count, seconds=watch.seconds)
 
 
-def _copy_on_write(work: TableWork, matches: Sequence[FileMatch]) -> WrittenFiles:
-    """Rewrite every file that loses a row, for readers that do not support vectors."""
-    added = [
-        rewrite(work.storage, work.layout, match.file, match.dead.union(Vector.of(match.rows))) for match in matches
-    ]
-    return WrittenFiles(
-        added=tuple(add for add in added if add is not None),
-        removed=tuple(match.file.path for match in matches),
-        dead_count=sum(len(match.rows) for match in matches),
-    )
+def _apply(work: TableWork) -> WrittenFiles:
+    draft, steps = _Draft(work), work.steps
+    if work.layout.mode is Mode.MIRROR:
+        # Rows before a truncate do not matter, neither in the lake nor in the batch.
+        truncates = [number for number, step in enumerate(steps) if isinstance(step, Truncation)]
+        steps = steps[truncates[-1] :] if truncates else steps
+    for part in slices(steps):
+        if isinstance(part, Truncation):
+            draft.truncate(part.commit_time)
+        else:
+            draft.apply(part)
+    return draft.written()
+
+
+class _Draft:
+    """A table while a batch is applied to it, in slices.
+
+    Each slice finds the rows of those before it, as if these had been committed, so a slice may end anywhere in a
+    transaction: the server checks keys after every change. Only what is left at the end becomes part of the table.
+    """
+
+    def __init__(self, work: TableWork) -> None:
+        self._work = work
+        self._files = {file.path: file for file in work.files}
+        self._new: dict[str, Add] = {}
+        self._lost: dict[str, LostRows] = {}
+        """Files that have lost rows, by path."""
+        self._truncated: dict[str, int] = {}
+        """In mode `soft_delete`, files whose rows a truncate has deleted, and when."""
+        self._removed: list[str] = []
+        self._row_count = 0
+        self._watch = _Watch()
+
+    def apply(self, steps: Sequence[Rows]) -> None:
+        """Apply consecutive changes."""
+        work, layout, watch = self._work, self._work.layout, self._watch
+        changes = _read(work, steps)
+        watch.lap("read")
+        net = compact(changes, layout.key, keep_deleted=layout.mode is Mode.SOFT_DELETE)
+        watch.lap("compact")
+        # A truncated row is not live, but it is replaced by a new row with its key.
+        files = [file for path, file in self._files.items() if layout.key or path not in self._truncated]
+        dead = {path: lost.dead for path, lost in self._lost.items()}
+        matches = find_rows(work.storage, layout, files, net.touched, net.limits, dead)
+        watch.lap("match")
+        live = [match for match in matches if match.file.path not in self._truncated]
+        complete = fill(net, live, work.storage, layout, work.source)
+        watch.lap("fill")
+        for match in matches:
+            path, before = match.file.path, self._lost.get(match.file.path)
+            self._lost[path] = LostRows.of(match, before.count if before is not None else 0)
+        if len(complete.images):
+            keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
+            add = write_rows(work.storage, layout, assemble(complete, layout), keys)
+            self._new[add.path] = add
+            self._files[add.path] = LiveFile.of(add)
+            self._row_count += len(complete.images)
+        watch.lap("write")
+
+    def truncate(self, moment: int) -> None:
+        """Delete all rows; in mode `mirror`, before any change is applied."""
+        if self._work.layout.mode is Mode.SOFT_DELETE:
+            # A row that two truncates find is deleted by the first one.
+            self._truncated = dict.fromkeys(self._files, moment) | self._truncated
+        else:
+            self._removed, self._files = [*self._files], {}
+
+    def written(self) -> WrittenFiles:
+        """Return what the commit does."""
+        work = self._work
+        again: list[Add | None] = []
+        for path, moment in self._truncated.items():
+            file, lost = self._files[path], self._lost.pop(path, None)
+            dead = dead_rows(work.storage, file) if lost is None else lost.dead
+            again.append(rewrite(work.storage, work.layout, file, dead, deleted_at=moment))
+        written = bury(work.storage, work.layout, list(self._lost.values()), deletion_vectors=work.deletion_vectors)
+        self._watch.lap("bury")
+        vectors = dict(written.vectors)
+        gone = {*self._removed, *self._truncated, *written.removed}
+        new = [
+            add.with_vector(vectors[path]) if path in vectors else add
+            for path, add in self._new.items()
+            if path not in gone
+        ]
+        return replace(
+            written,
+            added=(*new, *(add for add in again if add is not None), *written.added),
+            vectors=tuple((path, vector) for path, vector in written.vectors if path not in self._new),
+            removed=tuple(path for path in gone if path not in self._new),
+            row_count=self._row_count - sum(lost.count for path, lost in self._lost.items() if path in self._new),
+            seconds=self._watch.seconds,
+        )
+
+
+def slices(steps: Sequence[Rows | Truncation]) -> Iterator[Truncation | list[Rows]]:
+    """Yield truncates, and the rows between them in parts of bounded size, in order."""
+    for is_truncate, group in groupby(steps, lambda step: isinstance(step, Truncation)):
+        if is_truncate:
+            yield from (step for step in group if isinstance(step, Truncation))
+            continue
+        part: list[Rows] = []
+        rows, size = 0, 0
+        for step in group:
+            assert isinstance(step, Rows)
+            first = 0
+            for number, segment in enumerate(step.segments):
+                rows, size = rows + segment.rows, size + segment.bytes
+                if (part or number > first) and (rows > SLICE_ROWS or size > SLICE_BYTES):
+                    yield [*part, *_some(step, first, number)]
+                    part, rows, size, first = [], segment.rows, segment.bytes, number
+            part += _some(step, first, len(step.segments))
+        yield part
+
+
+def _some(step: Rows, first: int, end: int) -> list[Rows]:
+    return [replace(step, segments=step.segments[first:end])] if first < end else []
 
 
 def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
@@ -240,39 +270,3 @@ def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
     except Exception as error:
         raise unreadable(work.table, work.table_id, error) from error
     return changes.fitted(work.layout.renames, work.layout.fit)
-
-
-def _rows(steps: Sequence[Rows | Truncation]) -> list[Rows]:
-    return [step for step in steps if isinstance(step, Rows)]
-
-
-def _between_truncates(steps: Sequence[Rows | Truncation]) -> list[list[Rows]]:
-    """Return the rows before the first truncate, between the first and the second, and so on."""
-    parts: list[list[Rows]] = [[]]
-    for step in steps:
-        if isinstance(step, Truncation):
-            parts.append([])
-        else:
-            parts[-1].append(step)
-    return parts
-
-
-def _without(rows: pa.Table, keys: pa.Array | None, touched: pa.Array) -> tuple[pa.Table, pa.Array | None]:
-    """Return the rows whose keys were not touched again."""
-    if keys is None:
-        return rows, None
-    keep = pc.invert(pc.is_in(keys, value_set=touched))
-    return rows.filter(keep), keys.filter(keep)
-
-
-def _deleted(rows: pa.Table, moment: int) -> pa.Table:
-    """Return rows with the time of a truncate, unless they were deleted before it."""
-    times = pc.fill_null(rows.column(DELETED_AT), pa.scalar(moment, pa.timestamp("us", "UTC")))
-    return rows.set_column(rows.schema.get_field_index(DELETED_AT), DELETED_AT, times)
-
-
-def _by_file(matches: Sequence[FileMatch]) -> dict[str, Vector]:
-    found: dict[str, Vector] = {}
-    for match in matches:
-        found[match.file.path] = found.get(match.file.path, Vector.EMPTY).union(Vector.of(match.rows))
-    return found

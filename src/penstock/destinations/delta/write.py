@@ -7,7 +7,7 @@ reader sees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,18 +125,45 @@ def write_rows(storage: Storage, layout: TableLayout, rows: pa.Table, keys: pa.A
     return add
 
 
-def bury(storage: Storage, matches: Sequence[FileMatch]) -> WrittenFiles:
-    """Mark rows as dead: by vectors, or by removing files without live rows."""
-    spent = [match for match in matches if len(match.dead) + len(match.rows) == match.row_count]
-    partly = [match for match in matches if len(match.dead) + len(match.rows) < match.row_count]
-    vectors = [match.dead.union(Vector.of(match.rows)) for match in partly]
-    descriptors = write_vectors(storage, vectors)
-    for descriptor, vector in zip(descriptors, vectors, strict=True):
-        remember(storage, descriptor, vector)
+@dataclass(frozen=True, slots=True)
+class LostRows:
+    """A file that has lost rows."""
+
+    file: LiveFile
+    row_count: int
+    """Rows in the whole file."""
+    dead: Vector
+    """All dead rows."""
+    count: int
+    """How many of them were live before."""
+
+    @classmethod
+    def of(cls, match: FileMatch, count: int = 0) -> LostRows:
+        """Return the file without the rows of a match; it had lost `count` rows before."""
+        return cls(match.file, match.row_count, match.dead.union(Vector.of(match.rows)), count + len(match.rows))
+
+
+def bury(
+    storage: Storage, layout: TableLayout, files: Sequence[LostRows], *, deletion_vectors: bool = True
+) -> WrittenFiles:
+    """Remove rows: by removing files without live rows, by vectors, or, without these, by rewriting the files."""
+    spent = [each for each in files if len(each.dead) == each.row_count]
+    partly = [each for each in files if len(each.dead) < each.row_count]
+    count = sum(each.count for each in files)
+    if not deletion_vectors:
+        added = [rewrite(storage, layout, each.file, each.dead) for each in partly]
+        return WrittenFiles(
+            added=tuple(add for add in added if add is not None),
+            removed=tuple(each.file.path for each in files),
+            dead_count=count,
+        )
+    descriptors = write_vectors(storage, [each.dead for each in partly])
+    for each, descriptor in zip(partly, descriptors, strict=True):
+        remember(storage, descriptor, each.dead)
     return WrittenFiles(
-        vectors=tuple((match.file.path, each) for match, each in zip(partly, descriptors, strict=True)),
-        removed=tuple(match.file.path for match in spent),
-        dead_count=sum(len(match.rows) for match in matches),
+        vectors=tuple((each.file.path, descriptor) for each, descriptor in zip(partly, descriptors, strict=True)),
+        removed=tuple(each.file.path for each in spent),
+        dead_count=count,
     )
 
 
@@ -206,20 +233,38 @@ def _relaid(rows: pa.Table, before: TableLayout, layout: TableLayout, constants:
     return fit(pa.table(columns or {"": pa.nulls(rows.num_rows)}), layout.schema)
 
 
-def history_rows(steps: Sequence[Rows | Truncation], stages: Sequence[TableLayout], layout: TableLayout) -> pa.Table:
-    """Return the changes of a batch, in order; `stages` are the layouts at its steps, `layout` is the last one."""
+def history_rows(
+    steps: Sequence[Rows | Truncation], stages: Sequence[TableLayout], layout: TableLayout, piece_rows: int
+) -> Iterator[pa.Table]:
+    """Yield the changes of a batch, in order, in pieces of at least `piece_rows` rows or `PIECE_BYTES`.
+
+    `stages` are the layouts at the steps, `layout` is the last one.
+    """
     parts: list[pa.Table] = []
+    for part in _history(steps, stages, layout):
+        parts.append(part)
+        if sum(each.num_rows for each in parts) >= piece_rows or sum(each.nbytes for each in parts) >= PIECE_BYTES:
+            yield _joined(parts, layout)
+            parts = []
+    if any(part.num_rows for part in parts):
+        yield _joined(parts, layout)
+
+
+def _history(
+    steps: Sequence[Rows | Truncation], stages: Sequence[TableLayout], layout: TableLayout
+) -> Iterator[pa.Table]:
     for step, stage in zip(steps, stages, strict=True):
         if isinstance(step, Truncation):
-            parts.append(_versioned(_truncated(step), stage))
+            yield _versioned(_truncated(step), stage)
         else:
-            parts += [
-                _versioned(_changes(read_segment(segment), step.schema, stage, layout), stage)
-                for segment in step.segments
-            ]
+            for segment in step.segments:
+                yield _versioned(_changes(read_segment(segment), step.schema, stage, layout), stage)
+
+
+def _joined(parts: Sequence[pa.Table], layout: TableLayout) -> pa.Table:
     has_texts = any(UNREPRESENTABLE in part.column_names for part in parts)
     schema = pa.schema([field for field in layout.schema if has_texts or field.name != UNREPRESENTABLE])
-    return pa.concat_tables([fit(part, schema) for part in parts]) if parts else schema.empty_table()
+    return pa.concat_tables([fit(part, schema) for part in parts])
 
 
 def copied_rows(rows: pa.Table, position: Lsn, layout: TableLayout) -> pa.Table:

@@ -163,15 +163,23 @@ class ScriptedTransaction:
         self.changes.append(_Change(key, schema, self.version_of(schema), operation, row, old))
 
     def _ordinal(self) -> int:
-        return len({change.key for change in self.changes})
+        """Return the next ordinal; a truncate of several tables has one."""
+        return self.changes[-1].key.ordinal + 1 if self.changes else 0
 
 
 class ScriptedSource:
     """Transactions in commit order, and batches between any two boundaries."""
 
-    def __init__(self, folder: Path, *, start: Lsn = Lsn(_START)) -> None:  # noqa: B008 (immutable)
-        """`start` is the position of the first commit."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        start: Lsn = Lsn(_START),  # noqa: B008 (immutable)
+        segment_rows: int | None = None,
+    ) -> None:
+        """`start` is the position of the first commit, `segment_rows` the most changes in a segment."""
         self._folder = folder
+        self._segment_rows = segment_rows
         self._start = self._position = start
         self._pending: list[ScriptedTransaction] = []
         self._entries: list[Entry] = []
@@ -240,7 +248,8 @@ class ScriptedSource:
         for table_id in dict.fromkeys(change.schema.table_id for change in changes):
             run: list[_Change] = []
             for change in (change for change in changes if change.schema.table_id == table_id):
-                if run and (change.operation is None or change.version != run[-1].version):
+                is_full = len(run) == self._segment_rows
+                if run and (is_full or change.operation is None or change.version != run[-1].version):
                     steps.append(self._write_segment(run))
                     run = []
                 if change.operation is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from penstock.changes import columns
 from penstock.changes.batch import EventBatch
 from penstock.destinations.batch_events import batch_events
-from penstock.destinations.delta import write
+from penstock.destinations.delta import tasks, write
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.compaction import CompactionSettings, compact
@@ -25,7 +26,7 @@ from penstock.destinations.naming import FOLDERS
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
-from tests.unit.changes.random_changes import SCHEMAS, RandomTable
+from tests.unit.changes.random_changes import KEYED, SCHEMAS, RandomTable
 from tests.unit.destinations.delta.reading import read_rows, read_table, replay_history
 
 OPTIONS: list[dict[str, Any]] = [
@@ -81,7 +82,7 @@ class Follower:
         self.schema = schema
         self.options = options
         self.random = random
-        self.source = ScriptedSource(folder / "segments")
+        self.source = ScriptedSource(folder / "segments", segment_rows=random.choice([None, 3]))
         self.table = RandomTable(schema, random)
         first = self.table.fill(6)
         self.destination = self._open()
@@ -156,12 +157,46 @@ def test_readers_see_what_the_changes_say(
 
 
 def test_a_transaction_of_gigabytes_is_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is large is a matter of two numbers; here they are small."""
+    """What is large is a matter of some numbers; here they are small."""
     monkeypatch.setattr(columns, "LARGE_BYTES", 10)
     monkeypatch.setattr(write, "PIECE_BYTES", 200)
-    for seed, schema in enumerate([*SCHEMAS, *SCHEMAS]):
-        for options in OPTIONS[:3]:
+    monkeypatch.setattr(tasks, "SLICE_ROWS", 5)
+    for seed, schema in enumerate(SCHEMAS):
+        for options in OPTIONS:
             follow(seed, schema, options, [[40, 3], [5, 30]])
+
+
+def peak_of(folder: Path, mode: str, count: int) -> int:
+    """The most memory of Arrow that it takes to insert so many rows in one transaction, and to update them in it."""
+    source = ScriptedSource(folder / "segments", segment_rows=250)
+    destination = DeltaDestination(folder / "lake", maintenance=False, mode=mode)
+    destination.startup(make_context())
+    destination.drop_table_for_copy(KEYED, "attempt-1")
+    destination.write_table_rows(KEYED, source.copy(KEYED, []))
+    row: dict[str, Any] = {column.name: None for column in KEYED.columns}
+    with source.transaction() as transaction:
+        for number in range(count):
+            transaction.insert(KEYED, row | {"id": number, "note": "n" * 200})
+        for number in range(count):
+            transaction.update(KEYED, row | {"id": number, "note": "n" * 100 + str(number)})
+    batch, before = source.batch(), pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        assert destination.write_events(batch).result().tables == {}
+    finally:
+        pa.set_memory_pool(before)
+    rows = read_rows(folder / "lake", KEYED) if mode != "history" else replay_history(folder / "lake", KEYED)
+    assert sorted(each["note"] for each in rows or []) == sorted("n" * 100 + str(each) for each in range(count))
+    return pool.max_memory()
+
+
+@pytest.mark.parametrize("mode", ["mirror", "soft_delete", "history"])
+def test_a_task_has_only_a_slice_in_memory(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak is the same for a transaction that is eight times as large."""
+    monkeypatch.setattr(tasks, "SLICE_ROWS", 500)
+    small, large = (peak_of(tmp_path / str(count), mode, count) for count in (1_000, 4_000))
+    assert large < 1.5 * small
 
 
 @pytest.mark.soak

@@ -259,6 +259,22 @@ def test_a_large_table_is_rewritten_only_in_a_batch_of_its_own(
     assert texts(lake, REMARK, "remark") == EXPECTED
 
 
+def test_a_large_transaction_is_written_only_in_a_batch_of_its_own(
+    lake: Path, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.destinations.delta.planner.SHARED_ROWS", 1)
+    destination = copied(lake, source)
+    with source.transaction() as transaction:
+        transaction.update(ORDERS, order(1, "first"))
+        transaction.update(ORDERS, order(2, "second"))
+    batch = source.batch()
+    error = write(destination, batch).error
+    assert isinstance(error, TakesLong)
+    assert str(error) == "public.orders: a transaction has 2 changes"
+    assert_durable(write(destination, replace(batch, alone=True)))
+    assert texts(lake, ORDERS, "note") == dict.fromkeys(range(10), "n") | {1: "first", 2: "second"}
+
+
 def test_another_type_needs_a_copy(lake: Path, source: ScriptedSource) -> None:
     destination = copied(lake, source)
     other = replace(ORDERS, columns=(KEY, replace(NOTE, type=INT8), DUE))
