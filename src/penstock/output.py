@@ -206,6 +206,11 @@ class RunningOutput(ABC):
     # Views: empty if they do not apply to an output
 
     @property
+    def table_ids(self) -> Mapping[str, int]:
+        """The number that identifies each table, whatever its name is, by name."""
+        return {}
+
+    @property
     def phases(self) -> Mapping[str, TableReplicationPhase]:
         """The phase of each table, by name."""
         return {}

@@ -242,6 +242,10 @@ class RunningTables(RunningOutput):
         return self._apply.status
 
     @property
+    def table_ids(self) -> dict[str, int]:
+        return {self._name_of(table_id): table_id for table_id in self._board.phases()}
+
+    @property
     def phases(self) -> dict[str, TableReplicationPhase]:
         return {self._name_of(table_id): phase for table_id, phase in self._board.phases().items()}
 

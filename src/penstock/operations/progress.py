@@ -36,6 +36,8 @@ class Watched(Protocol):
     @property
     def output(self) -> str: ...
     @property
+    def table_ids(self) -> Mapping[str, int]: ...
+    @property
     def phases(self) -> Mapping[str, TableReplicationPhase]: ...
     @property
     def copies(self) -> Mapping[str, CopyStatus]: ...
@@ -135,6 +137,7 @@ class Progress:
         self._behind = behind
         self._prefix = prefix
         self._clock = clock
+        self._ids: dict[str, int] = {}
         self._phases: dict[str, TableReplicationPhase] = {}
         self._reported: dict[str, CopyStatus] = {}
         self._waiting: dict[str, frozenset[str]] = {}
@@ -143,10 +146,14 @@ class Progress:
 
     def look(self) -> tuple[list[Notice], OutputLook | None]:
         """The new events and the status; None before the start."""
-        phases = dict(self._pipeline.phases)
+        ids, phases = dict(self._pipeline.table_ids), dict(self._pipeline.phases)
+        if ids.keys() != phases.keys():  # a table got another name between the two
+            ids, phases = dict(self._pipeline.table_ids), dict(self._pipeline.phases)
+        renames = self._new_names(ids)
         copies = dict(self._pipeline.copies)
         indexes = dict(self._pipeline.indexes) if isinstance(self._pipeline, WatchedIndexes) else {}
         notices = [
+            *renames,
             *self._new_waits(),
             *self._new_copies(copies),
             *self._new_phases(phases),
@@ -183,6 +190,21 @@ class Progress:
             self._samples.popleft()
         since, count = self._samples[0]
         return (changes - count) / (now - since) if now > since else 0.0
+
+    def _new_names(self, ids: dict[str, int]) -> list[Notice]:
+        """Return the renamed tables, and move what was reported of each to its new name, so that it is not repeated."""
+        names = {table_id: name for name, table_id in ids.items()}
+        renamed = {
+            before: names[table_id] for before, table_id in self._ids.items() if names.get(table_id, before) != before
+        }
+        self._ids = ids
+        self._phases = {renamed.get(name, name): phase for name, phase in self._phases.items()}
+        self._reported = {renamed.get(name, name): copy for name, copy in self._reported.items()}
+        self._waiting = {renamed.get(name, name): blockers for name, blockers in self._waiting.items()}
+        return [
+            self._notice("renamed", f"{before} was renamed to {name}", name, {"before": before})
+            for before, name in sorted(renamed.items())
+        ]
 
     def _new_waits(self) -> list[Notice]:
         waits = dict(self._pipeline.waits)
@@ -322,7 +344,7 @@ class StatusFile:
 
 def _stopped(table: str, phase: Errored) -> str:
     remedy = for_table(phase.solution or "", table)
-    return f"stopped {table}: {phase.reason}{'. ' if remedy else ''}{remedy}"
+    return f"stopped {table}: {phase.reason.removeprefix(f'{table}: ')}{'. ' if remedy else ''}{remedy}"
 
 
 def describe_plan(progress: CopyProgress) -> str:

@@ -248,7 +248,7 @@ def _greeting(running: Running, destinations: list[str]) -> str:
     what: list[str] = []
     if destinations:
         tables = max(len(output.phases) for output in running.outputs)
-        what.append(f"{count_of(tables, 'table')}, into {' and '.join(destinations)}")
+        what.append(f"{count_of(tables, 'table')}, into {', '.join(destinations)}")
     if documents is not None:
         indexes = "1 index" if len(documents.indexes) == 1 else f"{len(documents.indexes)} indexes"
         what.append(f"{indexes}, into {documents.sink_type}")

@@ -62,6 +62,8 @@ def test_all_commands_know_a_renamed_table_by_its_current_name(
     assert "has no table 'public.orders'" in old.stderr
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 0, site.output(process)
+    assert "public.orders was renamed to public.sales\n" in site.output(process)
+    assert "is no longer in the publication" not in site.output(process)
 
     # While it is stopped, the source knows the current name.
     site.database.execute("alter table sales rename to deals")

@@ -23,7 +23,14 @@ WHOLE = HALF.advance(rows=500, bytes=2 << 20, ranges=2)
 def watched(phases: Any, copies: Any = None, changes: int = 0, paused: bool = False) -> Any:
     status = ApplyStatus(Lsn(1), Lsn(1), changes, 1, 0)
     return SimpleNamespace(
-        output="tables", phases=phases, copies=copies or {}, waits={}, status=status, paused=paused, error=None
+        output="tables",
+        table_ids={},
+        phases=phases,
+        copies=copies or {},
+        waits={},
+        status=status,
+        paused=paused,
+        error=None,
     )
 
 
@@ -61,6 +68,27 @@ def test_a_copy_that_failed_is_not_under_way_and_its_next_attempt_is_told():
     (notice,) = progress.look()[0]
     assert (notice.event, notice.table, notice.output) == ("copying", "public.a", "tables")
     assert notice.facts["ranges"] == 4
+
+
+def test_a_renamed_table_is_reported_as_such_and_its_copy_not_again():
+    pipeline = watched({"a.old": Ready(), "a.x": Ready()}, {"a.old": CopyStatus("1", WHOLE, 2.0)})
+    pipeline.table_ids = {"a.old": 7, "a.x": 8}
+    progress = Progress(pipeline, lambda status: None)
+    progress.look()
+    pipeline.phases, pipeline.copies = {"a.new": Ready()}, {"a.new": CopyStatus("1", WHOLE, 2.0)}
+    pipeline.table_ids = {"a.new": 7}
+    notices, _ = progress.look()
+    assert [(notice.event, notice.text) for notice in notices] == [
+        ("renamed", "a.old was renamed to a.new"),
+        ("left", "a.x is no longer in the publication; its data stays at the destination"),
+    ]
+    assert (notices[0].table, notices[0].facts) == ("a.new", {"before": "a.old"})
+    assert progress.look()[0] == []
+    # Two tables exchange their names.
+    pipeline.phases, pipeline.table_ids = {"a.new": Ready(), "a.y": Ready()}, {"a.new": 7, "a.y": 9}
+    progress.look()
+    pipeline.table_ids, pipeline.copies = {"a.new": 9, "a.y": 7}, {"a.y": CopyStatus("1", WHOLE, 2.0)}
+    assert [notice.text for notice in progress.look()[0]] == ["a.new was renamed to a.y", "a.y was renamed to a.new"]
 
 
 def test_a_look_has_tables_rate_and_lag():
