@@ -363,7 +363,7 @@ def verify(
 
     Raises:
         ConfigError: the file is not valid, or there is no such output or table.
-        NotComparable: the destination cannot be read back.
+        NotComparable: no destination can be read back. `VerifyReport.unreadable` names those of several that cannot.
         PenstockError: the pipeline has not run yet, or cannot be started.
 
     Example:

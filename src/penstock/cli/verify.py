@@ -9,6 +9,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from penstock.cli.display import is_terminal, stderr_console, write_line
@@ -75,7 +76,9 @@ def verify(
             typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
         else:
             for name, each in report.outputs.items():
-                print_report(each, name if len(report.outputs) > 1 else None)
+                print_report(each, name if len(report.outputs) + len(report.unreadable) > 1 else None)
+            for name, reason in report.unreadable.items():
+                typer.echo(f"{name}: not compared: {reason}")
         raise typer.Exit(report.exit_code)
     # `Ending` suppressed what a signal or a closed pipe raised.
     raise typer.Exit(ending.exit_status or NOT_COMPARED)
@@ -155,9 +158,9 @@ def print_report(report: Report, output: str | None = None) -> None:
     """Print the findings; `output` names one of several."""
     if output is not None:
         typer.echo(f"{output}:")
-    width = max((len(table.table) for table in report.tables), default=0)
+    width = max((cell_len(table.table) for table in report.tables), default=0)
     for table in report.tables:
-        typer.echo(f"{table.table:<{width}}  {_describe(table)}")
+        typer.echo(f"{set_cell_size(table.table, width)}  {_describe(table)}")
         for column in table.columns:
             typer.echo(f"  {_column_line(column)}")
         for difference in table.differences:

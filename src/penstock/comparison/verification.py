@@ -115,7 +115,7 @@ def require_readable(destination: Destination) -> ReadableDestination:
     """Return the destination; raise if its tables cannot be read back."""
     if not isinstance(destination, ReadableDestination):
         raise NotComparable(
-            f"the tables in {destination.name} cannot be read back, so they cannot be compared with the source",
+            f"{destination.name} destinations cannot be read back, so there is nothing to compare with the source",
             hint="Destinations that can be compared: delta, parquet, and any destination with a `pin` method.",
         )
     return destination

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from penstock.comparison.report import Report
 from penstock.comparison.verification import Observer, VerifySettings, require_readable, verify_tables
 from penstock.config import Config, OutputChoice
-from penstock.errors import PenstockError
+from penstock.errors import NotComparable, PenstockError
 from penstock.operations.running import POLL_SECONDS, Running, Say, say_nothing, started, started_tasks
 from penstock.operations.signals import Ending
 from penstock.operations.stores import choose_tables, chosen_outputs, existing_store, require_shared_state, running
@@ -29,6 +30,8 @@ class VerifyReport:
 
     outputs: Mapping[str, Report]
     """By output: the position of the comparison, and each table with its counts and differences."""
+    unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By output: why none of its tables can be compared."""
 
     @property
     def equal(self) -> bool:
@@ -38,7 +41,7 @@ class VerifyReport:
     @property
     def exit_code(self) -> int:
         """0 if everything is equal, 1 if rows or columns differ, 2 if something could not be compared."""
-        found = {report.exit_code for report in self.outputs.values()}
+        found = {report.exit_code for report in self.outputs.values()} | ({NOT_COMPARED} if self.unreadable else set())
         return DIFFERENT if DIFFERENT in found else max(found, default=NOT_COMPARED)
 
     def to_json(self) -> dict[str, Any]:
@@ -46,10 +49,11 @@ class VerifyReport:
         return {
             "result": _RESULTS[self.exit_code],
             "outputs": [{"output": name, **report.to_json()} for name, report in self.outputs.items()],
+            "unreadable": dict(self.unreadable),
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VerifyRequest:
     """What to compare, and how."""
 
@@ -59,9 +63,24 @@ class VerifyRequest:
     output: str | None = None
     options: VerifySettings = field(default_factory=VerifySettings)
 
+    @cached_property
+    def unreadable(self) -> Mapping[str, str]:
+        """The outputs that cannot be compared, with the reason. Raises `NotComparable` if there are no others."""
+        found: dict[str, str] = {}
+        chosen = chosen_outputs(self.config, self.output)
+        for each in chosen:
+            try:
+                require_readable(self.config.create_destination(each))
+            except NotComparable as error:
+                if len(chosen) == 1 or len(found) == len(chosen) - 1:
+                    raise
+                found[each.name] = error.message
+        return found
+
     @property
     def outputs(self) -> Sequence[OutputChoice]:
-        return chosen_outputs(self.config, self.output)
+        """The outputs to compare."""
+        return [each for each in chosen_outputs(self.config, self.output) if each.name not in self.unreadable]
 
 
 def verify_pipeline(
@@ -76,8 +95,6 @@ def verify_pipeline(
     """
     config, ending = request.config, ending or Ending()
     require_shared_state(config)
-    for each in request.outputs:
-        require_readable(config.create_destination(each))
     # Check all outputs first, so that one that cannot be compared is refused before anything starts.
     are_running = [_is_running(request, each) for each in request.outputs]
     if all(are_running):
@@ -86,7 +103,7 @@ def verify_pipeline(
             for each in request.outputs:
                 with config.open_store(each) as store, observing() as observer:
                     found[each.name] = _compare(request, each, store, _all_cores(tasks, session), ending, observer)
-        return VerifyReport(found)
+        return VerifyReport(found, request.unreadable)
     say(f"pipeline {config.pipeline.id} is not running: starting it for the comparison")
     with started(config, ending, say) as pipeline:
         return verify_running(request, pipeline, ending, observing)
@@ -105,7 +122,7 @@ def verify_running(
         for each in request.outputs:
             with observing() as observer:
                 found[each.name] = _compare(request, each, pipeline.stores[each.name], pipeline.tasks, ending, observer)
-    return VerifyReport(found)
+    return VerifyReport(found, request.unreadable)
 
 
 def _is_running(request: VerifyRequest, output: OutputChoice) -> bool:

@@ -132,6 +132,15 @@ def test_what_cannot_be_compared_ends_with_2(site: Site) -> None:
     assert "cannot be read back" in unreadable.stderr
     site.configure()
     assert site.run("run", "--once", "-q").returncode == 0
+    both = '[[destination]]\nname = "tables"\ntype = "parquet"\npath = "lake"\n'
+    site.configure(destination=f'{both}[[destination]]\nname = "out"\ntype = "stdout"')
+    assert site.run("run", "--once", "-q").returncode == 0
+    partly = site.run("verify", "--json")
+    assert partly.returncode == 2
+    report = json.loads(partly.stdout)
+    assert [each["output"] for each in report["outputs"]] == ["tables"]
+    assert {table["result"] for table in report["outputs"][0]["tables"]} == {"equal"}
+    assert "stdout destinations cannot be read back" in report["unreadable"]["out"]
     unknown = site.run("verify", "public.ordrs")
     assert unknown.returncode == 2
     assert "public.orders" in unknown.stderr
