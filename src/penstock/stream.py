@@ -248,7 +248,7 @@ def _ensure_publication(
     unidentified = without_identity(connection, ensured.added) if ensured.added else []
     if unidentified:
         logger.warning(
-            "published without a replica identity: the server rejects updates and deletes on %s until they have one",
+            "the server rejects updates and deletes on tables that are published without a replica identity: %s",
             ", ".join(unidentified),
         )
     if ensured.created and not ensured.added:

@@ -63,11 +63,11 @@ class ColumnRule:
 
     def __str__(self) -> str:
         said = [
-            "left out" if self.exclude else "",
+            "excluded" if self.exclude else "",
             "hashed" if self.hash else "",
-            "NULL" if self.null else "",
+            "set to NULL" if self.null else "",
             "masked" if self.mask is not None else "",
-            f"masked but for its last {self.keep_last}" if self.keep_last is not None else "",
+            f"masked except the last {self.keep_last} characters" if self.keep_last is not None else "",
             f"renamed to {self.rename}" if self.rename is not None else "",
         ]
         return ", ".join(filter(None, said))

@@ -126,7 +126,7 @@ def _not_compared(rows: CopyRows, same: Sequence[ComparedColumn], lost: Sequence
     rules = rows.reader.transform.rules if rows.reader.transform is not None else None
     for name, rule in () if rules is None else rules.columns:
         if rule.loses_values:
-            found.append(f"{'values of ' * (not rule.exclude)}column {name}, which the config says is {rule}")
+            found.append(f"{'values of ' * (not rule.exclude)}column {name} ({rule})")
     found += [f"values that {setting} changes, in {', '.join(names)}" for setting, names in changed.items()]
     return found
 

@@ -16,6 +16,8 @@ from penstock.destinations.folders import RenameTable
 from penstock.documents.base import FailurePolicy
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.polling import XMIN, PollSettings
+from penstock.errors import ConfigError
+from penstock.source.patterns import TablePattern
 from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 from penstock.workers import DropColumn, DropTable, Partitions, Recopy
@@ -73,14 +75,25 @@ class PipelineSection(Section):
     batch: BatchSection = BatchSection()
 
 
+def _check_pattern(value: str) -> str:
+    try:
+        TablePattern(value)
+    except ConfigError as error:
+        raise ValueError(f"should be a table or a pattern. {error.hint}") from None
+    return value
+
+
+_Patterns = list[Annotated[str, AfterValidator(_check_pattern)]]
+
+
 class SourceSection(Section):
     """The source database."""
 
     url: SecretStr
     publication: str | None = None
     manage_publication: bool = True
-    tables: list[str] = ["*.*"]
-    exclude: list[str] = []
+    tables: _Patterns = ["*.*"]
+    exclude: _Patterns = []
     generated_columns: bool | None = None
     slot: str | None = None
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR

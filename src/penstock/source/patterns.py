@@ -84,7 +84,10 @@ def _split(text: str) -> list[str]:
         if stripped[position : position + 1] != ".":
             break
         position += 1
-    raise ConfigError(f"invalid table pattern: {text!r}", hint="Write schema.table, like public.orders or sales.*")
+    raise ConfigError(
+        f"invalid table pattern: {text!r}",
+        hint='Write schema.table, like public.orders or sales.*; a name with dots needs quotes: sales."a.b"',
+    )
 
 
 def _compile(part: str) -> re.Pattern[str]:

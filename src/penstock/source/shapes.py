@@ -302,12 +302,21 @@ def _changed_values(before: TableShape, now: TableShape) -> Iterator[SilentChang
         # Also after VACUUM FULL of a table with an added default, which it stores in the rows: it looks the same.
         altered = dict(_versions(heap)).items() - dict(_versions(earlier)).items()
         if altered:
-            names = sorted(now.columns.get(attnum, "") for attnum, _ in altered)
-            what = f"partition {heap.name}" if now.is_partitioned else f"column {names[0]!r}"
-            yield SilentChange(f"{what} was altered and all its rows were rewritten")
+            what = f"partition {heap.name} was altered"
+            if not now.is_partitioned:
+                what = _altered_columns(before, now, [attnum for attnum, _ in altered])
+            yield SilentChange(f"{what} and all its rows were rewritten")
     for oid, part in before.types.items():
         if oid in now.types and now.types[oid].content != part.content:
             yield SilentChange(f"type {now.types[oid].type_name!r} was altered")
+
+
+def _altered_columns(before: TableShape, now: TableShape, attnums: Sequence[int]) -> str:
+    """Name the first column of each kind: any of them may be why the rows were rewritten."""
+    names = {attnum: now.columns.get(attnum, "") for attnum in sorted(attnums)}
+    added = [f"column {name!r} was added" for attnum, name in names.items() if attnum not in before.columns]
+    altered = [f"column {name!r} was altered" for attnum, name in names.items() if attnum in before.columns]
+    return " and ".join([*added[:1], *altered[:1]])
 
 
 def _changed_names(before: TableShape, now: TableShape) -> Iterator[SilentChange]:

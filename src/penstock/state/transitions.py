@@ -139,7 +139,12 @@ def roll_back(current: TableReplicationPhase) -> Init | SyncDone:
     can only be resynced.
     """
     if not isinstance(current, Errored):
-        raise _illegal(current, "an earlier phase", "only an errored table can be rolled back")
+        raise IllegalTransition(
+            f"the table is {current.name}, and only an errored table can be rolled back",
+            hint=f"To copy it again, run: {RESYNC}.",
+            current=current.name,
+            wanted="an earlier phase",
+        )
     if current.position_lost:
         raise IllegalTransition(
             "the changes since the error are lost, so resuming would leave a gap", hint=_RESYNC, current=current.name

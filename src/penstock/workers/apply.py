@@ -336,7 +336,8 @@ class ApplyWorker:
     def _fail(self, table_id: int, error: BaseException, position: Lsn) -> None:
         named = as_error(error)
         name = self._board.name_of(table_id)
-        copied = named.retry is Retry.COPY and self._schema_changes(table_id).recopy is Recopy.AUTOMATIC
+        policy = self._schema_changes(table_id)
+        copied = named.retry is Retry.COPY and policy.recopy is Recopy.AUTOMATIC
 
         def fail(phase: TableReplicationPhase) -> Init | Errored | None:
             if not isinstance(phase, SyncDone | Ready):
@@ -346,7 +347,14 @@ class ApplyWorker:
                 logger.warning("table is copied again table=%s reason=%s", name, named.message)
                 failpoints.reach("before_recopy")
                 return resync(named.message)
-            failed = errored(phase, named, position=position, after=self._failed.get(table_id), timed=copied)
+            failed = errored(
+                phase,
+                named,
+                position=position,
+                after=self._failed.get(table_id),
+                timed=copied,
+                schema_changes=policy,
+            )
             text = "table stopped table=%s position=%s reason=%s"
             logger.error(text, name, position, failed.reason, extra={"reported_as": "stopped"})
             self._failed[table_id] = failed

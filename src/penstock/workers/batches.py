@@ -239,7 +239,7 @@ def _rewritten(entries: Sequence[Entry], positions: Mapping[int, Lsn], end: Lsn)
         if step.prefix.startswith(REWRITE_PREFIX) and is_in(step.key.commit_lsn, end):
             table_id, name = parse_rewrite(step.content)
             if table_id in positions and not is_in(step.key.commit_lsn, positions[table_id]):
-                found[table_id] = SchemaNotFollowed(f"{name}: ALTER TABLE computed values of all rows", table=name)
+                found[table_id] = SchemaNotFollowed(f"{name}: ALTER TABLE rewrote all rows", table=name)
     return found
 
 

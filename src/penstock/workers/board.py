@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from datetime import datetime
 
 from penstock import failpoints
-from penstock.errors import IllegalTransition
+from penstock.errors import IllegalTransition, for_table
 from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.spool import Stopping
 from penstock.state import (
@@ -147,8 +147,16 @@ class Board:
     def roll_back(self, table_ids: Collection[int]) -> None:
         """Resume errored tables from where they stopped: all of them, or none if one cannot."""
         with self._changed:
-            phases = {table_id: self._phases.get(table_id) for table_id in table_ids}
-            self._set_phases({table_id: roll_back(phase or Init()) for table_id, phase in phases.items()})
+            resumed: dict[int, StoredPhase] = {}
+            for table_id in table_ids:
+                try:
+                    resumed[table_id] = roll_back(self._phases.get(table_id) or Init())
+                except IllegalTransition as error:
+                    name = self.name_of(table_id)
+                    raise IllegalTransition(
+                        f"{name}: {error}", hint=for_table(error.hint, name), **error.facts
+                    ) from None
+            self._set_phases(resumed)
 
     def remove(self, table_id: int) -> None:
         """Forget a table that has left the publication."""

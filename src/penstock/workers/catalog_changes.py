@@ -131,7 +131,7 @@ class CatalogChanges:
             if table_id not in positions or not isinstance(phase, SyncDone | Ready):
                 return None
             logger.error("table stopped table=%s reason=%s", name, reason, extra={"reported_as": "stopped"})
-            return errored(phase, error, position=positions[table_id])
+            return errored(phase, error, position=positions[table_id], schema_changes=policy)
 
         return self._board.alter(table_id, fail) is not None
 

@@ -18,6 +18,8 @@ from penstock.source.faults import Place, from_exception
 from penstock.state import Errored, RetryPolicy, TableReplicationPhase
 from penstock.state.transitions import fail
 
+_LOSES_KEPT_ROWS = "The copy replaces the rows of former partitions that the destination has kept."
+
 
 class Recopy(StrEnum):
     """What happens to a table whose schema change only a new copy can follow."""
@@ -84,7 +86,8 @@ class SchemaChanges:
         then = f"copied again{limit}" if self.recopy is Recopy.AUTOMATIC else "stopped until resync"
         parts = [f"{then} where a change cannot be followed"]
         if self.partitions is Partitions.KEEP:
-            parts.append("rows of former partitions kept")
+            stopped = ", partitioned tables stopped until resync" if self.recopy is Recopy.AUTOMATIC else ""
+            parts.append(f"rows of former partitions kept{stopped}")
         if self.drop_column is DropColumn.KEEP:
             parts.append("dropped columns kept")
         if self.drop_table is DropTable.DROP:
@@ -147,10 +150,17 @@ def errored(
     position: Lsn | None,
     after: Errored | None = None,
     timed: bool = False,
+    schema_changes: SchemaChanges | None = None,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Errored:
-    """Return the phase of a table that has failed; `timed` retries whatever the error says."""
+    """Return the phase of a table that has failed; `timed` retries whatever the error says.
+
+    With `schema_changes`, its policy, the remedy says what a new copy would lose.
+    """
     named = as_error(error)
+    solution = named.hint
+    if named.retry is Retry.COPY and schema_changes is not None and schema_changes.partitions is Partitions.KEEP:
+        solution = f"{solution} {_LOSES_KEPT_ROWS}".lstrip()
     attempts = after.attempts + 1 if after else 0
     policy = RetryPolicy()
     if timed or named.retry is Retry.TIMED:
@@ -159,7 +169,7 @@ def errored(
     return fail(
         current,
         reason=named.message,
-        solution=named.hint or None,
+        solution=solution or None,
         retry_policy=policy,
         at=now(),
         position=position,

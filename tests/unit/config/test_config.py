@@ -176,6 +176,12 @@ def test_what_cannot_be_used_is_named_with_file_and_key(load, line, says):
     assert "s3cret" not in message
 
 
+def test_a_pattern_is_checked_before_anything_starts(load):
+    message = refusal(load, SMALLEST.replace("[source]", '[source]\nexclude = ["a.b", "a.b.c"]'))
+    assert "exclude" in message
+    assert "should be a table or a pattern. Write schema.table" in message
+
+
 def test_a_nested_key_gets_a_suggestion_too(load):
     message = refusal(load, SMALLEST.replace('id = "shop"', 'id = "shop"\nspool = {max_byte = 1}'))
     assert 'pipeline.spool.max_byte: there is no such key; did you mean "max_bytes"?' in message
@@ -347,7 +353,7 @@ def test_rules_for_columns_and_rows(load):
     config = load(SMALLEST + RULES, KEY=secret)
     rules = config.pipeline.transforms.rules["public.users"]
     assert str(rules) == (
-        "email hashed, renamed to email_hash; phone masked but for its last 4; password left out; "
+        "email hashed, renamed to email_hash; phone masked except the last 4 characters; password excluded; "
         "only rows where country = 'DE'"
     )
     assert rules.key == secret.encode()

@@ -95,7 +95,9 @@ def test_a_column_that_was_altered_or_added_matters_only_with_its_rows() -> None
         "partition public.low was altered and all its rows were rewritten",
     ]
     added = replace(rewritten(PLAIN, columns="1:500 2:500 3:501"), columns={**PLAIN.columns, 3: "c"})
-    assert texts(PLAIN, added) == ["column 'c' was altered and all its rows were rewritten"]
+    assert texts(PLAIN, added) == ["column 'c' was added and all its rows were rewritten"]
+    both = replace(rewritten(PLAIN, columns="1:500 2:501 3:501"), columns={**PLAIN.columns, 3: "c"})
+    assert texts(PLAIN, both) == ["column 'c' was added and column 'note' was altered and all its rows were rewritten"]
 
 
 def test_names_that_the_stream_carries_with_the_next_row() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from penstock.errors import Retry, TableRewritten
+from penstock.errors import Retry, SchemaNotFollowed, TableRewritten
 from penstock.state import Init
-from penstock.workers.failures import Policies, Recopy, SchemaChanges, errored
+from penstock.workers.failures import Partitions, Policies, Recopy, SchemaChanges, errored
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,13 @@ def test_an_error_without_a_name_waits_for_a_person_and_quotes_nothing() -> None
 def test_an_error_with_a_name_keeps_it() -> None:
     found = errored(Init(), TableRewritten("t was emptied"), position=None)
     assert found.reason == "t was emptied"
+
+
+def test_the_remedy_says_what_a_new_copy_would_lose() -> None:
+    error, keep = SchemaNotFollowed("t: its key changed"), SchemaChanges(partitions=Partitions.KEEP)
+    assert "former partitions" in (errored(Init(), error, position=None, schema_changes=keep).solution or "")
+    assert errored(Init(), error, position=None, schema_changes=SchemaChanges()).solution == error.hint
+    assert "partitioned tables stopped until resync" in str(keep)
 
 
 STOP, SMALL, DEFAULT = SchemaChanges(recopy=Recopy.STOP), SchemaChanges(recopy_max_bytes=10), SchemaChanges()
