@@ -66,6 +66,8 @@ a secret or the value of a cell.
 
 from __future__ import annotations
 
+import re
+import shlex
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -88,9 +90,16 @@ RESYNC = f"penstock resync {_TABLE}"
 """In a hint: only a new copy of the table helps."""
 
 
-def for_table(hint: str, table: str) -> str:
-    """Return a hint with the name of its table filled in."""
-    return hint.replace(_TABLE, table)
+def in_command(table: str, output: str | None = None) -> str:
+    """Return the name of a table as the argument of a command to paste into a shell; `output` is one of several."""
+    # `shlex.quote` also quotes letters that are not ASCII, which no shell needs.
+    argument = table if re.fullmatch(r"[\w.-]+", table) else shlex.quote(table)
+    return argument if output is None else f"{argument} --output {output}"
+
+
+def for_table(hint: str, table: str, output: str | None = None) -> str:
+    """Return a hint with the name of its table filled in, as in `in_command`."""
+    return hint.replace(_TABLE, in_command(table, output))
 
 
 class PenstockError(Exception):
@@ -406,6 +415,8 @@ class DestinationUnavailable(DestinationError):
 
     retry = Retry.TIMED
     default_hint = "Check that the destination is running and reachable from here; Penstock keeps retrying."
+    hint_for_one_try: ClassVar[str] = "Check that the destination is running and reachable from here, then try again."
+    """For a command that ends with the error."""
 
 
 class TableBusy(DestinationError):

@@ -15,6 +15,7 @@ from penstock.cli.options import AsJson, OptionalConfigPath, Publication, Slot, 
 from penstock.config.units import count_of
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 
+_WIDE = 120
 _STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 
 
@@ -50,6 +51,7 @@ def check(
             manage_publication=source.manage_publication and publication is None,
             types=source.types,
             transforms=source.transforms,
+            generated_columns=source.generated_columns,
             schema_changes=source.schema_changes,
         )
         report = run_preflight(source.settings, request)
@@ -61,17 +63,22 @@ def check(
         raise typer.Exit(1)
 
 
-def findings_table(findings: Iterable[Check]) -> Table:
-    """The findings as a table."""
-    table = make_table("severity", "check", "what", "remedy", unbroken=("severity", "check"))
+def findings_table(findings: Iterable[Check], width: int) -> Table:
+    """The findings as a table; where it is narrow, each remedy is below its finding."""
+    is_wide = width >= _WIDE
+    titles = ("what", "remedy") if is_wide else ("what, and the remedy",)
+    table = make_table("severity", "check", *titles, unbroken=("severity", "check"))
     for finding in findings:
-        table.add_row(_label(finding), Text(finding.id), Text(finding.what), Text(finding.remedy))
+        texts = [finding.what, finding.remedy]
+        if not is_wide:
+            texts = ["\n".join(filter(None, [finding.what, finding.remedy and f"→ {finding.remedy}"]))]
+        table.add_row(_label(finding), Text(finding.id), *map(Text, texts))
     return table
 
 
 def _print(report: Report) -> None:
     console = wide_console()
-    console.print(findings_table(report.checks))
+    console.print(findings_table(report.checks, console.width))
     console.print()
     console.print(_summary(report))
 

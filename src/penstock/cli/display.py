@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +36,8 @@ _WIDE = 100
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
 _PIPE_WIDTH = 160
+_UNLIMITED = 10_000
+_FILL = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 
 _REPORTED = frozenset({"stopped", "waiting"})
 """Events that both log lines and notices report."""
@@ -132,6 +136,17 @@ def make_table(*titles: str, right: Sequence[str] = (), unbroken: Sequence[str] 
         justify = "right" if title in right else "left"
         table.add_column(title, overflow="fold", justify=justify, no_wrap=title in unbroken)
     return table
+
+
+def print_unwrapped(console: Console, table: Table) -> None:
+    """Print a table whose last column has paths. The terminal wraps long lines, so that a path can be copied."""
+    widest = Measurement.get(console, console.options.update(max_width=_UNLIMITED), table).maximum
+    wide = Console(width=max(widest, console.width), highlight=False)
+    with wide.capture() as captured:
+        wide.print(table)
+    # Without the spaces that fill a line, which would wrap, too.
+    sys.stdout.write(_FILL.sub(r"\1", captured.get()))
+    sys.stdout.flush()
 
 
 def write_line(text: str) -> None:

@@ -256,7 +256,7 @@ def _print_checks(reports: dict[str, Report]) -> None:
     console = wide_console()
     for name, report in reports.items():
         console.print(Text(name, style="bold"))
-        console.print(findings_table(report.checks))
+        console.print(findings_table(report.checks, console.width))
         console.print()
     bad = [name for name, report in reports.items() if not report.ready]
     if bad:

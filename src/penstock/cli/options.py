@@ -12,7 +12,8 @@ import typer
 
 from penstock.changes.transform import Transforms
 from penstock.config import Config, load_config
-from penstock.errors import ConfigError, ServerUnavailable
+from penstock.errors import ConfigError, DestinationUnavailable, ServerUnavailable
+from penstock.operations.plan import described_policies
 from penstock.source import SourceSettings
 from penstock.values import TypeSettings
 
@@ -72,6 +73,10 @@ def configured(path: Path) -> Iterator[Config]:
         except ServerUnavailable as error:
             error.hint = ServerUnavailable.hint_for_one_try
             raise
+        except DestinationUnavailable as error:
+            if error.hint == DestinationUnavailable.default_hint:
+                error.hint = DestinationUnavailable.hint_for_one_try
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class ChosenSource:
     manage_publication: bool = False
     types: TypeSettings = field(default_factory=TypeSettings)
     transforms: Transforms = field(default_factory=Transforms)
+    generated_columns: bool = False
     schema_changes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -116,7 +122,8 @@ def chosen_source(context: typer.Context, url: str | None, config_path: Path | N
                 settings.manage_publication,
                 settings.types,
                 settings.transforms,
-                settings.policies,
+                bool(settings.generated_columns),
+                described_policies(config),
             )
     else:
         raise ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.cells import cell_len, set_cell_size
 
 from penstock.cli.display import Display, opened_display, show_running
 from penstock.cli.options import DEFAULT_PATH, ConfigPath, Quiet, configured
@@ -139,19 +140,19 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield f"destination  {f'{name}: ' if len(plan.destinations) > 1 else ''}{type_}"
     none = "none" if plan.publication_plan == POLLED else "none: no table in the database matches"
     yield f"tables       {len(plan.tables) or none}"
-    width = max((len(name) for name in plan.tables), default=0)
+    width = max((cell_len(name) for name in plan.tables), default=0)
     for name, fates in plan.tables.items():
         if not fates:
             yield f"  {name}"
         elif len(set(fates.values())) == 1:
-            yield f"  {name:<{width}}  {next(iter(fates.values()))}"
+            yield f"  {set_cell_size(name, width)}  {next(iter(fates.values()))}"
         else:
-            yield f"  {name:<{width}}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
+            yield f"  {set_cell_size(name, width)}  {'; '.join(f'{each}: {fate}' for each, fate in fates.items())}"
     if plan.tables:
         yield f"schema changes: tables are {plan.schema_changes['']}"
         for name, policy in plan.schema_changes.items():
             if name:
-                yield f"  {name:<{width}}  is {policy}"
+                yield f"  {set_cell_size(name, max(width, cell_len(name)))}  is {policy}"
     if plan.sink is not None:
         yield f"sink         {plan.sink}"
         yield f"indexes      {len(plan.indexes)}"

@@ -14,11 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.display import make_table, wide_console
+from penstock.cli.display import make_table, print_unwrapped, wide_console
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, configured
 from penstock.config import Config, OutputChoice
 from penstock.config.units import format_bytes, format_seconds
-from penstock.errors import PenstockError, for_table
+from penstock.errors import PenstockError, for_table, in_command
 from penstock.observe import scrub
 from penstock.operations.signals import Ended, Ending
 from penstock.operations.status import (
@@ -122,34 +122,41 @@ def render(found: PipelineStatus) -> RenderableType:
     if tables:
         parts += [_tables(tables, several=len(found.outputs) > 1), Text()]
     for table in tables:
-        parts += problem_lines(table)
+        parts += problem_lines(table, several=len(found.outputs) > 1)
     indexes = [index for output in found.outputs for index in output.indexes]
     if indexes:
         parts += [_indexes(indexes), Text()]
     return Group(*parts[:-1])
 
 
-def problem_lines(state: TableState) -> list[Text]:
-    """Why a table stopped, is copied again or has outdated rows, with an empty line behind; else nothing."""
+def problem_lines(state: TableState, *, several: bool = False) -> list[Text]:
+    """Why a table stopped, is copied again or has outdated rows, with an empty line behind; else nothing.
+
+    With `several` outputs, the lines name that of the table.
+    """
     table, error = state.table, state.error
+    subject = f"{state.output}: {table}" if several else table
+    output = state.output if several else None
     if state.changed_cells:
         cells = f"{state.changed_cells:,} {'value' if state.changed_cells == 1 else 'values'}"
-        note = Text.assemble((table, "bold"), f": out_of_range changed {cells} since the copy of the table")
-        return [note, Text(), *problem_lines(replace(state, changed_cells=0))]
+        note = Text.assemble((subject, "bold"), f": out_of_range changed {cells} since the copy of the table")
+        return [note, Text(), *problem_lines(replace(state, changed_cells=0), several=several)]
     if state.copied_because is not None:
         reason = state.copied_because.removeprefix(f"{table}: ")
-        return [Text.assemble((f"{table} is copied again", "bold"), f": {reason}"), Text()]
+        return [Text.assemble((f"{subject} is copied again", "bold"), f": {reason}"), Text()]
     if error is None and state.silent_change is not None:
-        what = f": {state.silent_change}; no changes tell of it"
+        what = f" without changes in the stream: {state.silent_change}"
         return [
-            Text.assemble((f"{table} has rows that changed silently", "bold"), what),
-            Text(f"  to add a new copy: penstock resync {table}"),
+            Text.assemble((f"{subject}: rows changed at the source", "bold"), what),
+            Text(f"  to add a new copy: penstock resync {in_command(table, output)}"),
             Text(),
         ]
     if error is None:
         return []
-    lines = [Text.assemble((f"{table} stopped", "bold"), f" at {error.since}: {error.reason}")]
-    solution, call = for_table(error.solution or "", table), f"penstock {error.command} {table}"
+    reason = error.reason.removeprefix(f"{table}: ")
+    lines = [Text.assemble((f"{subject} stopped", "bold"), f" at {error.since}: {reason}")]
+    solution = for_table(error.solution or "", table, output)
+    call = f"penstock {error.command} {in_command(table, output)}"
     if solution:
         lines.append(Text(f"  {solution}"))
     if error.command and call not in solution:
@@ -283,10 +290,10 @@ def _print_tables(config: Config, driver: LeaseInfo | None, located: Sequence[tu
             output = [Text(each.output)] * several
             place = [Text(location or "", overflow="fold")] * placed
             table.add_row(Text(each.table), *output, phase, Text(each.position or ""), *place)
-        console.print(table)
+        print_unwrapped(console, table)
         console.print()
     for each in found:
-        for line in problem_lines(each):
+        for line in problem_lines(each, several=len(config.outputs) > 1):
             console.print(line, soft_wrap=True)
     console.print(_summary(config, driver, found), soft_wrap=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from penstock.schema import TableSchema
 from penstock.source import Role, connect
 from penstock.source.catalog import load_tables, load_types, schema_from_catalog
 from penstock.source.faults import translated
+from penstock.source.membership import load_membership
 from penstock.source.patterns import TableName
 from penstock.source.preflight import Report, Request, run_preflight
 from penstock.source.publications import (
@@ -101,6 +102,7 @@ def make_plan(config: Config) -> Plan:
         refused = dict.fromkeys(without_identity(connection, tables), _REFUSED)
         refused |= {name: f"REFUSED: {error}" for name, error in identity_problems(connection, tables).items()}
         schemas = _schemas(connection, tables)
+        regenerated = _regenerated(connection, config)
         indexes = config.documents.indexes if config.documents is not None else ()
         catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
         return Plan(
@@ -121,14 +123,14 @@ def make_plan(config: Config) -> Plan:
             tables={
                 name: {
                     output.name: _fate_of_table(
-                        config, output, stores[output.name], name, table_id, schemas.get(name), from_start
+                        config, output, stores[output.name], name, table_id, schemas.get(name), from_start, regenerated
                     )
                     + (f"; {refused[name]}" if name in refused else "")
                     for output in config.outputs
                 }
                 for name, table_id in tables.items()
             },
-            schema_changes=settings.policies,
+            schema_changes=described_policies(config),
             sink=None if config.documents is None else config.documents.sink_type,
             indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, from_start) for each in indexes},
         )
@@ -150,9 +152,21 @@ def check_source(config: Config) -> Report:
         manage_publication=settings.manage_publication,
         types=settings.types,
         transforms=remembering(settings.transforms, shapes),
-        schema_changes=settings.policies,
+        generated_columns=bool(settings.generated_columns),
+        schema_changes=described_policies(config),
     )
     return run_preflight(settings.source, request)
+
+
+def described_policies(config: Config) -> Mapping[str, str]:
+    """How tables follow changes of their schemas, for people: by name, and under `""` all others."""
+    policies = config.pipeline.policies
+    logs = [each.name for each in config.outputs if not config.create_destination(each).capabilities.updates_rows]
+    if not logs:
+        return policies
+    if len(logs) == len(config.outputs):
+        return dict.fromkeys(policies, "never copied again automatically: the destination keeps every change")
+    return policies | {"": f"{policies['']}; never at {', '.join(logs)}, which keep every change"}
 
 
 def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
@@ -171,7 +185,19 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
         for tables, what in ((wanted - members, "added"), (members - wanted, "removed"))
         if tables
     ]
+    if settings.generated_columns is not None and settings.generated_columns != publication.generated_columns:
+        changes.append(
+            f"stored generated columns would {'' if settings.generated_columns else 'no longer '}be published"
+        )
     return f"exists; {'; '.join(changes) or 'has the right tables'}"
+
+
+def _regenerated(connection: psycopg.Connection[Any], config: Config) -> Collection[int]:
+    """The tables whose stored generated columns the next start would publish."""
+    publication = inspect_publication(connection, config.pipeline.publication)
+    if publication is None or publication.generated_columns or not config.pipeline.generated_columns:
+        return ()
+    return load_membership(connection, publication.name).generated
 
 
 def _trigger(connection: psycopg.Connection[Any], config: Config) -> str | None:
@@ -242,33 +268,39 @@ def _fate_of_table(
     table_id: int | None,
     schema: TableSchema | None,
     from_start: bool,
+    regenerated: Collection[int],
 ) -> str:
+    if schema is None or not schema.columns:
+        return "has no columns, and would be skipped until it has one"
     shapes = {} if store is None else store.get_table_shapes()
     transforms = remembering(output.settings.transforms, shapes)
-    unusable = None if schema is None else _unusable_settings(schema, output.settings.types, transforms)
+    unusable = _unusable_settings(schema, output.settings.types, transforms)
     if unusable is not None:
-        return f"WOULD STOP: {unusable}. {for_table(unusable.hint, name)}".rstrip()
+        reason = str(unusable).removeprefix(f"{name}: ")
+        return f"WOULD STOP: {reason}. {for_table(unusable.hint, name)}".rstrip()
     phase = None if store is None or table_id is None else store.get_table_replication_states().get(table_id)
     rules = transforms.rules.get(name) if table_id is None else transforms.of(table_id, name)
     ending = "" if rules is None else f"; {rules}"
     if from_start or (store is not None and phase is not None and _is_resync_queued(store, name)):
         return f"would be copied again{ending}"
     shape = None if table_id is None else shapes.get(table_id)
-    if store is None or table_id is None or shape is None or schema is None or not isinstance(phase, SyncDone | Ready):
-        return f"{_fate(phase)}{ending}"
+    if store is None or table_id is None or shape is None or not isinstance(phase, SyncDone | Ready):
+        return f"{_fate(name, phase)}{ending}"
     destination = config.create_destination(output)
     policy = output.settings.policies_with(store).of(table_id, name)
     policy = policy.allowed(destination.capabilities, is_partitioned=shape.is_partitioned)
     now = transforms.in_force(table_id, name)
     if (shape.rules and shape.rules.fingerprint) != (now and now.fingerprint):
-        return f"has rows by other rules, and {_fate_of_rows(policy, destination.capabilities)}{ending}"
+        return f"its rules changed: {_fate_of_rows(policy, destination.capabilities)}{ending}"
+    if table_id in regenerated:
+        return f"its generated columns would be published: {_fate_of_rows(policy, destination.capabilities)}{ending}"
     before, current = store.get_table_names().get(table_id), TableName(schema.namespace, schema.name)
     if before is not None and before != current and isinstance(destination, FolderDestination):
         otherwise = RenameTable.KEEP if policy.keeps_place(destination.capabilities) else RenameTable.FOLLOW
         rule = output.settings.rename_tables.rule(current, FOLDERS.name(*before), otherwise)
         if rule is RenameTable.FOLLOW:
             return f"was {before}, and would be copied again, to the folder of its new name{ending}"
-    return f"{_fate(phase)}{ending}"
+    return f"{_fate(name, phase)}{ending}"
 
 
 def _unusable_settings(schema: TableSchema, types: TypeSettings, transforms: Transforms) -> ConfigError | None:
@@ -290,18 +322,20 @@ def _is_resync_queued(store: Store, name: str) -> bool:
 def _fate_of_rows(policy: SchemaChanges, capabilities: Capabilities) -> str:
     """What would happen to the rows of a table whose rules have changed."""
     if not capabilities.updates_rows:
-        return "would keep them: only changes from then on follow the rules of the config"
+        return "existing rows would stay as they are; only later changes would follow the config"
     if policy.recopy is not Recopy.AUTOMATIC:
-        return "WOULD STOP until penstock resync, because its policy or the destination allows no copy by itself"
+        return (
+            "WOULD STOP until penstock resync, because its policy or the destination does not allow an automatic copy"
+        )
     limit = policy.recopy_max_bytes
     return "would be copied again" + ("" if limit is None else f", or stop if it has more than {limit:,} bytes")
 
 
-def _fate(phase: StoredPhase | None) -> str:
+def _fate(name: str, phase: StoredPhase | None) -> str:
     match phase:
         case SyncDone() | Ready():
             return "is already copied, and would be kept up to date"
         case Errored():
-            return f"is errored: {phase.reason}"
+            return f"is errored: {phase.reason.removeprefix(f'{name}: ')}"
         case _:
             return "would be copied"

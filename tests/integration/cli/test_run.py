@@ -205,7 +205,7 @@ def test_a_table_whose_updates_the_server_will_refuse_is_named(site: Site):
     assert "  public.keyless  would be copied; NO REPLICA IDENTITY" in site.run("run", "--plan").stdout
     result = site.run("run", "--once")
     assert result.returncode == 0, result.stderr
-    assert "the server rejects updates and deletes on public.keyless until they have one" in result.stderr
+    assert "tables that are published without a replica identity: public.keyless" in result.stderr
 
 
 def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
@@ -213,7 +213,7 @@ def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
     site.configure(more='[types]\nout_of_range = "clamp"')
     plan = site.run("run", "--plan")
     wanted = "out_of_range = \"clamp\" cannot be used for column 'id'"
-    assert f"public.days     WOULD STOP: public.days: {wanted}" in plan.stdout
+    assert f"public.days     WOULD STOP: {wanted}" in plan.stdout
     check = site.run("check", "--json")
     assert check.returncode == 1
     (finding,) = [each for each in json.loads(check.stdout)["checks"] if each["id"] == "exact_keys"]
@@ -225,9 +225,8 @@ def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):
 
 def test_policies_for_schema_changes_are_planned_and_checked(site: Site):
     own = '[tables."public.orders".schema_changes]\nrecopy = "stop"\npartitions = "keep"\n'
-    site.configure(
-        more=f'[schema_changes]\nrecopy_max_bytes = "1kB"\n{own}[tables.gone.schema_changes]\nrecopy = "stop"'
-    )
+    more = f'[schema_changes]\nrecopy_max_bytes = "1kB"\n{own}[tables.gone.schema_changes]\nrecopy = "stop"'
+    site.configure(more=more, destination='[destination]\ntype = "delta"\npath = "lake"')
     plan = site.run("run", "--plan").stdout
     assert "schema changes: tables are copied again up to 1,024 bytes where a change cannot be followed\n" in plan
     assert "is stopped until resync where a change cannot be followed, rows of former partitions kept" in plan
@@ -247,9 +246,10 @@ def test_rules_for_columns_are_planned_and_refused(site: Site):
     assert site.run("run", "--once").returncode == 0
     site.configure(more=f"{more}email = {{ exclude = true }}")
     # These files keep every change.
-    assert (
-        "only changes from then on follow the rules of the config; email left out" in site.run("run", "--plan").stdout
-    )
+    plan = site.run("run", "--plan").stdout
+    assert "its rules changed: existing rows would stay as they are; only later changes would follow" in plan
+    assert "email excluded" in plan
+    assert "tables are never copied again automatically: the destination keeps every change" in plan
     site.configure(more=f"{more}mail = {{ exclude = true }}")
     plan = site.run("run", "--plan").stdout
     assert 'public.people   WOULD STOP: [tables."public.people"] names a column' in plan
@@ -276,25 +276,36 @@ def test_the_plan_says_what_the_next_start_does(site: Site):
         == "would be copied; email hashed"
     )
     more = rules.format("null")
-    assert plan(more)["public.people"] == "would be copied; email NULL"
+    site.database.execute("create table sums (id int primary key, twice int generated always as (id * 2) stored)")
+    site.database.execute("create table empty ()")
+    assert plan(more)["public.people"] == "would be copied; email set to NULL"
+    assert plan(more)["public.empty"].startswith("has no columns, and would be skipped until it has one")
     assert set(start().values()) == {"ready"}
     # A table that was renamed keeps its rules, and is not copied for them.
     site.database.execute("alter table people rename to clients")
-    moved = "was public.people, and would be copied again, to the folder of its new name; email NULL"
+    moved = "was public.people, and would be copied again, to the folder of its new name; email set to NULL"
     assert plan(more)["public.clients"] == moved
     more = f'{more}[schema_changes]\nrename_table = "keep"\n'
-    assert plan(more)["public.clients"] == f"{kept}; email NULL"
+    assert plan(more)["public.clients"] == f"{kept}; email set to NULL"
     assert start()["public.clients"] == "ready"
     assert not (site.folder / "lake" / "public" / "clients").exists()
-    assert plan(more)["public.clients"] == f"{kept}; email NULL"
+    assert plan(more)["public.clients"] == f"{kept}; email set to NULL"
     site.database.execute("alter table clients rename to people")
     assert site.run("resync", "orders").returncode == 0
     found = plan(more)
     assert (found["public.orders"], found["public.items"]) == ("would be copied again", kept)
     other = rules.format("exclude")
-    assert plan(other)["public.people"] == "has rows by other rules, and would be copied again; email left out"
+    assert plan(other)["public.people"] == "its rules changed: would be copied again; email excluded"
+    path = site.folder / "penstock.toml"
+    path.write_text(path.read_text().replace("[source]", "[source]\ngenerated_columns = true"))
+    published = json.loads(site.run("run", "--plan", "--json").stdout)
+    assert "stored generated columns would be published" in published["publication_plan"]
+    sums = published["tables"]["public.sums"]["tables"]
+    assert sums == "its generated columns would be published: would be copied again"
+    checks = json.loads(site.run("check", "--json").stdout)["checks"]
+    assert not [each for each in checks if each["id"] == "generated_columns" and each["subjects"]]
     found = plan(f'[schema_changes]\nrecopy = "stop"\n{other}')
-    assert found["public.people"].startswith("has rows by other rules, and WOULD STOP until penstock resync")
+    assert found["public.people"].startswith("its rules changed: WOULD STOP until penstock resync")
     phases = start()
     assert (phases["public.people"], phases["public.orders"]) == ("errored", "ready")
 

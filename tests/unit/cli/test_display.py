@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.display import MOST_BARS, Bars, Lines, Records, opened_display, render
+from penstock.cli.check import findings_table
+from penstock.cli.display import MOST_BARS, Bars, Lines, Records, make_table, opened_display, print_unwrapped, render
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
 from penstock.observe import LogFormat, configure_logging
 from penstock.observe.logs import JsonFormatter
 from penstock.operations.lag import Behind
 from penstock.operations.progress import Notice, OutputLook
+from penstock.source.preflight import Check, Severity, Status
 from penstock.state import DataSync, Ready
 
 
@@ -126,3 +128,24 @@ def test_what_has_happened_stands_above_the_bars():
     assert text.index("40%") < text.index("copied public.small") < text.index("50%")
     # Nothing of the bars stays: their lines are cleared at the end.
     assert "\x1b[2K" in text[text.rindex("50%") :]
+
+
+def test_paths_are_not_broken_in_a_narrow_terminal(capsys):
+    table = make_table("table", "location")
+    table.add_row("public.a", "/srv/" + "x" * 40)
+    table.add_row("public.b", "/srv/b")
+    print_unwrapped(Console(width=20), table)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["table     location", "public.a  /srv/" + "x" * 40, "public.b  /srv/b"]
+
+
+def test_remedies_are_below_their_findings_in_a_narrow_terminal():
+    found = [Check("wal_level", Severity.CRITICAL, Status.FAILED, "wal_level is replica", "Set it to logical.")]
+    narrow, wide = (Console(width=width, file=io.StringIO()) for width in (80, 160))
+    for console in (narrow, wide):
+        console.print(findings_table(found, console.width))
+    assert [line.strip() for line in narrow.file.getvalue().splitlines()[1:]] == [
+        "critical  wal_level  wal_level is replica",
+        "→ Set it to logical.",
+    ]
+    assert "wal_level is replica  Set it to logical." in wide.file.getvalue()

@@ -87,9 +87,10 @@ def test_values_that_a_policy_changed_are_shown() -> None:
 
 
 def test_a_log_whose_table_changed_silently_says_so() -> None:
-    output = replace(OUTPUT, tables=(replace(READY, silent_change="partition public.a_1 was attached, before 0/5"),))
+    change = "partition public.a_1 was attached, before 0/5"
+    output = replace(OUTPUT, tables=(replace(READY, silent_change=change),))
     assert shown(replace(STATUS, outputs=(output,)))[-2:] == [
-        "public.a has rows that changed silently: partition public.a_1 was attached, before 0/5; no changes tell of it",
+        f"public.a: rows changed at the source without changes in the stream: {change}",
         "  to add a new copy: penstock resync public.a",
     ]
 
@@ -126,6 +127,16 @@ def test_several_outputs_have_names() -> None:
     assert lines[3].startswith("output    tables: at 0/10; streaming")
     assert lines[4].startswith("output    second: at 0/10; paused")
     assert lines[6].split()[:3] == ["table", "output", "phase"]
+
+
+def test_with_several_outputs_a_remedy_names_its_output() -> None:
+    error = TableError("a.Odd b: bad", f"Copy it: {RESYNC}.", "resync", "2026-11-15T10:00:00+00:00", None, 1, False)
+    stopped = replace(READY, table="a.Odd b", output="second", phase="errored", error=error)
+    second = replace(OUTPUT, output="second", tables=(stopped,))
+    assert shown(replace(STATUS, outputs=(OUTPUT, second)))[-2:] == [
+        "second: a.Odd b stopped at 2026-11-15T10:00:00+00:00: bad",
+        "  Copy it: penstock resync 'a.Odd b' --output second.",
+    ]
 
 
 def test_machines_get_what_people_get() -> None:

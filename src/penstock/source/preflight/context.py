@@ -59,6 +59,8 @@ class Request:
     manage_publication: bool = False
     types: TypeSettings = field(default_factory=TypeSettings)
     transforms: Transforms = field(default_factory=Transforms)
+    generated_columns: bool = False
+    """The next start publishes stored generated columns."""
     schema_changes: Mapping[str, str] = field(default_factory=dict[str, str])
     """How tables follow changes of their schemas, for people: by name, and under `""` all others."""
 

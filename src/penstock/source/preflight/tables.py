@@ -243,7 +243,7 @@ def check_partition_identity(context: Context) -> Iterator[Check]:
         )
     elif roots:
         yield passed(
-            "partition_identity", f"the rows of {counted(list(judged), 'partitioned table')} can be told apart"
+            "partition_identity", f"the rows of {counted(list(judged), 'partitioned table')} can be identified"
         )
 
 
@@ -308,11 +308,12 @@ def check_partitions(context: Context) -> Iterator[Check]:
 
 def check_generated(context: Context) -> Iterator[Check]:
     """Which generated columns does the server omit?"""
+    will_be_sent = "s" if context.request.generated_columns else ""
     names = [
         f"{subject}.{attribute.name}"
         for subject in context.subjects
         for attribute in subject.catalog.live_attributes
-        if attribute.generated and attribute.attnum not in subject.attnums
+        if attribute.generated and attribute.generated != will_be_sent and attribute.attnum not in subject.attnums
     ]
     if names:
         yield failed(
@@ -478,8 +479,8 @@ def check_rules(context: Context) -> Iterator[Check]:
         yield failed(
             "column_rules",
             Severity.INFO,
-            f"columns and rows as the config says: {'. '.join(shown)}",
-            "Nothing to do. The spool holds the values as they were sent.",
+            f"rules of the config: {'. '.join(shown)}",
+            "Nothing to do. The spool contains the original values.",
             [each.partition(":")[0] for each in shown],
         )
 
