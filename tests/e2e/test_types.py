@@ -133,7 +133,8 @@ def render(folder: Path, cases: Sequence[Case], found: dict[tuple[str, str], Com
     return (
         f"\n| Postgres | Parquet | Delta and Spark | {ways} | kept as text |\n|---|---|---{rule}|---|\n"
         + "\n".join(typed)
-        + f"\n\nThe others are text, exactly as the server prints it: `string` everywhere.\n\n| Postgres | {ways} |\n"
+        + "\n\nAll other types are text, exactly as the server prints it: `string` at every destination.\n"
+        + f"\n| Postgres | {ways} |\n"
         + f"|---{rule}|\n"
         + "\n".join(texts)
         + "\n\nThe server stores no values of its internal types "
