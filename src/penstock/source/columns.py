@@ -73,10 +73,17 @@ catalog looks as if the default had been set later. Who asks right after the DDL
 
 MISSING = f"""
     coalesce(a.attmissingval::pg_catalog.text, (
-        {_IN_PARTITIONS} having pg_catalog.count(distinct m.attmissingval::pg_catalog.text) = 1
+        {_IN_PARTITIONS} having pg_catalog.count(distinct m.attmissingval::pg_catalog.text) = 1 and not exists (
+            select from below o
+            join pg_catalog.pg_class c on c.oid = o.id and c.relkind = 'r'
+            join pg_catalog.pg_attribute n on n.attrelid = o.id and n.attname = a.attname and not n.atthasmissing
+            join pg_catalog.pg_attribute s on s.attrelid = o.id and s.attnum = -1
+            where not (n.xmin = s.xmin and n.cmin = s.cmin)
+        )
     ))
 """
-"""What `parse_missing` reads, of the same row."""
+"""What `parse_missing` reads, of the same row. Every partition must have the same value, or have been created with the
+column: one without a value may have rows that are older than the column, and have NULL in it."""
 
 
 @dataclass(frozen=True, slots=True)

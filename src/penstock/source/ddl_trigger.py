@@ -33,6 +33,8 @@ SCHEMA = "penstock_ddl"
 PREFIX = "penstock_ddl"
 REWRITE_PREFIX = f"{PREFIX}_rewrite:"
 """Begins the prefix of the messages about rewritten tables."""
+_PADDING_PREFIX = f"{PREFIX}_end"
+"""Of messages that nothing reads."""
 MESSAGES_SINCE = 140000
 """Older servers do not send logical messages through pgoutput."""
 _LONGEST_NAME = 63
@@ -112,6 +114,12 @@ begin
     loop
         perform {emit}(changed);
     end loop;
+    if found then
+        -- This function has a handler of exceptions, so it is a subtransaction. The server sorts its messages between
+        -- the rows of the transaction by where they end: without another record, that is where the next row begins,
+        -- and the row may be sent first.
+        perform pg_catalog.pg_logical_emit_message(true, {padding}, '');
+    end if;
 exception when others then
     raise warning 'penstock could not record a change of a table: %', sqlerrm;
 end
@@ -257,6 +265,7 @@ class DdlTrigger:
             "publication": sql.Literal(self.publication),
             "own": sql.Literal(_OWN_PUBLICATION),
             "emit": sql.Identifier(SCHEMA, self.emit_name),
+            "padding": sql.Literal(_PADDING_PREFIX),
         }
         texts = {
             self.emit_name: sql.SQL(_EMIT),

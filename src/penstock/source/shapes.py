@@ -62,21 +62,25 @@ _SHAPES = f"""
     join pg_catalog.pg_class c on c.oid = tree.id and c.relkind = 'r'
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     union all
-    select 'column', a.attrelid::int8, a.attnum::int8, array[a.attname::text]
+    select case when a.attisdropped then 'dropped' else 'column' end, a.attrelid::int8, a.attnum::int8,
+        array[a.attname::text, a.attgenerated::text]
     from pg_catalog.pg_attribute a
-    where a.attrelid = any(%(tables)s::oid[]) and a.attnum > 0 and not a.attisdropped
+    where a.attrelid = any(%(tables)s::oid[]) and a.attnum > 0
     union all
-    select 'type', used.root::int8, e.oid::int8, array[t.typname::text, e.enumlabel::text]
+    select 'type', used.root::int8, e.oid::int8, array[t.typname::text, e.enumlabel::text, e.xmin::text]
     from used
     join pg_catalog.pg_type t on t.oid = used.id
     join pg_catalog.pg_enum e on e.enumtypid = used.id
     union all
     select 'type', used.root::int8, t.oid::int8, array[
-        t.typname::text, pg_catalog.string_agg(a.attnum::text || ' ' || a.atttypid::text, ',' order by a.attnum)
+        t.typname::text, coalesce(
+            pg_catalog.string_agg(a.attnum::text || ' ' || a.atttypid::text, ',' order by a.attnum)
+            filter (where not a.attisdropped), ''
+        ), pg_catalog.max(a.attnum)::text
     ]
     from used
     join pg_catalog.pg_type t on t.oid = used.id and t.typtype = 'c'
-    join pg_catalog.pg_attribute a on a.attrelid = t.typrelid and a.attnum > 0 and not a.attisdropped
+    join pg_catalog.pg_attribute a on a.attrelid = t.typrelid and a.attnum > 0
     group by used.root, t.oid, t.typname
 """  # noqa: S608 (a constant)
 _HAS_ROWS = "select pg_catalog.pg_relation_size(%s::oid) > 0"
@@ -102,6 +106,8 @@ class TypePart(NamedTuple):
 
     type_name: str
     content: str
+    version: str = ""
+    """Another one after it was changed, even if it was changed back: rows that were sent meanwhile have other texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,10 @@ class TableShape:
     """The rules of the config for its columns and rows. The catalog does not say them."""
     known_as: str | None = None
     """The name under which the config had a policy for it; the table may have another name by now."""
+    attributes: int | None = None
+    """The highest attribute number that a column has or had; None in a shape that an earlier version has stored."""
+    generated: frozenset[int] = frozenset()
+    """The columns that are generated."""
     silent_change: str | None = field(default=None, compare=False)
     """What changed rows without a word in the stream since the copy; only of a table whose destination keeps every
     change, where the changes go on. The catalog does not know it."""
@@ -144,6 +154,8 @@ def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) ->
     heaps: dict[int, dict[int, Heap]] = {table: {} for table in tables}
     columns: dict[int, dict[int, str]] = {table: {} for table in tables}
     types: dict[int, dict[int, TypePart]] = {table: {} for table in tables}
+    highest = dict.fromkeys(tables, 0)
+    generated: dict[int, set[int]] = {table: set() for table in tables}
     with translated(connection, "inspect the tables"), connection.cursor(row_factory=tuple_row) as cursor:
         for kind, table, number, values in cursor.execute(_SHAPES.encode(), {"tables": list(tables)}):
             match kind:
@@ -151,13 +163,23 @@ def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) ->
                     filenode, persistence, links, born, versions, name = values
                     is_born = born == "true"
                     heaps[table][number] = Heap(filenode, persistence, links, is_born, versions or "", name)
-                case "column":
-                    columns[table][number] = values[0]
+                case "column" | "dropped":
+                    highest[table] = max(highest[table], number)
+                    if kind == "column":
+                        columns[table][number] = values[0]
+                        generated[table] |= {number} if values[1] else set()
                 case _:
                     types[table][number] = TypePart(*values)
     for table in tables:
         if heaps[table] or columns[table]:
-            found[table] = TableShape(heaps[table], columns[table], types[table], table not in heaps[table])
+            found[table] = TableShape(
+                heaps[table],
+                columns[table],
+                types[table],
+                table not in heaps[table],
+                attributes=highest[table],
+                generated=frozenset(generated[table]),
+            )
     return found
 
 
@@ -179,6 +201,8 @@ def shape_to_json(shape: TableShape) -> dict[str, Any]:
         "former": sorted(shape.former),
         "rules": shape.rules,
         "known_as": shape.known_as,
+        "attributes": shape.attributes,
+        "generated": sorted(shape.generated),
         "silent_change": shape.silent_change,
     }
 
@@ -194,6 +218,8 @@ def shape_from_json(record: Mapping[str, Any]) -> TableShape:
         frozenset(record.get("former", ())),
         _rules_from_json(*record["rules"]) if record.get("rules") else None,
         record.get("known_as"),
+        record.get("attributes"),
+        frozenset(record.get("generated", ())),
         record.get("silent_change"),
     )
 
@@ -284,7 +310,7 @@ def _changed_partitions(before: TableShape, now: TableShape, mentioned: Mapping[
         if earlier is None:
             if not heap.born:
                 yield SilentChange(f"partition {heap.name} was attached", attached=oid, of_partition=True)
-            elif heap.filenode != str(oid):  # a new relation has its oid as the number of its file
+            if heap.filenode != str(oid):  # a new relation has its oid as the number of its file
                 yield truncated
         elif heap.links != earlier.links:
             yield SilentChange(f"partition {heap.name} was detached and attached again", of_partition=True)
@@ -307,8 +333,13 @@ def _changed_values(before: TableShape, now: TableShape) -> Iterator[SilentChang
                 what = _altered_columns(before, now, [attnum for attnum, _ in altered])
             yield SilentChange(f"{what} and all its rows were rewritten")
     for oid, part in before.types.items():
-        if oid in now.types and now.types[oid].content != part.content:
-            yield SilentChange(f"type {now.types[oid].type_name!r} was altered")
+        if (other := now.types.get(oid)) is not None and (
+            other.content != part.content or (part.version and other.version != part.version)
+        ):
+            yield SilentChange(f"type {other.type_name!r} was altered")
+    for attnum in sorted(before.generated - now.generated):
+        if attnum in now.columns:  # rows have had its values all the time, but the server did not send them
+            yield SilentChange(f"column {now.columns[attnum]!r} is no longer generated")
 
 
 def _altered_columns(before: TableShape, now: TableShape, attnums: Sequence[int]) -> str:
@@ -327,6 +358,12 @@ def _changed_names(before: TableShape, now: TableShape) -> Iterator[SilentChange
             yield SilentChange(f"column {earlier!r} was renamed to {name!r}", in_stream=True, moved=name in known)
         elif earlier is None and name in known:
             yield SilentChange(f"column {name!r} was dropped and added again", in_stream=True, moved=True, readded=True)
+    # Rows may have been sent with a column that came and went, under a name that a later column has.
+    passed = set(range((before.attributes or 0) + 1, max(now.columns, default=0))) - now.columns.keys()
+    if before.attributes is not None and passed:
+        yield SilentChange(
+            "a column was added, dropped, and another one added", in_stream=True, moved=True, readded=True
+        )
 
 
 def _versions(heap: Heap) -> Iterator[tuple[int, str]]:

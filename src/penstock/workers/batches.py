@@ -263,14 +263,21 @@ def _values_not_sent(changes: TableChanges, destination: Destination, of_copy: b
     for step in changes.steps:
         if isinstance(step, SchemaChange) and step.old is not None:
             known = {column.attnum for column in step.old.columns}
-            new = [each for each in step.new.columns if each.attnum not in known and each.backfilled]
-            if new and destination.capabilities.fills_added_columns:
-                new = [each for each in new if each.missing is None]
-            added = [each.name for each in new]
-            if added and (of_copy or destination.capabilities.updates_rows):
+            new = [each for each in step.new.columns if each.attnum not in known]
+            # Columns are added at the end. One in between was there before, as a generated one, or its values are in
+            # a later column here, because the catalog was ahead of the rows.
+            late = {each.attnum for each in new if each.attnum < max(known, default=0)}
+            lost = [
+                each.name
+                for each in new
+                if each.attnum in late
+                or (each.backfilled and (each.missing is None or not destination.capabilities.fills_added_columns))
+            ]
+            if lost and (of_copy or destination.capabilities.updates_rows):
+                why = "that were not sent before" if late else "added with a default"
                 return ValuesNotSent(
-                    f"{changes.table}: the server did not send the values of existing rows for columns added with a "
-                    f"default: {', '.join(added)}",
+                    f"{changes.table}: the server did not send the values of existing rows for columns {why}: "
+                    f"{', '.join(lost)}",
                     table=changes.table,
                 )
     return None

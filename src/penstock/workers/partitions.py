@@ -18,7 +18,7 @@ from penstock.destinations.base import PartDestination, Tasks
 from penstock.errors import PenstockError, Retry, SchemaNotFollowed
 from penstock.lsn import Lsn, earliest, reaches
 from penstock.source.connections import SourceSettings
-from penstock.source.shapes import TableShape, attached_leaves, unchanged_leaves
+from penstock.source.shapes import TableShape, attached_leaves, silent_changes, unchanged_leaves
 from penstock.source.snapshots import take_snapshot
 from penstock.spool import Stopping
 from penstock.state import Store
@@ -104,6 +104,10 @@ class PartitionCopy:
 
     def _replace(self, rows: CopyRows) -> None:
         assert rows.shape is not None
+        # The snapshot is newer than the reading that led here.
+        for change in silent_changes(self.before, rows.shape, {}):
+            if not change.of_partition and (change.moved or not change.in_stream):
+                raise SchemaNotFollowed(f"{self.table}: {change.text}", table=self.table)
         if self.keep:
             copied = attached_leaves(self.before, rows.shape)
             if not copied <= rows.bounds.keys():

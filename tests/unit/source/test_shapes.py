@@ -52,6 +52,10 @@ def test_partitions_that_come_with_rows_or_go() -> None:
     born = Heap("9", "p", " 6", True, "1:600 2:600", "public.new")
     assert texts(PARTED, with_heap(PARTED, 9, born)) == []
     attached = with_heap(PARTED, 9, born._replace(born=False))
+    assert texts(PARTED, with_heap(PARTED, 9, born._replace(born=False, filenode="92"))) == [
+        "partition public.new was attached",
+        "partition public.new was truncated or rewritten",
+    ]
     assert [(each.text, each.attached) for each in silent_changes(PARTED, attached, {})] == [
         ("partition public.new was attached", 9)
     ]
@@ -118,8 +122,30 @@ def test_types_that_the_database_defines() -> None:
     assert texts(PLAIN, renamed) == ["type 'feeling' was altered"]
     changed = replace(PLAIN, types={**PLAIN.types, 8: TypePart("point", "1 23,3 25")})
     assert texts(PLAIN, changed) == ["type 'point' was altered"]
+    # Changed and changed back. A shape that an earlier version has stored does not say.
+    sad, again = (replace(PLAIN, types={90: TypePart("mood", "sad", version)}) for version in ("700", "702"))
+    assert texts(sad, again) == ["type 'mood' was altered"]
+    assert texts(PLAIN, again) == texts(sad, sad) == []
 
 
-@pytest.mark.parametrize("shape", [PLAIN, PARTED])
+def test_values_of_a_generated_column_were_never_sent() -> None:
+    generated = replace(PLAIN, generated=frozenset({2}))
+    assert texts(generated, PLAIN) == ["column 'note' is no longer generated"]
+    assert texts(generated, replace(PLAIN, columns={1: "id"})) == texts(generated, generated) == []
+
+
+def test_a_column_that_came_and_went_may_be_taken_for_a_later_one() -> None:
+    before = replace(PLAIN, attributes=3)
+    for columns, attributes, expected in (
+        ({4: "c"}, 4, []),
+        ({}, 4, []),  # nothing can be taken for it
+        ({5: "c"}, 5, ["a column was added, dropped, and another one added"]),
+    ):
+        now = replace(PLAIN, columns={**PLAIN.columns, **columns}, attributes=attributes)
+        assert texts(before, now) == expected
+        assert texts(PLAIN, now) == []
+
+
+@pytest.mark.parametrize("shape", [PLAIN, PARTED, replace(PLAIN, attributes=5, generated=frozenset({2}))])
 def test_a_stored_shape_is_the_same(shape: TableShape) -> None:
     assert shape_from_json(shape_to_json(shape)) == shape
