@@ -19,6 +19,7 @@ from penstock.destinations.http import HttpDestination, read_bodies
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.lsn import reaches
 from penstock.state import CommandKind, Errored, Init, open_store
+from penstock.values import OutOfRange, TypeSettings
 from penstock.workers import DropColumn, DropTable, Partitions, Recopy, SchemaChanges
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
@@ -582,6 +583,26 @@ def test_a_type_that_changes_after_a_partition_and_before_its_copy_is_noticed(da
         other.execute("rollback")
         site.wait_copied(pipeline, 2)
         site.check(pipeline)
+
+
+@pytest.mark.parametrize("policy", [OutOfRange.NULL, OutOfRange.TEXT])
+def test_partitions_by_a_column_that_a_setting_changes_are_copied_with_the_others(
+    database: Any, tmp_path: Path, policy: OutOfRange
+) -> None:
+    """Otherwise rows of the others would seem to be outside of their bounds."""
+    create = """
+        create table {t} (id int, at timestamptz) partition by range (at);
+        create table {t}_a partition of {t} for values from ('2024-01-01') to ('2024-02-01');
+        create table {t}_b partition of {t} for values from ('2024-02-01') to (maxvalue)
+    """
+    rows = "insert into {t} values (1, '2024-01-05'), (2, '2024-02-01'), (3, 'infinity')"
+    site = Site(database, tmp_path, {"parts": (create, rows, "truncate {t}_a")})
+    with site.running(types=TypeSettings(out_of_range=policy)) as pipeline:
+        site.wait_applied(pipeline)
+        site.change()
+        site.wait_copied(pipeline, 2)
+        site.wait_applied(pipeline)
+    assert sorted(pl.read_delta(str(tmp_path / "lake" / "public" / "parts"))["id"].to_list()) == [2, 3]
 
 
 def test_rows_of_attached_partitions_come_also_if_others_are_kept(database: Any, tmp_path: Path) -> None:

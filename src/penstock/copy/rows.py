@@ -91,7 +91,7 @@ def prepare_copy(
             schema = transform.source
         leaves = load_leaves(connection, schema)
         shape = replace(load_shapes(connection, [table_id])[table_id], copied_at=snapshot.position)
-        bounds = load_bounds(connection, schema) if with_bounds else {}
+        bounds = load_bounds(connection, schema, types) if with_bounds else {}
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
     ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
     rows = CopyRows(

@@ -1,8 +1,8 @@
 """The bounds of partitions, as conditions that a destination can apply to its own rows.
 
 Only bounds that compare exactly at any destination count: LIST and RANGE over plain columns of integers, dates and
-timestamps, LIST also over texts and UUIDs. A leaf below a hash or an expression, or a DEFAULT partition,
-has no bounds here.
+timestamps, LIST also over texts and UUIDs, where no setting changes their values. A leaf below a hash or an
+expression, or a DEFAULT partition, has no bounds here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.schema import TableSchema
+from penstock.schema import Column, TableSchema
 from penstock.schema.types import resolve_domain
 from penstock.source.faults import translated
+from penstock.values import TypeSettings, codec_for, merging_setting
 
 _TREE = """
     with recursive tree (id, parent) as (
@@ -95,8 +96,11 @@ class _Node:
     """The columns of the key of its partitions; None if some are expressions."""
 
 
-def load_bounds(connection: psycopg.Connection[Any], schema: TableSchema) -> dict[int, Bounds]:
-    """Return the bounds of a table's leaves, by oid; leaves whose bounds cannot be applied elsewhere are left out."""
+def load_bounds(connection: psycopg.Connection[Any], schema: TableSchema, settings: TypeSettings) -> dict[int, Bounds]:
+    """Return the bounds of a table's leaves, by oid; leaves whose bounds cannot be applied elsewhere are left out.
+
+    So are those of columns whose values a setting changes: a row would be outside of its own partition.
+    """
     nodes: dict[int, _Node] = {}
     doing = f"read the bounds of the partitions of {schema}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
@@ -105,7 +109,8 @@ def load_bounds(connection: psycopg.Connection[Any], schema: TableSchema) -> dic
         columns = tuple(names) if names is not None and is_plain and len(names) == count else None
         nodes[oid] = _Node(parent, kind, bound, strategy, columns)
     types = {column.name: resolve_domain(column.type, column.type_modifier)[0] for column in schema.columns}
-    kinds = {name: type_.name for name, type_ in types.items() if type_.is_builtin}
+    exact = {column.name for column in schema.columns if _is_exact(column, settings.of(str(schema), column.name))}
+    kinds = {name: type_.name for name, type_ in types.items() if type_.is_builtin and name in exact}
     found: dict[int, Bounds] = {}
     for oid, node in nodes.items():
         if node.kind == "r" and node.parent is not None:
@@ -131,6 +136,13 @@ def parse_bound(strategy: str | None, columns: Sequence[str] | None, text: str |
             return None
         return InList(columns[0], tuple(value for value in values if isinstance(value, str)), None in values)
     return None
+
+
+def _is_exact(column: Column, settings: TypeSettings) -> bool:
+    """True if the settings leave every value of a column as it is, and of the type that it has without them."""
+    type_, modifier = column.type, column.type_modifier
+    chosen, usual = (codec_for(type_, modifier, each).arrow_type for each in (settings, TypeSettings()))
+    return chosen == usual and merging_setting(type_, modifier, settings) is None
 
 
 def _levels(oid: int, nodes: Mapping[int, _Node], kinds: Mapping[str, str]) -> Iterator[InRange | InList | None]:

@@ -75,7 +75,7 @@ def plan_table(
     """Plan a table's part; None if the table already has all of it. Raise the error that stops the table.
 
     `records_ddl` as in `DestinationContext`: without it a table in which a name moved to another column is refused.
-    With `column_mapping`, columns are renamed in the metadata alone.
+    With `column_mapping`, columns are renamed in the metadata alone, unless dropped columns are kept.
     """
     version = table.require()
     if version.state.layout.mode is not mode:
@@ -93,7 +93,8 @@ def plan_table(
     before = version.state.layout
     after = partial(_layout_after, changes=left, records_ddl=records_ddl, keeps_dropped=keeps_dropped)
     layout, constants, stages = after(before)
-    if column_mapping and layout.needs_rewrite(before):
+    # A table that maps columns cannot keep those that the source drops.
+    if column_mapping and not keeps_dropped(layout.source) and layout.needs_rewrite(before):
         layout, constants, stages = after(before.mapped())
     steps = tuple(step for step in left.steps if isinstance(step, Rows | Truncation))
     files = tuple(LiveFile.of(add) for add in version.snapshot.files.values())

@@ -78,6 +78,23 @@ def test_a_dropped_column_stays_if_asked(tmp_path: Path) -> None:
     assert table.to_pylist() == [{"id": 1, "until": None, "note": None, "note_2": None}]
 
 
+def test_a_dropped_column_stays_also_after_a_rename_with_column_mapping(tmp_path: Path) -> None:
+    source, lake = ScriptedSource(tmp_path / "segments"), tmp_path / "lake"
+    copied(lake, source).shutdown()
+    destination = DeltaDestination(lake, maintenance=False, column_mapping=True)
+    destination.startup(replace(make_context(), keeps_dropped_columns=lambda _: True))
+    until = replace(DUE, name="until")
+    rows = [((KEY, NOTE, until), {"id": 33, "note": "x", "until": None}), ((KEY, until), {"id": 32, "until": None})]
+    for columns, row in rows:
+        with source.transaction() as transaction:
+            transaction.insert(replace(ORDERS, columns=columns), row)
+        assert destination.write_events(source.batch()).result().tables == {}
+    table = read_table(lake, ORDERS)
+    assert table is not None
+    found = {row["id"]: row["note"] for row in table.to_pylist()}
+    assert found == dict.fromkeys(range(10), "n") | {33: "x", 32: None}
+
+
 @pytest.mark.parametrize("name", ["note", "Note"])
 def test_a_column_of_the_same_name_does_not_get_the_old_values(tmp_path: Path, name: str) -> None:
     source = ScriptedSource(tmp_path / "segments")
