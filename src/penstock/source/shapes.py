@@ -86,7 +86,7 @@ _SHAPES = f"""
 _HAS_ROWS = "select pg_catalog.pg_relation_size(%s::oid) > 0"
 
 
-class Heap(NamedTuple):
+class HeapShape(NamedTuple):
     """A relation that stores rows of the table: the table itself, or a leaf."""
 
     filenode: str
@@ -114,7 +114,7 @@ class TypePart(NamedTuple):
 class TableShape:
     """One table at one moment."""
 
-    heaps: Mapping[int, Heap]
+    heaps: Mapping[int, HeapShape]
     """By oid; of a partitioned table its leaves, of any other the table itself."""
     columns: Mapping[int, str]
     """The names of its columns by attribute number."""
@@ -151,7 +151,7 @@ class TableShape:
 def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) -> dict[int, TableShape]:
     """The shapes of tables, by oid; those that are gone are left out."""
     found: dict[int, TableShape] = {}
-    heaps: dict[int, dict[int, Heap]] = {table: {} for table in tables}
+    heaps: dict[int, dict[int, HeapShape]] = {table: {} for table in tables}
     columns: dict[int, dict[int, str]] = {table: {} for table in tables}
     types: dict[int, dict[int, TypePart]] = {table: {} for table in tables}
     highest = dict.fromkeys(tables, 0)
@@ -162,7 +162,7 @@ def load_shapes(connection: psycopg.Connection[Any], tables: Collection[int]) ->
                 case "heap":
                     filenode, persistence, links, born, versions, name = values
                     is_born = born == "true"
-                    heaps[table][number] = Heap(filenode, persistence, links, is_born, versions or "", name)
+                    heaps[table][number] = HeapShape(filenode, persistence, links, is_born, versions or "", name)
                 case "column" | "dropped":
                     highest[table] = max(highest[table], number)
                     if kind == "column":
@@ -210,7 +210,7 @@ def shape_to_json(shape: TableShape) -> dict[str, Any]:
 def shape_from_json(record: Mapping[str, Any]) -> TableShape:
     """Read what `shape_to_json` returned."""
     return TableShape(
-        {int(oid): Heap(*heap) for oid, heap in record["heaps"].items()},
+        {int(oid): HeapShape(*heap) for oid, heap in record["heaps"].items()},
         {int(attnum): name for attnum, name in record["columns"].items()},
         {int(oid): TypePart(*part) for oid, part in record["types"].items()},
         record["partitioned"],
@@ -366,7 +366,7 @@ def _changed_names(before: TableShape, now: TableShape) -> Iterator[SilentChange
         )
 
 
-def _versions(heap: Heap) -> Iterator[tuple[int, str]]:
+def _versions(heap: HeapShape) -> Iterator[tuple[int, str]]:
     for each in heap.columns.split():
         attnum, _, version = each.partition(":")
         yield int(attnum), version

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.lsn import Lsn
 from penstock.source.shapes import (
-    Heap,
+    HeapShape,
     TableShape,
     TypePart,
     shape_from_json,
@@ -17,9 +17,9 @@ from penstock.source.shapes import (
     vanished,
 )
 
-OWN = Heap("70", "p", "", True, "1:500 2:500", "public.t")
-LOW = Heap("70", "p", " 5", True, "1:500 2:500", "public.low")
-HIGH = Heap("80", "p", " 5", True, "1:500 2:500", "public.high")
+OWN = HeapShape("70", "p", "", True, "1:500 2:500", "public.t")
+LOW = HeapShape("70", "p", " 5", True, "1:500 2:500", "public.low")
+HIGH = HeapShape("80", "p", " 5", True, "1:500 2:500", "public.high")
 PLAIN = TableShape({7: OWN}, {1: "id", 2: "note"}, {90: TypePart("mood", "sad"), 8: TypePart("point", "1 23,2 23")})
 PARTED = replace(PLAIN, heaps={7: LOW, 8: HIGH}, is_partitioned=True)
 
@@ -28,7 +28,7 @@ def texts(before: TableShape, now: TableShape) -> list[str]:
     return [each.text for each in silent_changes(before, now, {})]
 
 
-def with_heap(shape: TableShape, oid: int, heap: Heap) -> TableShape:
+def with_heap(shape: TableShape, oid: int, heap: HeapShape) -> TableShape:
     return replace(shape, heaps={**shape.heaps, oid: heap})
 
 
@@ -49,7 +49,7 @@ def test_a_truncate_is_in_the_stream_except_of_a_partition() -> None:
 
 
 def test_partitions_that_come_with_rows_or_go() -> None:
-    born = Heap("9", "p", " 6", True, "1:600 2:600", "public.new")
+    born = HeapShape("9", "p", " 6", True, "1:600 2:600", "public.new")
     assert texts(PARTED, with_heap(PARTED, 9, born)) == []
     attached = with_heap(PARTED, 9, born._replace(born=False))
     assert texts(PARTED, with_heap(PARTED, 9, born._replace(born=False, filenode="92"))) == [
