@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 from penstock import failpoints
 from penstock.errors import PenstockError, Retry
@@ -49,10 +49,8 @@ class Coordinator:
         self._is_started = False
         self._stack = ExitStack()
         self._unpublished: Mapping[str, PenstockError] = {}
-        self.looks = 0
-        """How often the publication and the catalog were looked at."""
 
-    def __enter__(self) -> Coordinator:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -174,7 +172,6 @@ class Coordinator:
         self._unpublished = stream.unpublished
         for each in tended:
             each.attempt(lambda output: output.refresh(published))
-        self.looks += 1
         return REFRESH_SECONDS
 
 

@@ -16,13 +16,13 @@ from urllib.parse import quote
 import psycopg
 
 from penstock.capture import CaptureProcess, CaptureSettings, Reading
-from penstock.coordinator import Coordinator
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolReader, SpoolSettings
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.workers import BatchSettings
 from tests.support import oracle
+from tests.support.counting import CountingCoordinator
 from tests.support.oracle import check_transactions, normalised
 from tests.support.replay import Replayable, Table, read_spool
 from tests.support.workload import read_rows
@@ -116,7 +116,7 @@ class Alone:
 
     def __init__(self, output: Any) -> None:
         self.definition = output
-        self.coordinator = Coordinator([output])
+        self.coordinator = CountingCoordinator([output])
 
     def __enter__(self) -> Alone:
         self.start()

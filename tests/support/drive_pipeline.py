@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from penstock.coordinator import Coordinator
 from penstock.copy import CopySettings
 from penstock.destinations.delta import planner
 from penstock.destinations.registry import create_destination
@@ -37,6 +36,7 @@ from penstock.tables import RunningTables, TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
 from penstock.workers import BatchSettings, ErrorHold
+from tests.support.counting import CountingCoordinator
 from tests.support.document_sink import FileSink
 
 _TELL_SECONDS = 0.1
@@ -111,7 +111,7 @@ def main(path: Path) -> None:
     with _started_tasks(settings) as (tasks, session):
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         output = make_documents(settings, tasks) if settings.indexes else make_pipeline(settings, tasks, session)
-        with Coordinator([output]) as coordinator:
+        with CountingCoordinator([output]) as coordinator:
             (running,) = coordinator
             while not stop.wait(_TELL_SECONDS) and not coordinator.wait(0):
                 _tell(running, session, coordinator.looks)
