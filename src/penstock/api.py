@@ -60,7 +60,7 @@ class Pipeline:
     Arguments:
         source: URL of the database, or a mapping with the keys of `[source]`.
         destination: mapping with the keys of `[destination]`, or several of them.
-        tables: names or patterns of the tables to copy and follow; all by default.
+        tables: a name or pattern of the tables to copy and follow, or several; all tables by default.
         id: name of the pipeline, and of its slot and publication; by default the name of the database.
         folder: relative paths are relative to it, and it holds the spool and the state.
         sections: the other sections of a config file: `pipeline`, `state`, `copy`, `spark`, `types`, `index`, `sink`.
@@ -88,20 +88,21 @@ class Pipeline:
         self,
         source: str | Mapping[str, Any],
         destination: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        tables: Sequence[str] | None = None,
+        tables: str | Sequence[str] | None = None,
         *,
         id: str | None = None,  # noqa: A002 (the key has this name in the config file)
         folder: str | Path = ".",
         **sections: Any,
     ) -> None:
-        keys: dict[str, Any] = {"url": source} if isinstance(source, str) else dict(source)
+        keys: dict[str, Any] = {"url": source} if isinstance(source, str) else _section("source", source, "a URL, or ")
         values: dict[str, Any] = {**sections, "source": keys}
-        values["pipeline"] = {"id": id or _default_id(keys), **sections.get("pipeline", {})}
+        values["pipeline"] = {"id": id or _default_id(keys), **_section("pipeline", sections.get("pipeline", {}))}
         if tables is not None:
-            keys["tables"] = list(tables)
-        if destination is not None:
-            several = isinstance(destination, Sequence)
-            values["destination"] = [dict(each) for each in destination] if several else dict(destination)
+            keys["tables"] = [tables] if isinstance(tables, str) else tables
+        if isinstance(destination, Sequence) and not isinstance(destination, str):
+            values["destination"] = [_section("destination", each) for each in destination]
+        elif destination is not None:
+            values["destination"] = _section("destination", destination)
         self._set(make_config(values, folder))
 
     @classmethod
@@ -153,6 +154,11 @@ class Pipeline:
         Raises:
             PenstockError: what ended the pipeline.
         """
+        if threading.current_thread() is not threading.main_thread():
+            raise PenstockError(
+                "run() stops at signals, which only the main thread receives",
+                hint="In another thread, use the pipeline in a `with` block, and wait().",
+            )
         with Ending() as ending:
             try:
                 self._start(ending)
@@ -318,11 +324,10 @@ def check(config: Source = DEFAULT_PATH) -> CheckReport:
         config: path of a config file, or a pipeline.
 
     Returns:
-        The findings, each with a remedy; `ready` is True if none is critical.
+        The findings, each with a remedy; `ready` is True if none is critical. A server that does not answer is one.
 
     Raises:
         ConfigError: the file is not valid.
-        SourceError: the server does not answer.
 
     Example:
         import penstock
@@ -354,7 +359,7 @@ def verify(
         config: path of a config file, or a pipeline.
         tables: a name or pattern, or several; all tables by default.
         output: name of one output; all by default.
-        sample: fraction of the rows to compare.
+        sample: fraction of the rows to compare, above 0 and at most 1.
         show_values: put differing values into the report, not only the names of their columns.
         wait: seconds to wait for open transactions to end.
 
@@ -362,7 +367,7 @@ def verify(
         The report; `equal` is True if every row of every table is equal.
 
     Raises:
-        ConfigError: the file is not valid, or there is no such output or table.
+        ConfigError: the file or `sample` is not valid, or there is no such output or table.
         NotComparable: no destination can be read back. `VerifyReport.unreadable` names those of several that cannot.
         PenstockError: the pipeline has not run yet, or cannot be started.
 
@@ -421,6 +426,15 @@ def _resolve(config: Source) -> tuple[Config, Running | None]:
     if isinstance(config, Pipeline):
         return config._config, config._running  # pyright: ignore[reportPrivateUsage] (same module)
     return load_config(config), None
+
+
+def _section(name: str, value: Any, also: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} should be {also}a mapping with the keys of [{name}], not {type(value).__name__}",
+            hint="docs/reference/config.md describes every key.",
+        )
+    return {**value}
 
 
 def _default_id(source: Mapping[str, Any]) -> str:

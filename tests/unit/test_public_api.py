@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +64,53 @@ def test_a_pipeline_without_a_file_has_the_same_checks_as_one_with_a_file() -> N
     assert "spool: there is no such key" in raised.value.message
     with pytest.raises(penstock.ConfigError, match=r"source\.url: is missing"):
         penstock.Pipeline({}, {"type": "parquet", "path": "lake"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"source": None}, "source should be a URL, or a mapping with the keys of [source], not NoneType"),
+        ({"destination": "parquet"}, "destination should be a mapping with the keys of [destination], not str"),
+        ({"destination": ["parquet"]}, "destination should be a mapping with the keys of [destination], not str"),
+        ({"pipeline": "shop"}, "pipeline should be a mapping with the keys of [pipeline], not str"),
+        ({"spark": "none"}, "spark: should be a section"),
+        ({"tables": 5}, "source.tables: should be a list"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(arguments: dict[str, Any], problem: str) -> None:
+    given = {"source": "postgresql://me@db.example/shop", "destination": {"type": "parquet", "path": "lake"}}
+    with pytest.raises(penstock.ConfigError, match=re.escape(problem)):
+        penstock.Pipeline(**{**given, **arguments})
+
+
+def test_a_single_table_needs_no_list() -> None:
+    def plan_of(tables: str | list[str]) -> object:
+        return Pipeline("postgresql://me@db.example/shop", {"type": "parquet", "path": "lake"}, tables)._config.pipeline
+
+    assert plan_of("public.orders") == plan_of(["public.orders"])
+
+
+@pytest.mark.parametrize("sample", [0, -1, 5])
+def test_a_sample_is_a_fraction(sample: float) -> None:
+    pipeline = Pipeline("postgresql://me@db.example/shop", {"type": "parquet", "path": "lake"})
+    with pytest.raises(penstock.ConfigError, match=f"sample is {sample}, but"):
+        penstock.verify(pipeline, sample=sample)
+
+
+def test_an_unreachable_server_is_an_error_that_promises_no_retries() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        pipeline = Pipeline(f"postgresql://me@127.0.0.1:{port}/shop", {"type": "parquet", "path": "lake"})
+        with pytest.raises(penstock.SourceError, match="Connection refused") as raised:
+            penstock.plan(pipeline)
+    assert raised.value.hint == "Check that the server is running and that the host and port are correct."
+
+
+def test_run_says_that_it_needs_the_main_thread() -> None:
+    pipeline = Pipeline("postgresql://me@db.example/shop", {"type": "parquet", "path": "lake"})
+    with ThreadPoolExecutor(1) as pool, pytest.raises(penstock.PenstockError, match="only the main thread receives"):
+        pool.submit(pipeline.run).result()
 
 
 def test_a_pipeline_without_a_file_is_that_of_the_file(tmp_path: Path) -> None:

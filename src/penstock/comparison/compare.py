@@ -42,6 +42,7 @@ from penstock.comparison.source_rows import SourceReader
 from penstock.copy import CopyRows
 from penstock.copy.progress import RangeRead
 from penstock.destinations.base import PinnedTable, Tasks
+from penstock.errors import ConfigError
 from penstock.observe.reports import listening
 
 MAX_PIECES = 256
@@ -79,6 +80,10 @@ class CompareSettings:
     """How many differing rows of each table are described."""
     work_folder: Path | None = None
     """Folder for the rows that differ; all tasks must see it. None means the system's folder for temporary files."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sample <= 1:
+            raise ConfigError(f"sample is {self.sample}, but a fraction of the rows is above 0 and at most 1")
 
 
 def compare_table(
