@@ -142,9 +142,8 @@ class ServerUnavailable(SourceError):
     """The server cannot be reached: it refuses connections, is starting or stopping, or dropped the connection."""
 
     retry = Retry.TIMED
-    default_hint = "Check that the server is running and that the host and port are correct; Penstock keeps retrying."
-    hint_for_one_try: ClassVar[str] = "Check that the server is running and that the host and port are correct."
-    """For commands, which do not retry."""
+    default_hint = "Check that the server is running and that the host and port are correct."
+    hint_for_one_try: ClassVar[str] = default_hint
 
 
 class AuthenticationFailed(SourceError):
@@ -414,9 +413,7 @@ class DestinationUnavailable(DestinationError):
     """The whole destination cannot be written: it does not respond, or its disk is full. All tables wait."""
 
     retry = Retry.TIMED
-    default_hint = "Check that the destination is running and reachable from here; Penstock keeps retrying."
-    hint_for_one_try: ClassVar[str] = "Check that the destination is running and reachable from here, then try again."
-    """For a command that ends with the error."""
+    default_hint = "Check that the destination is running and reachable from here."
 
 
 class TableBusy(DestinationError):

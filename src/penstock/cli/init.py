@@ -28,7 +28,7 @@ from penstock.config.template import (
     with_password,
 )
 from penstock.config.units import count_of, format_bytes
-from penstock.errors import AuthenticationFailed, ConfigError, PenstockError, ServerUnavailable
+from penstock.errors import AuthenticationFailed, ConfigError, PenstockError
 from penstock.schema import ReplicaIdentity
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.catalog import TableSize, load_sizes, load_tables
@@ -115,11 +115,7 @@ def init(
         )
     ask = _Ask(sys.stdin.isatty() and not yes)
     url = url or ask.text("source URL, like postgresql://user@host:5432/database", "--url or PENSTOCK_URL")
-    try:
-        url, connection = _connect(url, ask)
-    except ServerUnavailable as error:
-        error.hint = ServerUnavailable.hint_for_one_try
-        raise
+    url, connection = _connect(url, ask)
     with connection:
         database = connection.info.dbname
         found = _find(connection)

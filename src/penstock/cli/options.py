@@ -12,7 +12,7 @@ import typer
 
 from penstock.changes.transform import Transforms
 from penstock.config import Config, load_config
-from penstock.errors import ConfigError, DestinationUnavailable, ServerUnavailable
+from penstock.errors import ConfigError
 from penstock.operations.plan import described_policies
 from penstock.source import SourceSettings
 from penstock.values import TypeSettings
@@ -68,15 +68,7 @@ def configured(path: Path) -> Iterator[Config]:
     """The config; errors inside do not show values that it took from the environment."""
     config = load_config(path)
     with config.discreet():
-        try:
-            yield config
-        except ServerUnavailable as error:
-            error.hint = ServerUnavailable.hint_for_one_try
-            raise
-        except DestinationUnavailable as error:
-            if error.hint == DestinationUnavailable.default_hint:
-                error.hint = DestinationUnavailable.hint_for_one_try
-            raise
+        yield config
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +97,7 @@ def chosen_source(context: typer.Context, url: str | None, config_path: Path | N
     if url is None and config_path is None and DEFAULT_PATH.exists():
         config_path = DEFAULT_PATH
     if url is not None:
-        try:
-            yield ChosenSource(SourceSettings(url))
-        except ServerUnavailable as error:
-            error.hint = ServerUnavailable.hint_for_one_try
-            raise
+        yield ChosenSource(SourceSettings(url))
     elif config_path is not None:
         with configured(config_path) as config:
             settings = config.pipeline

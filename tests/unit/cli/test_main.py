@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
+from penstock.cli.options import configured
+from penstock.errors import ServerUnavailable
 from tests.program import Command, penstock
 
 SECRET = "s3cret-pa55"
@@ -53,6 +55,14 @@ def test_errors_with_a_name_are_a_message_and_a_hint() -> None:
     assert "hint: " in result.stderr
     assert "Traceback" not in result.stderr
     assert SECRET not in result.stdout + result.stderr
+
+
+def test_a_hint_for_the_case_is_not_replaced_by_a_general_one(tmp_path: Path) -> None:
+    config = tmp_path / "penstock.toml"
+    config.write_text('pipeline.id = "a"\nsource.url = "postgresql://h/d"\ndestination = {type = "memory"}\n')
+    with pytest.raises(ServerUnavailable) as raised, configured(config):
+        raise ServerUnavailable("too many connections", hint="Raise max_connections.")
+    assert raised.value.hint == "Raise max_connections."
 
 
 def test_a_server_that_is_not_there_is_a_finding() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import psycopg
 
-from penstock.errors import PenstockError, ServerUnavailable
+from penstock.errors import PenstockError
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import from_exception
 from penstock.source.preflight import server, tables
@@ -32,8 +32,7 @@ def run_preflight(settings: SourceSettings, request: Request = Request()) -> Rep
         try:
             user = context.connection.info.user
         except PenstockError as error:
-            remedy = error.hint_for_one_try if isinstance(error, ServerUnavailable) else error.hint
-            found = [failed("connection", Severity.CRITICAL, str(error), remedy)]
+            found = [failed("connection", Severity.CRITICAL, str(error), error.hint)]
         else:
             found = [passed("connection", f"connected to {settings.location} as {user!r}")]
             for id_, check in ALL_CHECKS.items():
