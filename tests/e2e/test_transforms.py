@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.changes.filters import parse_filter
+from penstock.changes.conditions import parse_filter
 from penstock.changes.transform import ColumnRule, TableRules, Transforms
 from penstock.comparison.verification import verify_tables
 from penstock.destinations.delta.destination import DeltaDestination

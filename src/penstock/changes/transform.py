@@ -21,8 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.changes.conditions import Condition, columns_of
 from penstock.changes.filtering import array_of, field_of, filter_changes
-from penstock.changes.filters import Condition, RowFilter, bind_filter, columns_of
+from penstock.changes.filters import RowFilter, bind_filter
 from penstock.changes.segment import (
     OLD,
     RESERVED,

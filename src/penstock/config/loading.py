@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.changes.filters import parse_filter
+from penstock.changes.conditions import parse_filter
 from penstock.changes.transform import ColumnRule, TableRules, Transforms
 from penstock.config.documents import DocumentsChoice, documents_choice, tables_of
 from penstock.config.environment import Substitution, join

@@ -7,7 +7,8 @@ from contextlib import suppress
 import psycopg
 import pytest
 
-from penstock.changes.filters import Cells, bind_filter, parse_filter
+from penstock.changes.conditions import parse_filter
+from penstock.changes.filters import Cells, bind_filter
 from penstock.changes.segment import split_texts
 from penstock.changes.transform import TableRules, Transforms
 from tests.integration.copy.conftest import PUBLICATION, Source, read

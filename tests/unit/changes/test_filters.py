@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from penstock.changes.filters import Cells, RowFilter, bind_filter, parse_filter
+from penstock.changes.conditions import parse_filter
+from penstock.changes.filters import Cells, RowFilter, bind_filter
 from penstock.errors import ConfigError, ValuesNotSent
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind
 

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from penstock.changes.conditions import parse_filter
 from penstock.changes.events import Unchanged, _convert
-from penstock.changes.filters import parse_filter
 from penstock.changes.segment import OLD, UNREPRESENTABLE, segment_layout
 from penstock.changes.transform import ColumnRule, TableRules, TableTransform, Transforms, resolve_rules
 from penstock.errors import ConfigError
