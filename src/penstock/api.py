@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.comparison.compare import CompareSettings
 from penstock.comparison.verification import WAIT_SECONDS, VerifySettings
 from penstock.config import Config, load_config, make_config
+from penstock.config.problems import REFERENCE
 from penstock.config.template import usable_id
 from penstock.errors import ConfigError, PenstockError, Retry
 from penstock.operations.plan import Plan, check_source, make_plan
@@ -432,7 +433,7 @@ def _section(name: str, value: Any, also: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"{name} should be {also}a mapping with the keys of [{name}], not {type(value).__name__}",
-            hint="docs/reference/config.md describes every key.",
+            hint=REFERENCE,
         )
     return {**value}
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from penstock.changes.conditions import parse_filter
 from penstock.changes.transform import ColumnRule, TableRules, Transforms
@@ -28,6 +28,7 @@ from penstock.config.models import (
     SchemaChangesSection,
     TypeChoices,
 )
+from penstock.config.problems import REFERENCE, explain, problems_error
 from penstock.config.units import parse_duration
 from penstock.copy import CopySettings
 from penstock.destinations.base import Destination
@@ -45,7 +46,6 @@ from penstock.tables import TablesSettings
 from penstock.values import TypeOverride, TypeSettings
 from penstock.workers import BatchSettings, ErrorHold, SchemaChanges
 
-REFERENCE = "docs/reference/config.md describes every key."
 _SQLITE = "sqlite:///"
 
 
@@ -174,7 +174,9 @@ def load_config(path: str | Path, environment: Mapping[str, str] | None = None) 
     values = substitution.apply(written)
     if substitution.problems:
         problems = [f"{where}: {what}" for where, what in substitution.problems]
-        raise _error(str(path), problems, "${NAME} stands for an environment variable; export it in this shell first.")
+        raise problems_error(
+            str(path), problems, "${NAME} stands for an environment variable; export it in this shell first."
+        )
     secrets = frozenset(each for each in substitution.secrets if each)
     return _validated(values, path, path.absolute().parent, secrets)
 
@@ -192,7 +194,7 @@ def _validated(values: Mapping[str, Any], path: Path | None, folder: Path, secre
     try:
         file = ConfigFile.model_validate(values)
     except ValidationError as error:
-        raise _error(name, list(dict.fromkeys(_explain(error)))) from None
+        raise problems_error(name, list(dict.fromkeys(explain(error)))) from None
     try:
         return _build(path, folder, file, secrets)
     except ConfigError as error:
@@ -219,99 +221,6 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not TOML{f', {place[1]}' if place else ''}", hint="Strings need double quotes."
         ) from None
-
-
-# Errors
-
-
-def _error(name: str, problems: list[str], hint: str = REFERENCE) -> ConfigError:
-    if len(problems) == 1:
-        return ConfigError(f"{name}: {problems[0]}", hint=hint)
-    listed = "".join(f"\n  {problem}" for problem in problems)
-    return ConfigError(f"{name} has {len(problems)} errors:{listed}", hint=hint)
-
-
-def _explain(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors(include_input=False, include_url=False, include_context=False):
-        # The index of a destination; mostly there is one.
-        parts = [str(part) for part in problem["loc"] if part != 0]
-        where = join("", *parts)
-        match problem["type"]:
-            case "extra_forbidden":
-                yield f"{where}: there is no such key{_nearest(parts)}"
-            case "missing":
-                yield f"{where}: is missing"
-            case "value_error" if not parts:
-                yield problem["msg"].removeprefix("Value error, ")
-            case kind:
-                message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-                yield f"{where}: {_plain(kind, message)}"
-
-
-def _plain(kind: str, message: str) -> str:
-    """What the validator says, in words of config files."""
-    least = re.search(r"at least (\d+)", message)
-    match kind:
-        case "string_type":
-            return "should be text, in quotes"
-        case "int_type" | "int_parsing" | "int_from_float":
-            return "should be a whole number"
-        case "float_type" | "float_parsing":
-            return "should be a number"
-        case "bool_type" | "bool_parsing":
-            return "should be true or false"
-        case "list_type" | "tuple_type":
-            return 'should be a list, like ["a", "b"]'
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return "should be a section with keys of its own, like { key = value }"
-        case "literal_error" if message == "should be True":
-            return "can only be true; remove it otherwise"
-        case "too_short" | "string_too_short" if least is not None:
-            what = "character" if "string" in kind or "after validation" in message else "item"
-            return f"should have at least {least[1]} {what}{'s' * (least[1] != '1')}"
-        case _:
-            return message
-
-
-def _nearest(parts: list[str]) -> str:
-    """A known key that resembles the last of these, in its own section or in another one."""
-    model: type[BaseModel] | None = ConfigFile
-    is_named = False
-    for part in parts[:-1]:
-        if is_named or part.isdigit():  # the name of a table or column, or the index in a list
-            is_named = False
-            continue
-        is_named = model is not None and part in model.model_fields and _is_by_name(model.model_fields[part].annotation)
-        model = _keys(model).get(part) if model is not None else None
-    if model is None:
-        return ""
-    known = list(_keys(model))
-    found = difflib.get_close_matches(parts[-1], known, n=1)
-    if found:
-        return f'; did you mean "{found[0]}"?'
-    elsewhere = [section for section, inner in _keys(ConfigFile).items() if inner and parts[-1] in _keys(inner)]
-    if elsewhere:
-        return f"; it belongs to [{elsewhere[0]}]"
-    return f"; known here: {', '.join(known)}"
-
-
-def _keys(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """The keys of a model, with the models of its sections."""
-    return {info.alias or name: _model_in(info.annotation) for name, info in model.model_fields.items()}
-
-
-def _is_by_name(annotation: Any) -> bool:
-    return get_origin(annotation) is dict
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    for each in (annotation, *get_args(annotation)):
-        if isinstance(each, type) and issubclass(each, BaseModel):
-            return each
-    return None
-
-
-# Settings
 
 
 def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:

@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.config import load_config
-from penstock.config.loading import _keys
 from penstock.config.models import ConfigFile, TableSection
+from penstock.config.problems import _keys
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/reference/config.md").read_text()
