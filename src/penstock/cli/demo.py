@@ -7,6 +7,7 @@ server is removed afterwards; config and lake stay.
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ _USUAL_SEARCH = _Usual(10.0, 5_000, NO_SPARK)
 _FURTHER = """
 the lake, one Delta table per folder: {place}/lake/shop
 its config: {place}/penstock.toml
-read it with Polars: python -c "import polars; print(polars.read_delta('{place}/lake/shop/orders'))"
+read it with Polars: {python} -c "import polars; print(polars.read_delta('{place}/lake/shop/orders'))"
 for your own server: penstock init, then penstock run
 """
 
@@ -205,7 +206,7 @@ def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool
         ):
             equal = _show(config, running, ending, display, seconds=chosen.seconds, keep=chosen.keep)
     if equal:
-        display.say(_FURTHER.format(place=place).strip())
+        display.say(_FURTHER.format(place=place, python=sys.executable).strip())
     return equal
 
 
