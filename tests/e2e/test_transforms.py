@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from penstock.changes.column_rules import ColumnRule
 from penstock.changes.conditions import parse_filter
-from penstock.changes.transform import ColumnRule, TableRules, Transforms
+from penstock.changes.transform import TableRules, Transforms
 from penstock.comparison.verification import verify_tables
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.memory import MemoryDestination

@@ -1,8 +1,9 @@
 """Transforms: what a table's settings in the config make of its rows before a destination gets them.
 
-`TableRules` says what the config says of a table. `TableTransform` is the same for one version of its schema. Tasks
-apply it to whole columns, to rows of a copy and to changes alike, where they read them: `RangeReader` and `Segment`. So
-a destination only ever sees the resulting columns, and the schema of these (`TableTransform.output`).
+`TableRules` holds what the config says of a table, with a `ColumnRule` per column. `TableTransform` is the same for one
+version of its schema. Tasks apply it to whole columns, to rows of a copy and to changes alike, where they read them:
+`RangeReader` and `Segment`. So a destination only ever sees the resulting columns, and the schema of these
+(`TableTransform.output`). `Transforms` has the rules of all tables; a renamed table or column keeps its rules.
 
 The spool holds what the server sent.
 """
@@ -21,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.changes.column_rules import ColumnRule, change_texts, is_printed, print_values
 from penstock.changes.conditions import Condition, columns_of
 from penstock.changes.filtering import array_of, field_of, filter_changes
 from penstock.changes.filters import RowFilter, bind_filter
@@ -39,48 +41,10 @@ from penstock.changes.segment import (
     unsent_cells,
 )
 from penstock.errors import RESYNC, ConfigError
-from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, TypeKind, fold_case, resolve_domain
+from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, fold_case, resolve_domain
 from penstock.values import TypeSettings, merging_setting
 
-HIDDEN = "***"
-"""Stands for the characters that `keep_last` hides."""
 _TEXT = PostgresType(25, "text")
-_PRINTED = frozenset(
-    {"text", "varchar", "bpchar", "name", "uuid", "int2", "int4", "int8", "date", "inet", "cidr", "macaddr", "citext"}
-)
-"""Types of which equal values have one text, the same in copies and changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnRule:
-    """What happens to one column; at most one of the first five."""
-
-    exclude: bool = False
-    hash: bool = False
-    null: bool = False
-    mask: str | None = None
-    keep_last: int | None = None
-    rename: str | None = None
-
-    def __str__(self) -> str:
-        said = [
-            "excluded" if self.exclude else "",
-            "hashed" if self.hash else "",
-            "set to NULL" if self.null else "",
-            "masked" if self.mask is not None else "",
-            f"masked except the last {self.keep_last} characters" if self.keep_last is not None else "",
-            f"renamed to {self.rename}" if self.rename is not None else "",
-        ]
-        return ", ".join(filter(None, said))
-
-    @property
-    def becomes_text(self) -> bool:
-        return self.hash or self.mask is not None or self.keep_last is not None
-
-    @property
-    def loses_values(self) -> bool:
-        """Different values become the same."""
-        return self.exclude or self.null or self.mask is not None or self.keep_last is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +325,7 @@ def resolve_rules(rules: TableRules, schema: TableSchema, types: TypeSettings) -
                 f"hides column {name!r}, which identifies rows",
                 "Use `hash` for columns of a key: it keeps different values different.",
             )
-        if (rule.hash or rule.keep_last is not None) and not _is_printed(columns[name]):
+        if (rule.hash or rule.keep_last is not None) and not is_printed(columns[name]):
             raise _refused(
                 schema,
                 f"cannot {'hash' if rule.hash else 'keep the last characters of'} column {name!r} of type "
@@ -438,12 +402,6 @@ def _require_exact(bound: RowFilter, types: TypeSettings) -> None:
             )
 
 
-def _is_printed(column: Column) -> bool:
-    type_, _ = resolve_domain(column.type, -1)
-    is_known = type_.is_builtin or type_.name == "citext"
-    return type_.kind is TypeKind.ENUM or (type_.kind is TypeKind.BASE and is_known and type_.name in _PRINTED)
-
-
 def _output_column(column: Column, rule: ColumnRule | None, key: bytes) -> Column:
     if rule is None:
         return column
@@ -457,46 +415,6 @@ def _output_column(column: Column, rule: ColumnRule | None, key: bytes) -> Colum
         printed = print_values(pa.array([missing], pa.string()), resolve_domain(column.type, -1)[0].name)
         missing = change_texts(rule, printed, key)[0].as_py()
     return replace(column, name=name, type=_TEXT, type_modifier=-1, missing=missing)
-
-
-def print_values(cells: pa.Array, type_name: str) -> pa.Array:
-    """The text of values, as the server prints it; of char(n) without the padding."""
-    printed = cells if _is_text(cells.type) else cells.cast(pa.string())
-    return pc.utf8_rtrim(printed, characters=" ") if type_name == "bpchar" else printed
-
-
-def change_texts(rule: ColumnRule, texts: pa.Array, key: bytes) -> pa.Array:
-    """Hash or mask texts; NULL stays NULL."""
-    if rule.hash:
-        return hash_texts(texts, key)
-    if rule.mask is not None:
-        return pc.if_else(texts.is_valid(), pa.scalar(rule.mask), pa.scalar(None, pa.string()))
-    assert rule.keep_last is not None
-    last = pc.utf8_slice_codeunits(texts, -rule.keep_last).cast(pa.string())
-    # Nothing of a value that would be shown whole.
-    shown = pc.if_else(pc.greater(pc.utf8_length(texts), rule.keep_last), last, pa.scalar(""))
-    return pc.binary_join_element_wise(pa.scalar(HIDDEN), shown, "")
-
-
-def hash_texts(texts: pa.Array, key: bytes) -> pa.Array:
-    """HMAC-SHA-256 of each text in UTF-8, in hexadecimal."""
-    encoded = texts.dictionary_encode()
-    padded = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
-    inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded)).copy
-    outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded)).copy
-    digests: list[str] = []
-    # A loop over distinct values: no library computes SHA-256 by column, and this takes 0.7 µs each.
-    for value in encoded.dictionary.cast(pa.large_binary()).to_pylist():
-        first = inner()
-        first.update(value)
-        second = outer()
-        second.update(first.digest())
-        digests.append(second.hexdigest())
-    return pa.array(digests, pa.string()).take(encoded.indices)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _refused(schema: TableSchema, problem: str, hint: str) -> ConfigError:

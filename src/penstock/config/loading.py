@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from penstock.changes.column_rules import ColumnRule
 from penstock.changes.conditions import parse_filter
-from penstock.changes.transform import ColumnRule, TableRules, Transforms
+from penstock.changes.transform import TableRules, Transforms
 from penstock.config.documents import DocumentsChoice, documents_choice, tables_of
 from penstock.config.environment import Substitution, join
 from penstock.config.models import (

@@ -9,7 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from penstock.changes.transform import ColumnRule, RulesInForce, TableRules, Transforms
+from penstock.changes.column_rules import ColumnRule
+from penstock.changes.transform import RulesInForce, TableRules, Transforms
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 from penstock.source.preflight.context import Context

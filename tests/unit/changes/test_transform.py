@@ -11,10 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from penstock.changes.column_rules import ColumnRule
 from penstock.changes.conditions import parse_filter
 from penstock.changes.events import Unchanged, _convert
 from penstock.changes.segment import OLD, UNREPRESENTABLE, segment_layout
-from penstock.changes.transform import ColumnRule, TableRules, TableTransform, Transforms, resolve_rules
+from penstock.changes.transform import TableRules, TableTransform, Transforms, resolve_rules
 from penstock.errors import ConfigError
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 from penstock.values import OutOfRange, TypeSettings
