@@ -1,4 +1,4 @@
-"""The shape that the rows of a table have at this point of the stream.
+"""The schema that the rows of a table have at this point of the stream.
 
 The server describes a table (RELATION) before its first row on a connection, and again whenever something invalidated
 what it remembered: ANALYZE, VACUUM, CREATE INDEX, ALTER PUBLICATION … Mostly nothing has changed, and then nothing
