@@ -74,14 +74,13 @@ def hold_at_snapshot(
     *,
     wait: float = 60.0,
     on_blocked: OnBlocked | None = None,
-    answer_seconds: float = ANSWER_SECONDS,
 ) -> Iterator[HeldTables]:
     """Bring the tables of a running output to the position of a snapshot, and hold them until `release` or the end.
 
     `store` is the output's state store. `hold_at_snapshot` waits up to `wait` seconds for transactions that block the
     snapshot, in turns with apply, and passes them to `on_blocked`; then it raises `SnapshotBlocked`.
     """
-    asking = _Asking(store, answer_seconds)
+    asking = _Asking(store)
     with _snapshot_ahead(source, asking, wait, on_blocked or _warn) as snapshot:
         left_out = asking.ask(HoldStep.ADVANCE, position=str(snapshot.position))
         with _renewing(asking) as stop:
@@ -107,9 +106,9 @@ class Moment:
 
 
 @contextmanager
-def hold_now(store: Store, *, answer_seconds: float = ANSWER_SECONDS) -> Iterator[Moment]:
+def hold_now(store: Store) -> Iterator[Moment]:
     """Bring the tables of a running output to the server's current position, and hold them there inside the block."""
-    asking = _Asking(store, answer_seconds)
+    asking = _Asking(store)
     left_out = asking.ask(HoldStep.HOLD)
     try:
         with _renewing(asking):
@@ -166,9 +165,8 @@ def _renewing(asking: _Asking) -> Iterator[threading.Event]:
 class _Asking:
     """Sends commands to the running pipeline and waits for the answers."""
 
-    def __init__(self, store: Store, patience: float) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._patience = patience
         self._name = uuid.uuid4().hex
 
     def ask(self, step: HoldStep, **options: str) -> dict[str, str]:
@@ -182,7 +180,7 @@ class _Asking:
         return self._store.add_command(CommandKind.VERIFY, options={"step": step.value, "asker": self._name, **options})
 
     def _await(self, command: Command) -> Command:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + ANSWER_SECONDS
         while not command.answered:
             lease = self._store.get_lease()
             if lease is None or lease.gone:
@@ -191,7 +189,7 @@ class _Asking:
                 # Otherwise the pipeline would hold apply later, for a comparison that has ended.
                 self._send(HoldStep.RELEASE)
                 raise PenstockError(
-                    f"the pipeline did not answer within {self._patience:g} s",
+                    f"the pipeline did not answer within {ANSWER_SECONDS:g} s",
                     hint="`penstock status` shows how far it is behind.",
                 )
             time.sleep(_POLL_SECONDS)

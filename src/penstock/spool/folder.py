@@ -32,6 +32,7 @@ from penstock.durable import sync_folder
 logger = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_POLL_SECONDS = 0.5
 _Result = TypeVar("_Result")
 
 
@@ -59,11 +60,10 @@ class Stopping(Exception):
 class DiskGuard:
     """Runs writes, and repeats them when there is room again."""
 
-    def __init__(self, path: Path, *, min_free_bytes: int, stop: threading.Event, poll_seconds: float = 0.5) -> None:
+    def __init__(self, path: Path, *, min_free_bytes: int, stop: threading.Event) -> None:
         self._path = path
         self._min_free_bytes = min_free_bytes
         self._stop = stop
-        self._poll_seconds = poll_seconds
         self.full = False
         """True while a write waits for room."""
 
@@ -94,7 +94,7 @@ class DiskGuard:
             self.full = True
             logger.error("the spool's disk is full, waiting for room path=%s", self._path)
         while True:
-            if self._stop.wait(self._poll_seconds):
+            if self._stop.wait(_POLL_SECONDS):
                 raise Stopping
             if self._has_room():
                 return

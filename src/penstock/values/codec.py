@@ -55,7 +55,7 @@ CodecFactory = Callable[[PostgresType, int, TypeSettings], Codec]
 @dataclass(frozen=True, slots=True)
 class _Registered:
     factory: CodecFactory
-    rejects: bool
+    rejects: bool = False
 
 
 _BY_NAME: dict[str, _Registered] = {}
@@ -79,10 +79,10 @@ def register_kind(*kinds: TypeKind, factory: CodecFactory, rejects: bool = False
         _BY_KIND[kind] = _Registered(factory, rejects)
 
 
-def register_extension(*names: str, factory: CodecFactory, rejects: bool = False) -> None:
+def register_extension(*names: str, factory: CodecFactory) -> None:
     """Decode base types of these names with `factory`, regardless of the schema of their extension."""
     for name in names:
-        _BY_EXTENSION_NAME[name] = _Registered(factory, rejects)
+        _BY_EXTENSION_NAME[name] = _Registered(factory)
 
 
 @lru_cache(maxsize=4096)
