@@ -18,8 +18,8 @@ from penstock.lsn import Lsn, distance, reaches
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.lineage import flushed_position
 
-_LOOK_SECONDS = 1.0
-_LOOKS = 10_000
+_SAMPLE_SECONDS = 1.0
+_SAMPLES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,22 @@ class Lag:
     """Samples of the server's position."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, Lsn]] = deque(maxlen=_LOOKS)
+        self._samples: deque[tuple[float, Lsn]] = deque(maxlen=_SAMPLES)
 
     def add(self, now: float, server: Lsn) -> None:
         """Add a sample; `now` is Unix time."""
-        if not self._looks or self._looks[-1][1] != server:
-            self._looks.append((now, server))
+        if not self._samples or self._samples[-1][1] != server:
+            self._samples.append((now, server))
 
     def behind(self, now: float, applied: Lsn, last_commit_time: int) -> Behind | None:
         """The lag of `applied`; None before the first sample. The commit time is in Unix microseconds."""
-        if not self._looks:
+        if not self._samples:
             return None
-        server = self._looks[-1][1]
+        server = self._samples[-1][1]
         if reaches(applied, server):
             return Behind(0, 0.0)
-        first_beyond = bisect_left(self._looks, True, key=lambda look: not reaches(applied, look[1]))
-        seconds = now - self._looks[first_beyond][0]
+        first_beyond = bisect_left(self._samples, True, key=lambda sample: not reaches(applied, sample[1]))
+        seconds = now - self._samples[first_beyond][0]
         if first_beyond == 0 and last_commit_time:
             # It is older than the first sample.
             seconds = max(seconds, now - last_commit_time / 1e6)
@@ -83,7 +83,7 @@ class LagWatch:
         while not self._stop.is_set():
             try:
                 with connect(self._source, Role.CATALOG) as connection:
-                    while not self._stop.wait(_LOOK_SECONDS):
+                    while not self._stop.wait(_SAMPLE_SECONDS):
                         position = flushed_position(connection)
                         with self._lock:
                             self._lag.add(time.time(), position)

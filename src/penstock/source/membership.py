@@ -1,4 +1,4 @@
-"""The membership of a publication: its tables and options, and how they changed between two looks.
+"""The membership of a publication: its tables and options, and how they changed between two readings.
 
 Membership is compared by the versions of catalog rows, not by names: a table that was removed and added again looks the
 same, but the server omitted its changes in between. One case goes unnoticed: a table that left a published *schema* and
