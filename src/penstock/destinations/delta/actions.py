@@ -118,6 +118,11 @@ class Remove:
         """The path of the file below the table's folder."""
         return unquote(self.path)
 
+    @property
+    def time(self) -> int:
+        """Milliseconds since the epoch; 0 if the writer did not state it."""
+        return self.deletion_timestamp or 0
+
 
 @dataclass(frozen=True, slots=True)
 class Txn:

@@ -23,7 +23,7 @@ from penstock.destinations.delta.actions import (
     CommitInfo,
     Metadata,
     Protocol,
-    Txn,
+    Remove,
     parse_commit,
     serialize_commit,
 )
@@ -40,7 +40,7 @@ from penstock.destinations.delta.snapshot import (
     Commit,
     Snapshot,
     Verdict,
-    removed_files,
+    record_removals,
 )
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import vector_file
@@ -151,17 +151,17 @@ class DeltaLog:
                 created = not self._was_overtaken(commit.version)
             return Committed(self._accept(snapshot, commit)) if created else self._lost(snapshot, info)
 
-    def removed(self) -> dict[str, int]:
-        """Return the files that the log has removed, with the times in milliseconds, as far back as the log goes.
+    def read_removals(self) -> tuple[Snapshot, dict[str, Remove]] | None:
+        """Return the newest version, and the newest removal of each stored file that it does not need, as far back as
+        the log goes; None if there is no table.
 
-        Reads the log again, because writers do not need this and would have to keep it in memory.
+        Reads the log again, because writers do not need removals and would have to keep them in memory.
         """
-        found = self._read()
-        if found is None:
-            return {}
-        snapshot, removed = found
-        live = set(snapshot.stored_files())
-        return {path: when for path, when in removed.items() if path not in live}
+        found = self._read(removals=True)
+        if found is not None:
+            for path in found[0].stored_files():
+                found[1].pop(path, None)
+        return found
 
     def _refuse_missing(self, snapshot: Snapshot | None, actions: Sequence[Action], overslept: bool) -> None:
         """Raise if files of this commit were deleted: while this process was suspended, maintenance may have taken them
@@ -245,35 +245,36 @@ class DeltaLog:
         self._snapshot = None if found is None else found[0]
         return self._snapshot
 
-    def _read(self, until: int | None = None) -> tuple[Snapshot, dict[str, int]] | None:
+    def _read(self, until: int | None = None, *, removals: bool = False) -> tuple[Snapshot, dict[str, Remove]] | None:
         """Read from the newest usable checkpoint; start over if the log is cleaned up meanwhile."""
         for _ in range(_READ_ATTEMPTS):
             try:
-                return self._read_once(until)
+                return self._read_once(until, removals)
             except FileNotFoundError:
                 continue
         raise self._incomplete()
 
-    def _read_once(self, until: int | None) -> tuple[Snapshot, dict[str, int]] | None:
+    def _read_once(self, until: int | None, removals: bool) -> tuple[Snapshot, dict[str, Remove]] | None:
         checkpoint, versions = self._find(until)
         if checkpoint is None and not versions:
             return None
         first = 0 if checkpoint is None else checkpoint.version + 1
         if versions and versions != list(range(first, first + len(versions))):
             raise self._incomplete()
-        removed: dict[str, int] = {}
+        removed: dict[str, Remove] = {}
         snapshot = None
         if checkpoint is not None:
-            actions = tuple(read_checkpoint(self.storage, checkpoint))
-            removed.update(removed_files(actions))
-            commit = Commit(checkpoint.version, tuple(each for each in actions if not _is_tombstone(each)))
+            actions = list(read_checkpoint(self.storage, checkpoint, tombstones=removals))
+            record_removals(removed, actions)
+            commit = Commit(checkpoint.version, tuple(each for each in actions if not isinstance(each, Remove)))
             snapshot = _first(self._table, commit).followed_by(commit)
         for version in versions:
             commit = self._get(version)
             if commit is None:
                 raise FileNotFoundError(_path(version))
             snapshot = (snapshot or _first(self._table, commit)).followed_by(commit)
-            removed.update(removed_files(commit.actions))
+            if removals:
+                record_removals(removed, commit.actions)
         assert snapshot is not None
         refuse_unknown(self._table, snapshot.protocol, snapshot.metadata)
         return snapshot, removed
@@ -329,10 +330,6 @@ def _first(table: str, commit: Commit) -> Snapshot:
             hint="Another program deleted files of the log: move the table elsewhere and copy it again.",
         )
     return Snapshot(commit.version - 1, protocol, metadata)
-
-
-def _is_tombstone(action: Action) -> bool:
-    return not isinstance(action, Add | Txn | Metadata | Protocol | CommitInfo)
 
 
 def _now() -> float:

@@ -36,6 +36,10 @@ _COLUMN_ID, _NAME_IN_FILES = "delta.columnMapping.id", "delta.columnMapping.phys
 _APPEND_ONLY, _INVARIANTS = "appendOnly", "invariants"
 _READER_FEATURES = frozenset({DELETION_VECTORS, TIMESTAMP_NTZ, V2_CHECKPOINT, COLUMN_MAPPING})
 _WRITER_FEATURES = _READER_FEATURES | {_APPEND_ONLY, _INVARIANTS}
+_FILE_RETENTION = "delta.deletedFileRetentionDuration"
+_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0, "week": 604800.0}
+_INTERVAL = re.compile(rf"(?:interval )?(\d+) ({'|'.join(_SECONDS)})s?")
+_DEFAULT_FILE_RETENTION = 604800.0
 _LEGACY_READER, _LEGACY_WRITER = 1, 2
 _FEATURE_READER, _FEATURE_WRITER = 3, 7
 
@@ -179,11 +183,17 @@ def table_configuration(
     configuration = {
         OWNER: owner,
         "delta.logRetentionDuration": _interval(log_retention_hours),
-        "delta.deletedFileRetentionDuration": _interval(file_retention_hours),
+        _FILE_RETENTION: _interval(file_retention_hours),
     }
     if deletion_vectors:
         configuration["delta.enableDeletionVectors"] = "true"
     return configuration
+
+
+def file_retention_seconds(configuration: Mapping[str, str]) -> float:
+    """Return how long a table's removed files stay for readers of old versions."""
+    match = _INTERVAL.fullmatch(configuration.get(_FILE_RETENTION, "").strip().lower())
+    return _DEFAULT_FILE_RETENTION if match is None else int(match[1]) * _SECONDS[match[2]]
 
 
 def refuse_unknown(table: str, protocol: Protocol, metadata: Metadata) -> None:

@@ -118,6 +118,14 @@ class Snapshot:
             if vector is not None:
                 yield vector
 
+    def actions(self) -> Iterator[Action]:
+        """Yield actions that make this version from nothing."""
+        yield self.protocol
+        yield self.metadata
+        for app_id, position in self.transactions.items():
+            yield Txn(app_id, position)
+        yield from self.files.values()
+
     def followed_by(self, commit: Commit) -> Snapshot:
         """Return the table after the next commit."""
         files = dict(self.files)
@@ -152,15 +160,18 @@ def apply_transactions(actions: Iterable[Action]) -> dict[str, int]:
     return {action.app_id: action.version for action in actions if isinstance(action, Txn)}
 
 
-def removed_files(actions: Iterable[Action]) -> Iterator[tuple[str, int]]:
-    """Yield the stored files that the actions remove, each with the time in milliseconds."""
+def record_removals(removals: dict[str, Remove], actions: Iterable[Action]) -> None:
+    """Update the newest removal of each stored file: data files and files of vectors.
+
+    A data file is removed with each of its vectors, and a file of vectors with each data file that it describes. An old
+    version may need a stored file until the newest of these removals. The order of the actions does not matter.
+    """
     for action in actions:
         if isinstance(action, Remove):
-            time = action.deletion_timestamp or 0
-            yield action.file, time
             vector = None if action.vector is None else vector_file(action.vector)
-            if vector is not None:
-                yield vector, time
+            for path in (action.file, vector):
+                if path is not None and (path not in removals or removals[path].time <= action.time):
+                    removals[path] = action
 
 
 def _vector_id(action: Add | Remove) -> str | None:

@@ -69,7 +69,7 @@ def test_a_fresh_reader_sees_what_the_writer_sees(table: LakeTable) -> None:
     assert fresh.refresh() == table.log.snapshot
     table.delete([6])
     assert fresh.refresh() == table.log.snapshot
-    assert fresh.removed() == table.log.removed()
+    assert fresh.read_removals() == table.log.read_removals()
 
 
 def test_old_versions_can_be_read(table: LakeTable) -> None:
@@ -87,15 +87,16 @@ def test_all_kinds_of_checkpoints_are_read(table: LakeTable, kind: str) -> None:
         table.append([200 + number])
     table.delete([3, 201])
     before = table.snapshot
-    removed = table.log.removed()
-    assert removed
+    removals = table.log.read_removals()
+    assert removals is not None
+    assert removals[1]
     deltalake.DeltaTable(table.storage.url).create_checkpoint()
     _rewrite_checkpoint(table.storage.root / "_delta_log", before.version, kind)
     for version in range(before.version + 1):
         (table.storage.root / f"_delta_log/{version:020d}.json").unlink()
     fresh = DeltaLog(table.storage)
     assert fresh.refresh() == before
-    assert fresh.removed() == removed
+    assert fresh.read_removals() == removals
     table.append([300])
     assert fresh.refresh() == table.snapshot
 

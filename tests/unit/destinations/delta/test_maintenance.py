@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable, QueryBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.destinations.delta.actions import Add, VectorDescriptor
-from penstock.destinations.delta.files import now_milliseconds, write_data_file
+from penstock.destinations.delta.actions import Action, Add, VectorDescriptor
+from penstock.destinations.delta.files import now_milliseconds, vector_of, write_data_file
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
 from penstock.destinations.delta.maintenance.cleanup import (
     Vacuum,
@@ -41,9 +44,9 @@ from penstock.destinations.delta.maintenance.pins import (
     release_pin,
 )
 from penstock.destinations.delta.maintenance.schedule import Maintenance, MaintenanceSettings
-from penstock.destinations.delta.snapshot import Verdict
+from penstock.destinations.delta.snapshot import Snapshot, Verdict
 from penstock.destinations.delta.storage import LocalStorage, Storage
-from penstock.destinations.delta.vectors import Vector
+from penstock.destinations.delta.vectors import Vector, write_vectors
 from penstock.errors import ConfigError, DestinationUnavailable, TasksFailed
 from penstock.testing.destinations import LocalTasks
 from tests.unit.destinations.delta.lake import LakeTable, make_rows
@@ -324,6 +327,57 @@ def test_vacuum_keeps_live_vectors_and_what_readers_may_still_need(table: LakeTa
     assert gone.files == len(before) - len({file.path for file in table.storage.list()}) > 0
     assert set(table.snapshot.stored_files()) <= {file.path for file in table.storage.list()}
     assert 8 not in table.ids()
+
+
+def touch(table: LakeTable, row: int, *, ago: float = 0) -> None:
+    """Mark a row of every file as dead, by a commit of some seconds ago."""
+    when = now_milliseconds() - int(ago * 1000)
+
+    def actions(snapshot: Snapshot) -> list[Action]:
+        files = list(snapshot.files.values())
+        dead = [vector_of(table.storage, add).union(Vector.of([row])) for add in files]
+        vectors = write_vectors(table.storage, dead)
+        pairs = zip(files, vectors, strict=True)
+        return [each for add, vector in pairs for each in (add.removed(when), add.with_vector(vector))]
+
+    table.write(actions)
+
+
+@pytest.mark.trap(36)
+def test_a_file_stays_for_its_retention_after_the_last_of_its_removals(table: LakeTable) -> None:
+    [data] = table.snapshot.files
+    for row in range(20):
+        touch(table, row, ago=3000 - row)
+    write_checkpoint(table.storage)
+    before = table.snapshot
+    table.delete(range(100))
+    write_checkpoint(table.storage)
+    assert not table.snapshot.files
+    vacuum(Vacuum(table.storage, 1800, 0))
+    left = {file.path for file in table.storage.list()}
+    assert set(before.stored_files()) <= left, "readers of the version before need them"
+    assert sum(path.endswith(".bin") for path in left) == 1, "the other vectors were removed long ago"
+    assert data in left
+
+
+def test_a_checkpoint_has_one_tombstone_for_each_file_and_other_readers_see_the_same_rows(table: LakeTable) -> None:
+    for number in range(4):
+        table.append(range(1000 * number + 1000, 1000 * number + 1100))
+    for row in range(10):
+        touch(table, row)
+        if row % 3 == 0:
+            write_checkpoint(table.storage)
+    touch(table, 10, ago=7200)
+    write_checkpoint(table.storage)
+    [*_, newest] = sorted((table.storage.root / "_delta_log").glob("*.checkpoint.parquet"))
+    removed = pq.read_table(newest)["remove"].combine_chunks().drop_null().to_pylist()
+    assert len(removed) == 9, "all data files live; 10 files of vectors do not, one of them since before the retention"
+    ids = table.ids()
+    for path in (table.storage.root / "_delta_log").glob("0*.json"):
+        path.unlink()
+    assert table.ids(DeltaLog(table.storage).refresh()) == ids
+    items = QueryBuilder().register("items", DeltaTable(table.storage.url))
+    assert pa.table(items.execute("select id from items order by id").read_all())["id"].to_pylist() == ids
 
 
 @pytest.mark.trap(36)

@@ -1,7 +1,10 @@
 """Cleans up: writes checkpoints, and deletes old files of the log, and data files, vectors and indexes that no version
 names.
 
-delta-rs writes **checkpoints**; it keeps deletion vectors.
+**Checkpoints** are Penstock's own, because other writers keep one tombstone for every vector that a file ever had: a
+file that changes with each commit fills them. Tombstones exist only for vacuum, which deletes stored files. So one per
+stored file is enough, the newest: a checkpoint never has more tombstones than there are files that vacuum has not
+deleted yet.
 
 **The log** stays readable at every moment: it starts with a checkpoint that covers everything before the kept commits.
 Files are deleted oldest first, so an interrupted clean-up leaves no gap.
@@ -21,19 +24,18 @@ import re
 import time
 from dataclasses import dataclass
 
-from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError
-
 from penstock.destinations.delta.actions import CommitInfo
 from penstock.destinations.delta.checkpoint import (
     LOG_FOLDER,
     checkpoint_version,
     find_checkpoints,
     last_checkpoint_hint,
+    write_checkpoint_file,
 )
 from penstock.destinations.delta.files import now_milliseconds
 from penstock.destinations.delta.log import Committed, DeltaLog
 from penstock.destinations.delta.maintenance.pins import PENSTOCK_FOLDER, PINS_FOLDER, read_pins
+from penstock.destinations.delta.schema import file_retention_seconds
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage, StoredFile
 from penstock.errors import DestinationUnavailable
@@ -85,7 +87,7 @@ def _expired(
     item: Vacuum, log: DeltaLog, snapshot: Snapshot, listing: list[StoredFile]
 ) -> tuple[list[StoredFile], list[StoredFile]]:
     """Return files past their retention: those that the log or a cache no longer uses, and those of no commit."""
-    removed_at = log.removed()
+    _, removals = log.read_removals() or (None, {})
     needed = set(snapshot.stored_files())
     for pin in read_pins(item.storage):
         needed.update(log.read_at(pin.version).stored_files())
@@ -98,8 +100,8 @@ def _expired(
         is_old = file.modified < item.written_before
         if file.path.startswith(f"{PENSTOCK_FOLDER}/"):
             removed += [file] * (is_old and _is_stale_index(file, snapshot))
-        elif file.path in removed_at:
-            removed += [file] * (removed_at[file.path] < deadline)
+        elif file.path in removals:
+            removed += [file] * (removals[file.path].time < deadline)
         elif is_old and _LEFTOVER.fullmatch(file.path):
             removed.append(file)
         elif is_old and _NAMED_BY_COMMITS.fullmatch(file.path):
@@ -150,15 +152,18 @@ def _version(file: StoredFile) -> int | None:
 
 def write_checkpoint(storage: Storage) -> int:
     """Write a checkpoint of the newest version, from which readers will start; return its version. Runs in a task."""
-    try:
-        table = DeltaTable(storage.url, storage_options=dict(storage.options) or None)
-        table.create_checkpoint()
-    except (DeltaError, OSError) as error:
+    found = DeltaLog(storage).read_removals()
+    if found is None:
         raise DestinationUnavailable(
-            f"{storage.url}: cannot write a checkpoint ({type(error).__name__})",
-            hint="The table is complete without it, and Penstock retries; if it keeps failing, check the log's files.",
-        ) from error
-    return table.version()
+            f"{storage.url}: cannot write a checkpoint because there is no table",
+            hint="Penstock retries; if it keeps failing, check that the folder still exists.",
+        )
+    snapshot, removals = found
+    deadline = (time.time() - file_retention_seconds(snapshot.metadata.configuration)) * 1000
+    # A file of vectors and a data file may have the same newest removal.
+    tombstones = {id(each): each for each in removals.values() if each.time >= deadline}
+    write_checkpoint_file(storage, snapshot.version, [*snapshot.actions(), *tombstones.values()])
+    return snapshot.version
 
 
 def commits_since_checkpoint(storage: Storage, version: int) -> int:
