@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 from tests.e2e.support import Stream
@@ -28,3 +31,17 @@ def own_stream(make_server, tmp_path):
         return made
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 24 MB of which all but 2 MB can be taken away and given back."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("a small disk needs root to mount it")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from random import Random
 
 import pytest
@@ -144,20 +142,6 @@ def test_transaction_larger_than_the_spool_gets_through(stream, streaming):
         assert capture.restarts == 0
     steps = [step for entry in stream.reader().entries(big) for step in _segments(entry)]
     assert sum(step.rows for step in steps if not is_in(step.first.commit_lsn, big)) == 51
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 24 MB of which all but 2 MB can be taken away and given back."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("a small disk needs root to mount it")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(

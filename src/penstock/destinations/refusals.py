@@ -7,8 +7,10 @@ contain.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from penstock.errors import (
     RESYNC,
@@ -24,19 +26,23 @@ from penstock.errors import (
     TableRejected,
     TakesLong,
 )
+from penstock.state import Ready, Store, SyncDone
 
 _Outcome = TypeVar("_Outcome")
+_Arguments = ParamSpec("_Arguments")
+_Mounted = TypeVar("_Mounted", bound="Mounted")
 _PASSING = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO),
+        *(errno.EACCES, errno.EPERM),
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT),
         *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN),
         *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
     }
 )
 """Faults of a disk, machine or network that time or an operator heals: full, read-only, disconnected, out of handles.
-They are never about one table."""
-_MAKE_ROOM = "Check that this disk has room and is connected; Penstock keeps trying."
+They are never about the rows of a table."""
+_MAKE_ROOM = "Check that this disk has room, is connected and may be written; Penstock keeps trying."
 
 
 def concerns_all_tables(error: PenstockError) -> bool:
@@ -59,6 +65,48 @@ def require_mounted(marker: Path | None) -> None:
     """
     if marker is not None and not marker.exists():
         raise out_of_reach(str(marker.parent), f"{marker.name} is missing; is the disk mounted?")
+
+
+class Mounted(Protocol):
+    """A destination that may be a folder on a disk that can be unmounted."""
+
+    @property
+    def marker(self) -> Path | None:
+        """A file that `startup` left in the folder; None if the destination is not a folder."""
+        ...
+
+
+def while_mounted(
+    method: Callable[Concatenate[_Mounted, _Arguments], _Outcome],
+) -> Callable[Concatenate[_Mounted, _Arguments], _Outcome]:
+    """Let a method of a destination raise `DestinationUnavailable` if the disk is not mounted before or after it.
+
+    While a disk is unmounted, files seem to be deleted. Such errors are not the fault of a table.
+    """
+
+    @wraps(method)
+    def checked(self: _Mounted, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Outcome:
+        require_mounted(self.marker)
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            require_mounted(self.marker)
+
+    return checked
+
+
+def require_same_folder(marker: Path | None, store: Store) -> None:
+    """Raise if tables were copied to a folder and `marker`, which the first start left there, is missing.
+
+    The disk is probably not mounted yet. A new folder in its place would look as if all tables had been deleted.
+    """
+    phases = store.get_table_replication_states().values()
+    if marker is not None and not marker.exists() and any(isinstance(phase, SyncDone | Ready) for phase in phases):
+        raise DestinationUnavailable(
+            f"{marker} is missing, although tables were copied there; is the disk mounted?",
+            hint=f"If you deleted the tables: mkdir -p {marker.parent} && echo '{{\"format\": 1}}' > {marker}, then "
+            f"start the pipeline and copy them again: {RESYNC}.",
+        )
 
 
 def busy(table: str) -> PenstockError:

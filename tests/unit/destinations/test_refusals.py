@@ -10,7 +10,7 @@ from penstock.destinations.refusals import unexpected, unreadable
 from penstock.errors import Retry, TableRejected
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE])
 def test_a_disk_that_may_be_well_again_is_tried_again(number: int) -> None:
     error = OSError(number, "what it says", "/lake/part.parquet")
     assert unexpected("t", error).retry is Retry.TIMED
@@ -18,7 +18,7 @@ def test_a_disk_that_may_be_well_again_is_tried_again(number: int) -> None:
     assert unreadable("t", 7, error).retry is Retry.TIMED
 
 
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied", "/lake"), ValueError("cell 42")])
+@pytest.mark.parametrize("error", [NotADirectoryError(errno.ENOTDIR, "no folder", "/lake"), ValueError("cell 42")])
 def test_anything_else_is_for_a_person_and_quotes_no_cell(error: Exception) -> None:
     assert unexpected("t", error).retry is Retry.OPERATOR
     assert unreadable("t", 7, error).retry is Retry.OPERATOR

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,8 @@ from penstock.destinations.parquet import destination as parquet
 from penstock.destinations.parquet import folder as parquet_folder
 from penstock.destinations.parquet import tasks as parquet_tasks
 from penstock.errors import ConfigError, DestinationUnavailable, PenstockError, Retry, TableBusy, TableRejected
-from penstock.testing.destinations import ScriptedSource, make_context
+from penstock.state import DataSync, FinishedCopy, Init, Ready, SyncDone
+from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
 from penstock.testing.destinations.contract import ITEMS, ORDERS
 from penstock.workers.failures import as_error
 from tests.unit.destinations.receiver import Receiver
@@ -108,6 +111,89 @@ def test_a_folder_that_is_not_mounted_is_waited_for(
     assert not (tmp_path / "lake").exists(), "nothing is written to the mount point"
     (tmp_path / "elsewhere").rename(tmp_path / "lake")
     assert destination.write_events(batch).result().tables == {}
+
+
+@pytest.mark.parametrize("moment", ["before the plan", "before the tasks", "before the commit"])
+def test_a_disk_that_is_unmounted_during_a_batch_is_waited_for(
+    open_destination: Open, tmp_path: Path, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """No table is blamed, nothing is written to the mount point, and no change is taken for durable."""
+    copied(open_destination(), source)
+    destination = open_destination()
+    change_both(source)
+    batch = source.batch()
+    lake, elsewhere = tmp_path / "lake", tmp_path / "elsewhere"
+    run = LocalTasks.run
+
+    def unmount() -> None:
+        if lake.exists():
+            lake.rename(elsewhere)
+            lake.mkdir()
+
+    def unmounted(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: Any, **named: Any) -> object:
+            unmount()
+            return function(*arguments, **named)
+
+        return call
+
+    def run_then_unmount(self: LocalTasks, *arguments: Any, **named: Any) -> list[Any]:
+        results = run(self, *arguments, **named)
+        unmount()
+        return results
+
+    with monkeypatch.context() as patch:
+        match moment:
+            case "before the plan":
+                patch.setattr(destination, "_plan", unmounted(destination._plan))
+            case "before the tasks":
+                patch.setattr(LocalTasks, "run", unmounted(run))
+            case _:
+                patch.setattr(LocalTasks, "run", run_then_unmount)
+        with pytest.raises(DestinationUnavailable, match="mounted"):
+            destination.write_events(batch).result()
+    assert not list(lake.rglob("*"))
+    lake.rmdir()
+    elsewhere.rename(lake)
+    assert destination.write_events(batch).result().tables == {}
+    fresh = open_destination()
+    assert fresh.position(ORDERS.table_id) == fresh.position(ITEMS.table_id) == batch.end
+
+
+def test_a_start_waits_for_the_disk_that_has_the_tables(
+    open_destination: Open, tmp_path: Path, source: ScriptedSource
+) -> None:
+    destination = copied(open_destination(), source)
+    context = make_context()
+    context.store.acquire_lease()
+    for phase in (Init(), DataSync(), FinishedCopy(), SyncDone(source.position), Ready()):
+        context.store.update_table_replication_state(ORDERS.table_id, phase)
+    (tmp_path / "lake").rename(tmp_path / "elsewhere")
+    with pytest.raises(DestinationUnavailable, match="mounted") as caught:
+        type(destination)(tmp_path / "lake").startup(context)
+    assert not (tmp_path / "lake").exists()
+    # What the error says if the tables were deleted on purpose.
+    command = caught.value.hint.partition(": ")[2].partition(", then")[0]
+    subprocess.run(command, shell=True, check=True)
+    again = type(destination)(tmp_path / "lake")
+    again.startup(context)
+    copied(again, source)
+    assert again.position(ORDERS.table_id) is not None
+
+
+def test_a_folder_that_may_not_be_written_is_waited_for(
+    open_destination: Open, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = copied(open_destination(), source)
+    change_both(source)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/lake/file")
+
+    monkeypatch.setattr(LocalStorage, "create", denied)
+    monkeypatch.setattr(parquet_folder, "put_if_absent", denied)
+    with pytest.raises(DestinationUnavailable, match="Permission denied"):
+        destination.write_events(source.batch()).result()
 
 
 def test_a_receiver_that_does_not_answer_fails_the_batch(source: ScriptedSource) -> None:

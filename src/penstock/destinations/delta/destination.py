@@ -34,7 +34,7 @@ from penstock.destinations.delta.parts import PartWork, part_filter, remove_rows
 from penstock.destinations.delta.planner import Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
-from penstock.destinations.delta.storage import Storage, open_storage
+from penstock.destinations.delta.storage import LocalStorage, Storage, open_storage
 from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place, Version
 from penstock.destinations.delta.tasks import Rewrite, apply_changes, rewrite_file
 from penstock.destinations.delta.write import WrittenFiles, copy_marker, write_rows
@@ -46,9 +46,10 @@ from penstock.destinations.refusals import (
     not_copied,
     not_followed,
     raised,
-    require_mounted,
+    require_same_folder,
     unexpected,
     unusable,
+    while_mounted,
 )
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn, reaches
@@ -138,18 +139,26 @@ class DeltaDestination:
             keeps_deleted_rows=self._mode is Mode.SOFT_DELETE,
         )
 
+    @property
+    def marker(self) -> Path | None:
+        """The file that shows that the lake's disk is mounted; None in an object store."""
+        return self._storage.local_path(_MARKER)
+
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self._context = context
-        self._catalog = Catalog(self._storage, context.pipeline_id)
+        require_same_folder(self.marker, context.store)
         self._mark()
+        if isinstance(self._storage, LocalStorage):
+            self._storage = replace(self._storage, marker=self.marker)
+        self._catalog = Catalog(self._storage, context.pipeline_id)
         if self._maintained:
             self._maintenance = Maintenance(self._written, context.tasks, self._settings, writes=self._writes)
             self._maintenance.start()
 
+    @while_mounted
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""
-        require_mounted(self._storage.local_path(_MARKER))
         folder, before = self._started.take_folder(schema), self._started_catalog.place(schema.table_id)
         table = self._table(schema.table_id, str(schema), folder)
         self._fence(table, schema, attempt)
@@ -163,6 +172,7 @@ class DeltaDestination:
             self._tables = {table_id: other for table_id, other in self._tables.items() if other.folder != folder}
             self._tables[schema.table_id] = table
 
+    @while_mounted
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
         """See `Destination`."""
         table = self._known(schema.table_id, str(schema))
@@ -205,9 +215,9 @@ class DeltaDestination:
         count = sum(file.row_count for file in files)
         logger.info("table copied table=%s rows=%d files=%d", schema, count, len(files))
 
+    @while_mounted
     def replace_part(self, schema: TableSchema, rows: CopyRows, leaves: Sequence[Bounds], *, inside: bool) -> None:
         """See `PartDestination`."""
-        require_mounted(self._storage.local_path(_MARKER))
         table = self._known(schema.table_id, str(schema))
         if table is None:
             raise not_copied(str(schema))
@@ -249,9 +259,9 @@ class DeltaDestination:
                     return
         raise busy(str(schema))
 
+    @while_mounted
     def write_events(self, batch: EventBatch) -> WriteHandle:
         """See `Destination`."""
-        require_mounted(self._storage.local_path(_MARKER))
         errors: dict[int, PenstockError] = {}
         left = {changes.table_id: changes for changes in batch.tables}
         with self._writes.writing():

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from penstock.changes.keys import fingerprints
 from penstock.destinations.delta.files import LiveFile, dead_rows, read_keys, read_rows
 from penstock.destinations.delta.layout import DELETED_AT, TableLayout
-from penstock.destinations.delta.storage import Storage
+from penstock.destinations.delta.storage import LocalStorage, Storage
 from penstock.destinations.delta.vectors import Vector
 from penstock.destinations.refusals import unknown_row
 
@@ -178,7 +178,10 @@ class IndexFolder:
         return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / place / path
 
     def _keep(self, content: bytes, mapped: Path) -> None:
-        mapped.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(self.storage, LocalStorage):
+            self.storage.make_folder(mapped.parent)
+        else:
+            mapped.parent.mkdir(parents=True, exist_ok=True)
         temporary = mapped.with_name(f".{mapped.name}.{uuid.uuid4().hex}")
         temporary.write_bytes(content)
         os.replace(temporary, mapped)

@@ -29,7 +29,7 @@ import obstore.exceptions as store_errors
 import pyarrow as pa
 from obstore.store import from_url
 
-from penstock.destinations.refusals import out_of_reach, unusable
+from penstock.destinations.refusals import out_of_reach, require_mounted, unusable
 from penstock.durable import sync_folder
 
 _LOCAL_SCHEME = "file://"
@@ -123,6 +123,9 @@ class LocalStorage:
     """A folder that the driver and all tasks see, on a file system with hard links."""
 
     root: Path
+    marker: Path | None = None
+    """A file without which no folder is created: if it is missing, the disk is not mounted, and files written to the
+    mount point would be lost."""
 
     @property
     def url(self) -> str:
@@ -133,7 +136,7 @@ class LocalStorage:
         return {}
 
     def child(self, path: str) -> LocalStorage:
-        return LocalStorage(self.root / path)
+        return LocalStorage(self.root / path, self.marker)
 
     def get(self, path: str) -> bytes | None:
         try:
@@ -170,7 +173,7 @@ class LocalStorage:
     @contextmanager
     def create(self, path: str) -> Iterator[IO[bytes]]:
         target = self.root / path
-        _make_folder(target.parent)
+        self.make_folder(target.parent)
         try:
             with target.open("xb") as file:
                 yield file
@@ -207,8 +210,18 @@ class LocalStorage:
     def local_path(self, path: str) -> Path | None:
         return self.root / path
 
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and its parents, durably; raise `DestinationUnavailable` if the disk is not mounted."""
+        if path.is_dir():
+            return
+        require_mounted(self.marker)
+        missing = [each for each in (path, *path.parents) if not each.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            sync_folder(each.parent)
+
     def _write_aside(self, target: Path, content: bytes) -> Path:
-        _make_folder(target.parent)
+        self.make_folder(target.parent)
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         with temporary.open("xb") as file:
             file.write(content)
@@ -369,13 +382,3 @@ class _ObjectReader(io.RawIOBase):
             raise FileNotFoundError(self._path)
         self._position += len(content)
         return content
-
-
-def _make_folder(path: Path) -> None:
-    """Create a folder and its parents, durably."""
-    if path.is_dir():
-        return
-    missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_folder(each.parent)

@@ -40,9 +40,10 @@ from penstock.destinations.refusals import (
     not_copied,
     other_lineage,
     other_writer,
-    require_mounted,
+    require_same_folder,
     unexpected,
     unusable,
+    while_mounted,
 )
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
@@ -113,9 +114,15 @@ class ParquetDestination:
         self._tables: dict[int, _Table] = {}
         self._context: DestinationContext | None = None
 
+    @property
+    def marker(self) -> Path | None:
+        """The file that shows that the folder's disk is mounted."""
+        return self._root.marker
+
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self._context = context
+        require_same_folder(self.marker, context.store)
         try:
             make_folder(self._root.path)
             put_if_absent(self._root.marker, json.dumps({"format": FORMAT}))
@@ -141,9 +148,9 @@ class ParquetDestination:
             if owner.pipeline_id == context.pipeline_id and self._is_of_this_server(current):
                 self._rows[current.origin().table_id] = folder
 
+    @while_mounted
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""
-        require_mounted(self._root.marker)
         context = self._started
         folder = self._root.table(context.take_folder(schema))
         owner = folder.claim(context.pipeline_id, schema)
@@ -164,6 +171,7 @@ class ParquetDestination:
         for each in older:
             each.fence(self._manifest(ManifestKind.FENCED, attempt, Lsn(0), Lsn(0)))
 
+    @while_mounted
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
         """See `Destination`."""
         context = self._started
@@ -191,9 +199,9 @@ class ParquetDestination:
         self._record_rows(schema, folder)
         logger.info("table copied table=%s rows=%d", schema, sum(file.rows for file in manifest.files))
 
+    @while_mounted
     def write_events(self, batch: EventBatch) -> WriteHandle:
         """See `Destination`."""
-        require_mounted(self._root.marker)
         errors: dict[int, PenstockError] = {}
         plans: dict[int, _Plan] = {}
         for changes in batch.tables:
