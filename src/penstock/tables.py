@@ -62,6 +62,7 @@ from penstock.workers import (
     SnapshotWait,
     SyncPool,
     TableSync,
+    TableSyncView,
 )
 from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings, was_followed
 from penstock.workers.failures import Policies, errored
@@ -194,7 +195,8 @@ class RunningTables(RunningOutput):
         self._waiting: dict[int, int] = {}
         """Tables that wait until another one has left their folder, as last logged."""
         self._pool = SyncPool(settings.max_table_sync_workers)
-        self._workers: dict[int, TableSync] = {}
+        self._syncs: dict[int, TableSyncView] = {}
+        """The last copy of each table by this process."""
         self._membership = self.store.get_publication_membership(settings.publication)
         if self._membership is not None:
             # Also of tables that were dropped while the pipeline was stopped.
@@ -257,17 +259,17 @@ class RunningTables(RunningOutput):
     @property
     def copies(self) -> dict[str, CopyStatus]:
         return {
-            self._name_of(table_id): worker.copy_status
-            for table_id, worker in list(self._workers.items())
-            if worker.copy_status is not None
+            self._name_of(table_id): view.copy_status
+            for table_id, view in list(self._syncs.items())
+            if view.copy_status is not None
         }
 
     @property
     def waits(self) -> dict[str, SnapshotWait]:
         return {
-            self._name_of(table_id): worker.waiting
-            for table_id, worker in list(self._workers.items())
-            if worker.waiting is not None
+            self._name_of(table_id): view.waiting
+            for table_id, view in list(self._syncs.items())
+            if view.waiting is not None
         }
 
     def start(self) -> None:
@@ -492,7 +494,7 @@ class RunningTables(RunningOutput):
 
     def _worker(self, table_id: int) -> TableSync:
         settings = self._tables
-        self._workers[table_id] = TableSync(
+        worker = TableSync(
             table_id,
             reader=settings.output,
             source=settings.source,
@@ -510,7 +512,8 @@ class RunningTables(RunningOutput):
             schema_changes=self._schema_changes(table_id),
             known_as=self._policies.known_as(table_id),
         )
-        return self._workers[table_id]
+        self._syncs[table_id] = worker.view
+        return worker
 
     def _sync_failed(self, table_id: int, error: Exception) -> None:
         if self.lifecycle.stop.is_set():
@@ -529,7 +532,7 @@ class RunningTables(RunningOutput):
             logger.log(level, text, self._name_of(table_id), failed.reason, extra={"reported_as": "stopped"})
             return failed
 
-        self._board.advance(table_id, self._workers[table_id].attempt, fail)
+        self._board.advance(table_id, self._syncs[table_id].attempt, fail)
 
     def _name_of(self, table_id: int) -> str:
         return self._names.get(table_id, str(table_id))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -155,3 +157,11 @@ def test_no_copy_of_a_table_begins_while_its_changes_are_written(tables: Running
         assert tables._board.positions() == {B: Lsn(200)}
     assert tables._board.to_copy() == [A]
     assert tables.store.get_table_position(A) is None
+
+
+def test_a_copy_that_has_ended_leaves_nothing_but_its_progress(tables: RunningTables) -> None:
+    """Workers have all entries of the spool since their snapshot."""
+    worker = weakref.ref(tables._worker(A))
+    gc.collect()
+    assert worker() is None
+    assert (tables.copies, tables.waits) == ({}, {})

@@ -27,6 +27,9 @@ MAX_TOGETHER = 16
 """Copies in one task, at most: each opens a connection and syncs files."""
 
 
+_LOOK_SECONDS = 1.0
+
+
 class TurnsClosed(Exception):
     """No more turns: the copies are being stopped."""
 
@@ -59,14 +62,19 @@ class Turns:
         with self._changed:
             ticket = (size, next(self._numbers))
             heapq.heappush(self._waiting, ticket)
-            self._changed.wait_for(lambda: self._closed or self._is_next(ticket))
-            self._waiting.remove(ticket)
-            heapq.heapify(self._waiting)
-            if self._closed:
-                raise TurnsClosed
-            self._taken += 1
-            # Another turn may be free for the next caller, which had to wait behind this one.
-            self._changed.notify_all()
+            try:
+                # The limit may grow, and nobody announces it.
+                while not self._changed.wait_for(lambda: self._closed or self._is_next(ticket), _LOOK_SECONDS):
+                    pass
+                if self._closed:
+                    raise TurnsClosed
+                self._taken += 1
+            finally:
+                # Also if the limit cannot be told: others must not wait behind this caller.
+                self._waiting.remove(ticket)
+                heapq.heapify(self._waiting)
+                # Another turn may be free for the next caller, which had to wait behind this one.
+                self._changed.notify_all()
         try:
             yield
         finally:

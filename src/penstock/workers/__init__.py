@@ -7,7 +7,7 @@ from penstock.workers.board import Board
 from penstock.workers.copies import SyncPool
 from penstock.workers.failures import DropColumn, DropTable, Partitions, Recopy, SchemaChanges
 from penstock.workers.lifecycle import Lifecycle
-from penstock.workers.table_sync import CopyStatus, SnapshotWait, TableSync
+from penstock.workers.table_sync import CopyStatus, SnapshotWait, TableSync, TableSyncView
 
 __all__ = [
     "ApplyHold",
@@ -27,4 +27,5 @@ __all__ = [
     "SnapshotWait",
     "SyncPool",
     "TableSync",
+    "TableSyncView",
 ]

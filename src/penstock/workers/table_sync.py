@@ -89,6 +89,23 @@ class SnapshotWait:
     """When the wait began."""
 
 
+@dataclass(slots=True, eq=False)
+class TableSyncView:
+    """What others see of a table sync worker. Outlives it, and is small: the worker has entries of the spool."""
+
+    attempt: str
+    waiting: SnapshotWait | None = None
+    """The transactions that its snapshot waits for, while it waits."""
+    counter: CopyCounter | None = None
+    copy_seconds: float | None = None
+
+    @property
+    def copy_status(self) -> CopyStatus | None:
+        """The progress of the copy; None until it is planned."""
+        counter = self.counter
+        return None if counter is None else CopyStatus(self.attempt, counter.progress, self.copy_seconds)
+
+
 class TableSync:
     """One attempt to copy one table; `run` is called in a thread of the pool."""
 
@@ -128,19 +145,10 @@ class TableSync:
         self._types = types
         self._transforms = transforms
         self.attempt = uuid.uuid4().hex
-        self._counter: CopyCounter | None = None
-        self._copy_seconds: float | None = None
+        self.view = TableSyncView(self.attempt)
         self._backoff = Backoff(first=0.5, longest=30.0)
-        self.waiting: SnapshotWait | None = None
-        """The transactions that its snapshot waits for, while it waits."""
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches, types, transforms, of_copy=True)
-
-    @property
-    def copy_status(self) -> CopyStatus | None:
-        """The progress of the copy; None until it is planned."""
-        counter = self._counter
-        return None if counter is None else CopyStatus(self.attempt, counter.progress, self._copy_seconds)
 
     def run(self, pool: SyncPool) -> None:
         """Bring the table to SyncDone. Raises `Stopping` if the copy is no longer wanted, and any error."""
@@ -202,7 +210,7 @@ class TableSync:
                 settings=self._copy,
                 attempt=self.attempt,
             )
-            counter = self._counter = CopyCounter(rows)
+            counter = self.view.counter = CopyCounter(rows)
             self._check_stop()
             with self._tasks.copying(), listening(counter.take):
                 failpoints.reach("during_copy")
@@ -213,18 +221,18 @@ class TableSync:
         self._store.add_changed_cells({self._table_id: counter.changed_cells})
         failpoints.reach("before_finished_copy")
         self._board.advance(self._table_id, self.attempt, finish_copy)
-        self._copy_seconds = counter.progress.seconds
+        self.view.copy_seconds = counter.progress.seconds
         failpoints.reach("after_finished_copy")
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position
 
     @contextmanager
     def _snapshot(self, schema: TableSchema, snapshots: SharedSnapshots) -> Iterator[Snapshot]:
-        """Take or share a snapshot; `waiting` shows the transactions that it waits for."""
+        """Take or share a snapshot; `view.waiting` shows the transactions that it waits for."""
         since = datetime.now(UTC)
 
         def wait(blockers: Sequence[Blocker]) -> None:
-            self.waiting = SnapshotWait(tuple(blockers), since)
+            self.view.waiting = SnapshotWait(tuple(blockers), since)
 
         def take(on_wait: OnWait) -> Snapshot:
             def warn(blockers: Sequence[Blocker]) -> None:
@@ -235,10 +243,10 @@ class TableSync:
 
         try:
             with snapshots.enter(take, on_wait=wait, check=self._check_stop) as snapshot:
-                self.waiting = None
+                self.view.waiting = None
                 yield snapshot
         finally:
-            self.waiting = None
+            self.view.waiting = None
 
     def _catch_up(self, snapshot: Lsn) -> None:
         """Apply the changes since the snapshot: first alone, then exactly up to where the apply worker takes over."""
@@ -288,7 +296,9 @@ class TableSync:
         self._backoff.reset()
         if written.failed:
             raise _for_a_copy(written.failed[self._table_id])
-        return written.durable.get(self._table_id, position)
+        durable = written.durable.get(self._table_id, position)
+        self._writer.reader.forget(durable)
+        return durable
 
     def _describe(self) -> tuple[TableSchema, int | None]:
         """Return the table's current schema, and its size if known."""

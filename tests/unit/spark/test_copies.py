@@ -76,6 +76,24 @@ def test_there_are_as_many_at_a_time_as_the_limit_says_now() -> None:
     assert served == [5, 6]
 
 
+def test_a_turn_that_cannot_be_given_blocks_nobody_behind_it() -> None:
+    limits = iter([OSError("the JVM is gone")])
+
+    def limit() -> int:
+        for error in limits:
+            raise error
+        return 1
+
+    turns = Turns(limit)
+    with pytest.raises(OSError, match="JVM"), turns.take(1):
+        pass
+    served: list[int] = []
+    thread = threading.Thread(target=lambda: served.append(turns.take(9).__enter__() is None))
+    thread.start()
+    join([thread])
+    assert served == [True]
+
+
 def test_nobody_waits_for_turns_that_are_closed() -> None:
     turns = Turns(lambda: 1)
     refused = threading.Event()

@@ -540,9 +540,12 @@ class DeltaDestination:
         )
 
     def _written(self) -> dict[str, Storage]:
-        """Return the tables that this process writes, for maintenance."""
+        """Return the tables that this process writes, by folder, for maintenance.
+
+        Names are not unique: a table may have the name that another one had when it was last written.
+        """
         with self._lock:
-            return {table.name: table.log.storage for table in self._tables.values()}
+            return {table.folder: table.log.storage for table in self._tables.values()}
 
     @property
     def _started(self) -> DestinationContext:

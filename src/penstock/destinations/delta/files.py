@@ -5,6 +5,7 @@ A worker process lives through many batches, so it caches the vectors that it ha
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import OrderedDict
@@ -212,24 +213,28 @@ def remember(storage: Storage, descriptor: VectorDescriptor, vector: Vector) -> 
 
 
 class _Vectors:
-    """The most recently used vectors."""
+    """The most recently used vectors. Thread-safe: without Spark, tasks of several tables run in threads."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], Vector] = OrderedDict()
         self._rows = 0
 
     def get(self, url: str, descriptor: VectorDescriptor) -> Vector | None:
-        found = self._known.get((url, descriptor.unique_id))
-        if found is not None:
-            self._known.move_to_end((url, descriptor.unique_id))
-        return found
+        with self._lock:
+            found = self._known.get((url, descriptor.unique_id))
+            if found is not None:
+                self._known.move_to_end((url, descriptor.unique_id))
+            return found
 
     def put(self, url: str, descriptor: VectorDescriptor, vector: Vector) -> None:
-        self._known[url, descriptor.unique_id] = vector
-        self._rows += len(vector)
-        while self._rows > _CACHED_ROWS and len(self._known) > 1:
-            _, forgotten = self._known.popitem(last=False)
-            self._rows -= len(forgotten)
+        with self._lock:
+            before = self._known.pop((url, descriptor.unique_id), Vector.EMPTY)
+            self._known[url, descriptor.unique_id] = vector
+            self._rows += len(vector) - len(before)
+            while self._rows > _CACHED_ROWS and len(self._known) > 1:
+                _, forgotten = self._known.popitem(last=False)
+                self._rows -= len(forgotten)
 
 
 _vectors = _Vectors()

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.destinations.delta.actions import Action, Add, VectorDescriptor
+from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.files import now_milliseconds, vector_of, write_data_file
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
 from penstock.destinations.delta.maintenance.cleanup import (
@@ -48,7 +49,8 @@ from penstock.destinations.delta.snapshot import Snapshot, Verdict
 from penstock.destinations.delta.storage import LocalStorage, Storage
 from penstock.destinations.delta.vectors import Vector, write_vectors
 from penstock.errors import ConfigError, DestinationUnavailable, TasksFailed
-from penstock.testing.destinations import LocalTasks
+from penstock.testing.destinations import LocalTasks, make_context
+from penstock.testing.destinations.contract import ITEMS, ORDERS
 from tests.unit.destinations.delta.lake import LakeTable, make_rows
 
 SOON = CompactionSettings(min_files=2)
@@ -457,6 +459,17 @@ def test_the_schedule_does_what_is_due_for_all_tables_in_one_job_each(tmp_path: 
     assert {name: table.ids() for name, table in tables.items()} == expected
     maintenance.run_once(clean_up=False)
     assert len(tasks.jobs) == 4
+
+
+def test_tables_with_the_same_name_are_both_maintained(lake: Path) -> None:
+    """One was renamed, and has no changes since; the other one has its name now."""
+    destination = DeltaDestination(lake, maintenance=False)
+    destination.startup(make_context())
+    renamed = replace(ITEMS, name=ORDERS.name, namespace=ORDERS.namespace)
+    for schema, folder_of in ((ORDERS, ORDERS), (renamed, ITEMS)):
+        destination.drop_table_for_copy(folder_of, "attempt-1")
+        destination._tables[schema.table_id].name = str(schema)
+    assert len(destination._written()) == 2
 
 
 def test_one_broken_table_does_not_stop_the_maintenance_of_others(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.destinations.delta import files
+from penstock.destinations.delta.actions import VectorDescriptor
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.delta.vectors import (
     Vector,
@@ -131,3 +133,15 @@ def test_vectors_outside_of_the_table_are_refused(tmp_path: Path) -> None:
     [descriptor] = write_vectors(LocalStorage(tmp_path), [Vector.of([1])])
     with pytest.raises(TableRejected, match="outside"):
         vector_file(replace(descriptor, storage_type="p"))
+
+
+def test_a_vector_that_is_cached_again_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_CACHED_ROWS", 10)
+    cache = files._Vectors()
+    one, other = (VectorDescriptor("i", text, 1, 1) for text in ("one", "other"))
+    for _ in range(20):
+        cache.put("lake", one, Vector.of([1]))
+        cache.put("lake", other, Vector.of([1, 2]))
+    assert cache.get("lake", one) is not None
+    cache.put("lake", other, Vector.of(range(10)))
+    assert cache.get("lake", one) is None

@@ -82,7 +82,7 @@ class _Counts:
 
 
 class Maintenance:
-    """The schedule of a destination. `tables` returns the tables that it writes now, with their locations."""
+    """The schedule of a destination. `tables` returns the locations of the tables that it writes now, by folder."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Maintenance:
                 if rewritten and self._guarded(table, commit_rewritten, log, rewritten) is not None:
                     self.counts.compactions += 1
                     files = sum(len(each.sources) for each in rewritten)
-                    logger.info("files were compacted table=%s files=%d into=%d", table, files, len(rewritten))
+                    logger.info("files were compacted folder=%s files=%d into=%d", table, files, len(rewritten))
 
     def write_checkpoints(self, tables: Mapping[str, Storage]) -> None:
         """Write a checkpoint for each table that has enough commits since its last one."""
@@ -159,7 +159,7 @@ class Maintenance:
         for table, result in results:
             if result.files:
                 self.counts.deleted_files += result.files
-                logger.info("files were vacuumed table=%s files=%d bytes=%d", table, result.files, result.bytes)
+                logger.info("files were vacuumed folder=%s files=%d bytes=%d", table, result.files, result.bytes)
 
     def _plan(self, storage: Storage) -> list[Group]:
         snapshot = self._log(storage).refresh()
@@ -203,7 +203,7 @@ class Maintenance:
 
     def _failed(self, table: str, error: PenstockError) -> None:
         self.counts.failures += 1
-        logger.warning("maintenance failed and will be retried table=%s error=%s", table, error)
+        logger.warning("maintenance failed and will be retried folder=%s error=%s", table, error)
 
     def _loop(self) -> None:
         while not self._stopping.wait(self.settings.interval_seconds):
