@@ -191,6 +191,10 @@ class SparkTasks:
             for group, outcome in zip(groups, done, strict=True):
                 group.outcomes.set_result(_value(outcome))
         except BaseException as error:
+            if isinstance(error, TasksFailed) and len(groups) > 1 and not self._turns.closed:
+                # One of them may have killed the worker: the others must not fail with it.
+                for group in groups:
+                    self._run_together([group])
             for group in groups:
                 if not group.outcomes.done():
                     group.outcomes.set_exception(error)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import TableRewritten, TasksFailed
+from penstock.spark.copies import CopyGroup
 from penstock.spark.session import APPLY_POOL, COPY_POOL, SparkSettings, build_session
 from penstock.spark.tasks import TASKS_PER_CORE, SparkTasks
 
@@ -118,6 +119,18 @@ def test_a_worker_that_dies_is_an_error_and_not_the_end(tasks: SparkTasks) -> No
     with pytest.raises(TasksFailed, match="could not kill a worker"):
         tasks.run([1], die, description="kill a worker")
     assert tasks.run([1], str, description="go on") == ["1"]
+
+
+def test_a_copy_that_kills_its_worker_does_not_fail_the_copies_that_share_its_task(tasks: SparkTasks) -> None:
+    def die(item: int) -> None:
+        os._exit(3)
+
+    groups = [CopyGroup([1], str, "copy a"), CopyGroup([2], die, "copy bad"), CopyGroup([3], str, "copy z")]
+    tasks._run_together(groups)
+    first, bad, last = (group.outcomes for group in groups)
+    assert [outcome.result for each in (first, last) for outcome in each.result()] == ["1", "3"]
+    with pytest.raises(TasksFailed, match="could not copy bad"):
+        bad.result()
 
 
 def property_of_task(_item: Any) -> tuple[str | None, str | None]:

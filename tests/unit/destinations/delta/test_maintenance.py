@@ -487,6 +487,34 @@ def test_one_broken_table_does_not_stop_the_maintenance_of_others(tmp_path: Path
     assert broken.counts.failures == 3
 
 
+class KilledBy(LocalTasks):
+    """A cluster on which the tasks of one table kill their worker, and with it their job."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def run(self, items: Sequence[Any], function: Any, *, description: str) -> list[Any]:
+        if any(item is not None and item[0] == self.folder for item in items):
+            raise TasksFailed("a Python worker was killed")
+        return super().run(items, function, description=description)
+
+
+def test_a_table_that_kills_its_worker_does_not_stop_the_maintenance_of_others(tmp_path: Path) -> None:
+    tables = {name: LakeTable(LocalStorage(tmp_path / name)) for name in ("a", "bad", "z")}
+    for table in tables.values():
+        table.create(range(10))
+        grow(table, 8)
+    maintenance = Maintenance(
+        lambda: {name: each.storage for name, each in tables.items()},
+        KilledBy("bad"),
+        MaintenanceSettings(checkpoint_commits=1),
+    )
+    maintenance.run_once(clean_up=True)
+    counts = maintenance.counts
+    assert (counts.compactions, counts.checkpoints, counts.failures) == (2, 2, 4), "each kind of work of one table"
+
+
 def test_the_schedule_runs_by_itself_until_it_is_stopped(table: LakeTable) -> None:
     grow(table, 8)
     looked = threading.Event()

@@ -35,7 +35,7 @@ from penstock.destinations.delta.maintenance.compaction import (
 from penstock.destinations.delta.maintenance.pins import WritesInFlight
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.refusals import unexpected, unusable
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TasksFailed
 
 _LEAST_RETENTION_HOURS = 0.25
 _Item = TypeVar("_Item")
@@ -185,6 +185,12 @@ class Maintenance:
         try:
             with self._tasks.copying():
                 outcomes = self._tasks.run(items, _Returned(function), description=description)
+        except TasksFailed as error:
+            if len(items) > 1 and self._guarded(description, self._try_tasks) is not None:
+                # A table may have killed the worker: the maintenance of the others must not fail with it.
+                return [each for item in items for each in self._run([item], function, what)]
+            self._failed(description, error)
+            return []
         except PenstockError as error:
             self._failed(description, error)
             return []
@@ -193,6 +199,10 @@ class Maintenance:
                 self._failed(table, outcome)
         pairs = zip(items, outcomes, strict=True)
         return [(table, outcome) for (table, _), outcome in pairs if not isinstance(outcome, PenstockError)]
+
+    def _try_tasks(self) -> bool:
+        """Raise if not even an empty task runs."""
+        return bool(self._tasks.run([None], _do_nothing, description="check that tasks run"))
 
     def _guarded(self, table: str, function: Callable[..., _Result], *arguments: Any) -> _Result | None:
         try:
@@ -221,6 +231,10 @@ class _CleanLog:
 
 def _clean_log(item: _CleanLog) -> int | None:
     return clean_log(item.storage, older_than_seconds=item.older_than_seconds)
+
+
+def _do_nothing(_: None) -> None:
+    """Run as a task to check that tasks run."""
 
 
 class _Returned:
