@@ -177,8 +177,7 @@ def open_stream(settings: StreamSettings, outputs: Mapping[str, Store]) -> Itera
             spool=settings.spool,
             assembler=AssemblerSettings(
                 types=settings.types.keeping(),
-                ddl_prefix=settings.trigger.prefix if settings.ddl_trigger else None,
-                message_prefixes=frozenset([settings.trigger.rewrite_prefix] if settings.ddl_trigger else []),
+                ddl_trigger=settings.trigger if settings.ddl_trigger else None,
             ),
         )
     ) as capture:

@@ -34,6 +34,7 @@ from penstock.capture.streams import OpenStreams
 from penstock.changes.steps import Message, Truncation
 from penstock.errors import DecodeError
 from penstock.lsn import Lsn, OrderKey, furthest
+from penstock.source.ddl_trigger import DdlTrigger
 from penstock.spool import SpoolWriter
 from penstock.values import TypeSettings
 
@@ -50,8 +51,8 @@ class AssemblerSettings:
     """… and the block is smaller than this. Each table in a block has a fixed cost."""
     message_prefixes: frozenset[str] = frozenset()
     """Logical messages with these prefixes are kept."""
-    ddl_prefix: str | None = None
-    """Logical messages with this prefix record DDL; None without a DDL trigger."""
+    ddl_trigger: DdlTrigger | None = None
+    """Its messages record DDL; those about rewritten tables are kept, too."""
     types: TypeSettings = field(default_factory=TypeSettings)
 
 
@@ -332,12 +333,19 @@ class Assembler:
 
     def _take_message(self, raw: bytes, transaction: Transaction | None, stream: int | None = None) -> None:
         message = parse_logical_message(raw, streamed=stream is not None)
-        if transaction is not None and message.prefix == self._settings.ddl_prefix:
-            self._relations.learn(message.content, OrderKey(transaction.commit_lsn, self._ordinal))
+        if transaction is None or not message.transactional:
             return
-        if message.prefix not in self._settings.message_prefixes or transaction is None:
-            return
+        trigger = self._settings.ddl_trigger
         key = OrderKey(transaction.commit_lsn, self._ordinal)
+        if trigger is not None and message.prefix in (trigger.prefix, trigger.rewrite_prefix):
+            # Any user of the database can send such a message.
+            if not self._relations.is_genuine(message, transaction.xid):
+                return
+            if message.prefix == trigger.prefix:
+                self._relations.learn(message.content, key)
+                return
+        elif message.prefix not in self._settings.message_prefixes:
+            return
         step = Message(key, transaction.commit_time, transaction.xid, message.prefix, message.content)
         self._block.marks.append(Mark(self._block.rows, None, step))
 

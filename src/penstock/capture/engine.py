@@ -136,7 +136,7 @@ class Capture:
         writer.discard_unpublished()
         with connect(settings.source, Role.CATALOG, parameters=NO_TIMEOUTS) as catalog:
             require_publication(catalog, settings.publication)
-            messages = bool(settings.assembler.message_prefixes or settings.assembler.ddl_prefix)
+            messages = bool(settings.assembler.message_prefixes or settings.assembler.ddl_trigger)
             options = StartOptions(
                 slot=settings.slot,
                 publications=(settings.publication,),
@@ -149,7 +149,7 @@ class Capture:
             session = ReplicationSession(settings.source, options)
             try:
                 self._start(session, writer, catalog)
-                resolver = CatalogResolver(catalog, writer.schemas, recorded=settings.assembler.ddl_prefix is not None)
+                resolver = CatalogResolver(catalog, writer.schemas, settings.assembler.ddl_trigger)
                 streams = OpenStreams(writer.open_folder, writer.disk)
                 assembler = Assembler(writer, resolver, streams, settings.assembler)
                 self._run_threads(session, writer, assembler, _sender_timeout(catalog))

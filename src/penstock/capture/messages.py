@@ -104,7 +104,7 @@ def parse_logical_message(message: bytes, *, streamed: bool = False) -> LogicalM
     cursor = _Cursor(message, b"M", streamed)
     transactional = bool(cursor.uint(1, "flags") & 1)
     lsn = cursor.position_in_log("position")
-    prefix = cursor.text("prefix")
+    prefix = cursor.text("prefix", is_foreign=True)
     content = cursor.take(cursor.uint(4, "content length"), "content")
     cursor.finish()
     return LogicalMessage(transactional, lsn, prefix, content)
@@ -182,13 +182,14 @@ class _Cursor:
             raise self.error(f"the {what} is out of range", at=self.position - 8)
         return Lsn(value)
 
-    def text(self, what: str) -> str:
+    def text(self, what: str, *, is_foreign: bool = False) -> str:
+        """Read a text. Anyone may have written a foreign one, in any encoding."""
         end = self._message.find(b"\0", self.position)
         if end < 0:
             raise self.error(f"the {what} is not terminated")
         raw = self._message[self.position : end]
         try:
-            text = raw.decode()
+            text = raw.decode(errors="replace" if is_foreign else "strict")
         except UnicodeDecodeError as error:
             raise self.error(f"the {what} is not UTF-8", at=self.position + error.start) from None
         self.position = end + 1

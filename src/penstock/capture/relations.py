@@ -9,12 +9,13 @@ DDL that the source has recorded.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
 
-from penstock.capture.messages import Relation
+from penstock.capture.messages import LogicalMessage, Relation
 from penstock.changes.segment import SegmentLayout, segment_layout
 from penstock.errors import DecodeError
 from penstock.lsn import OrderKey
@@ -28,7 +29,8 @@ from penstock.source.catalog import (
     load_types,
     schema_from_catalog,
 )
-from penstock.source.ddl_trigger import parse_announcement
+from penstock.source.ddl_messages import Ledger, parse_announcement, parse_rewrite
+from penstock.source.ddl_trigger import REWRITE_PREFIX, DdlTrigger
 from penstock.source.identity import RowIdentity
 from penstock.spool.schemas import SchemaVersions
 from penstock.values import TypeSettings
@@ -74,6 +76,10 @@ class RelationMap:
             self._streamed.setdefault(transaction, {})[relation.table_id] = lane
         return lane
 
+    def is_genuine(self, message: LogicalMessage, xid: int) -> bool:
+        """Return whether the DDL trigger sent a message; if not, log it."""
+        return self._resolver.is_genuine(message, xid)
+
     def learn(self, content: bytes, at: OrderKey) -> None:
         """Take a message of the DDL trigger; the table's RELATION message follows before its next row."""
         self._resolver.learn(content, at)
@@ -118,16 +124,16 @@ class CatalogResolver:
     """Queries the catalog once per RELATION message: these are rare, and a column may have been dropped and added
     again.
 
-    If DDL is `recorded`, the version that is valid at a position decides; the catalog, which may be ahead, decides only
-    for tables without a version, and says what partitions send.
+    If a trigger records DDL, the version that is valid at a position decides; the catalog, which may be ahead, decides
+    only for tables without a version, and says what partitions send.
     """
 
     def __init__(
-        self, connection: psycopg.Connection[Any], versions: SchemaVersions, *, recorded: bool = False
+        self, connection: psycopg.Connection[Any], versions: SchemaVersions, trigger: DdlTrigger | None = None
     ) -> None:
         self._connection = connection
         self._versions = versions
-        self._recorded = recorded
+        self._ledger = None if trigger is None else Ledger(connection, trigger.ledger)
         self._types: dict[int, PostgresType] = {}
 
     def resolve(self, relation: Relation, at: OrderKey | None = None) -> TableSchema:
@@ -135,7 +141,7 @@ class CatalogResolver:
         versions, table_id = self._versions, relation.table_id
         previous = versions.latest(table_id) if at is None else versions.at(table_id, at)
         now = load_table(self._connection, table_id)
-        recorded = _as_recorded(relation, previous) if self._recorded else None
+        recorded = _as_recorded(relation, previous) if self._ledger is not None else None
         catalog = now if recorded is None else _with_values_of(recorded, now)
         self._load_types({column.type_oid for column in relation.columns})
         return build_schema(
@@ -149,6 +155,17 @@ class CatalogResolver:
             previous,
             _partitioned_identity(now) if now is not None else _last_identity(relation, previous),
         )
+
+    def is_genuine(self, message: LogicalMessage, xid: int) -> bool:
+        """Return whether the DDL trigger sent a message, and it can be read; if not, log it."""
+        assert self._ledger is not None
+        parse = parse_rewrite if message.prefix.startswith(REWRITE_PREFIX) else parse_announcement
+        with suppress(DecodeError):
+            if self._ledger.has(message.prefix, message.content, message.lsn, xid):
+                parse(message.content)
+                return True
+        self._ledger.warn(message.lsn, xid)
+        return False
 
     def learn(self, content: bytes, at: OrderKey) -> None:
         """Store a table's attributes as the version that is valid from here on."""

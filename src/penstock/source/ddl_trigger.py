@@ -6,15 +6,15 @@ records the attributes at the right place: after each DDL on a published table i
 with them. At each start, every table is announced once. A second event trigger records where ALTER TABLE computes
 values of existing rows again, which the stream does not mention otherwise.
 
-The triggers consist of three functions in the schema `penstock_ddl` and two event triggers, named after the slot, so
-that two streams on one database do not interfere. They never make DDL fail: an error becomes a warning, and then the
-catalog decides, as without a trigger. They send names, numbers and types; no defaults, no statements, no values.
+The triggers consist of functions and a table in the schema `penstock_ddl` and two event triggers, named after the slot,
+so that two streams on one database do not interfere. They never make DDL fail: an error becomes a warning, and then the
+catalog decides, as without a trigger. They send names, numbers and types; no defaults, no statements, no values. The
+table is the ledger, which tells their messages from those of others (`penstock.source.ddl_messages`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,12 +24,11 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from penstock.errors import DecodeError, PermissionDenied, UnsupportedServer
-from penstock.schema import ReplicaIdentity
-from penstock.source.columns import BACKFILLED, Attribute, CatalogTable
+from penstock.errors import PermissionDenied, UnsupportedServer
+from penstock.source.columns import BACKFILLED
 from penstock.source.faults import translated
+from penstock.source.publications import DDL_SCHEMA as SCHEMA
 
-SCHEMA = "penstock_ddl"
 PREFIX = "penstock_ddl"
 REWRITE_PREFIX = f"{PREFIX}_rewrite:"
 """Begins the prefix of the messages about rewritten tables."""
@@ -78,8 +77,42 @@ begin
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = changed and c.relkind in ('r', 'p') and c.relpersistence = 'p';
     if content is not null then
-        perform pg_catalog.pg_logical_emit_message(true, {prefix}, content);
+        perform {send}({prefix}, content);
     end if;
+end
+"""
+
+# Two equal messages of one transaction are one row.
+_SEND = """
+declare
+    bytes bytea := pg_catalog.convert_to(content, 'UTF8');
+begin
+    insert into {ledger} (xid, digest, at) values (
+        pg_catalog.pg_current_xact_id(),
+        pg_catalog.sha256(pg_catalog.convert_to(prefix, 'UTF8') || bytes),
+        pg_catalog.pg_logical_emit_message(true, prefix, bytes)
+    ) on conflict do nothing;
+end
+"""
+
+# A table's description arrives when the caller's transaction commits, and may be outdated by then. So only roles may
+# call this that can read the slot, and thus do whatever they like to the stream. Rows that the slot is past are no
+# longer needed. Rows from the future come from the dump of another server.
+_ANNOUNCE = """
+begin
+    if not pg_catalog.pg_has_role(session_user, current_user, 'member')
+        and not exists (
+            select from pg_catalog.pg_roles r
+            where r.rolname = session_user and r.rolreplication
+                or r.rolname = 'rds_replication' and pg_catalog.pg_has_role(session_user, r.oid, 'member')
+        )
+    then
+        raise insufficient_privilege using message = 'announcing tables needs the replication privilege';
+    end if;
+    delete from {ledger} l where l.at > pg_catalog.pg_current_wal_insert_lsn()
+        or l.xid >= pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())
+        or l.at < (select s.restart_lsn from pg_catalog.pg_replication_slots s where s.slot_name = {slot});
+    perform {emit}(t.relid) from pg_catalog.pg_get_publication_tables({publication}) t;
 end
 """
 
@@ -135,7 +168,7 @@ begin
     then
         return;
     end if;
-    perform pg_catalog.pg_logical_emit_message(true, {rewrite_prefix}, pg_catalog.json_build_object(
+    perform {send}({rewrite_prefix}, pg_catalog.json_build_object(
         'table', t.relid::int8, 'name', n.nspname || '.' || c.relname
     )::text)
     from pg_catalog.pg_get_publication_tables({publication}) t
@@ -159,6 +192,24 @@ _ANY_FUNCTION = """
     where n.nspname = %s limit 1
 """
 
+# Only a superuser, or a role that the provider lets do so, can create an event trigger.
+_STRANGERS = """
+    select distinct o.owner::pg_catalog.regrole::text
+    from (
+        select n.nspowner from pg_catalog.pg_namespace n where n.nspname = %(schema)s
+        union all
+        select p.proowner from pg_catalog.pg_proc p join pg_catalog.pg_namespace n on n.oid = p.pronamespace
+        where n.nspname = %(schema)s and p.proname = any(%(names)s)
+        union all
+        select c.relowner from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+        where n.nspname = %(schema)s and c.relname = any(%(names)s)
+    ) o (owner)
+    join pg_catalog.pg_roles r on r.oid = o.owner
+    where not r.rolsuper and o.owner not in (
+        select e.evtowner from pg_catalog.pg_event_trigger e where e.evtname = any(%(names)s)
+    )
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class DdlTrigger:
@@ -180,6 +231,19 @@ class DdlTrigger:
     def rewrite_name(self) -> str:
         """Of the event trigger for rewritten tables, and of its function."""
         return _fit(f"{PREFIX}_rewrite_{self.slot}")
+
+    @property
+    def send_name(self) -> str:
+        return _fit(f"{PREFIX}_send_{self.slot}")
+
+    @property
+    def announce_name(self) -> str:
+        return _fit(f"{PREFIX}_announce_{self.slot}")
+
+    @property
+    def ledger(self) -> tuple[str, str]:
+        """The table with the digests of all messages: its schema and name."""
+        return SCHEMA, _fit(f"{PREFIX}_ledger_{self.slot}")
 
     @property
     def rewrite_prefix(self) -> str:
@@ -206,10 +270,13 @@ class DdlTrigger:
         with translated(connection, "check the DDL trigger"):
             found = dict(connection.execute(_FUNCTIONS, [SCHEMA, list(bodies)]).fetchall())
         if found == bodies and self.fires(connection):
+            self._refuse_strangers(connection)
             return
-        with _privileged(connection, "create the DDL trigger"), connection.transaction():
-            for statement in self._statements(bodies):
-                connection.execute(statement)
+        with connection.transaction():
+            with _privileged(connection, "create the DDL trigger"):
+                for statement in self._statements(bodies):
+                    connection.execute(statement)
+            self._refuse_strangers(connection)
         logger.info("ddl trigger created name=%s publication=%s", self.name, self.publication)
 
     def exists(self, connection: psycopg.Connection[Any]) -> bool:
@@ -232,9 +299,7 @@ class DdlTrigger:
 
     def announce(self, connection: psycopg.Connection[Any]) -> None:
         """Emit the attributes of every published table, for the time before the first DDL."""
-        statement = sql.SQL(
-            "select count({emit}(t.relid)::text) from pg_catalog.pg_get_publication_tables({publication}) t"
-        ).format(emit=sql.Identifier(SCHEMA, self.emit_name), publication=sql.Literal(self.publication))
+        statement = sql.SQL("select {}()").format(sql.Identifier(SCHEMA, self.announce_name))
         with _privileged(connection, "announce the tables"):
             connection.execute(statement)
 
@@ -247,6 +312,7 @@ class DdlTrigger:
             for name, _ in found:
                 function = sql.Identifier(SCHEMA, name)
                 connection.execute(sql.SQL("drop function {}").format(function))
+            connection.execute(sql.SQL("drop table if exists {}").format(sql.Identifier(*self.ledger)))
             others = connection.execute(_ANY_FUNCTION, [SCHEMA]).fetchone()
             if others is None:
                 connection.execute(sql.SQL("drop schema if exists {}").format(sql.Identifier(SCHEMA)))
@@ -254,7 +320,19 @@ class DdlTrigger:
 
     @property
     def _functions(self) -> list[str]:
-        return [self.name, self.emit_name, self.rewrite_name]
+        return [self.name, self.emit_name, self.rewrite_name, self.send_name, self.announce_name]
+
+    def _refuse_strangers(self, connection: psycopg.Connection[Any]) -> None:
+        """Raise if a role owns one of the objects that may not create event triggers: it could forge messages."""
+        names = [*self._functions, self.ledger[1]]
+        with translated(connection, "check the DDL trigger"):
+            owners = connection.execute(_STRANGERS, {"schema": SCHEMA, "names": names}).fetchall()
+        if owners:
+            raise PermissionDenied(
+                f"objects of the DDL trigger in schema {SCHEMA} belong to {', '.join(owner for (owner,) in owners)}, "
+                "who could forge what it records",
+                hint=f"As a superuser, run: drop schema {SCHEMA} cascade; then start again.",
+            )
 
     def _bodies(self, connection: psycopg.Connection[Any]) -> dict[str, str]:
         """The functions' texts by their names."""
@@ -264,42 +342,63 @@ class DdlTrigger:
             "backfilled": sql.SQL(BACKFILLED),
             "publication": sql.Literal(self.publication),
             "own": sql.Literal(_OWN_PUBLICATION),
+            "slot": sql.Literal(self.slot),
             "emit": sql.Identifier(SCHEMA, self.emit_name),
             "padding": sql.Literal(_PADDING_PREFIX),
+            "send": sql.Identifier(SCHEMA, self.send_name),
+            "ledger": sql.Identifier(*self.ledger),
         }
         texts = {
             self.emit_name: sql.SQL(_EMIT),
             self.name: sql.SQL(_TRIGGER),
             self.rewrite_name: sql.SQL(_REWRITE),
+            self.send_name: sql.SQL(_SEND),
+            self.announce_name: sql.SQL(_ANNOUNCE),
         }
         return {name: text.format(**values).as_string(connection) for name, text in texts.items()}
 
     def _statements(self, bodies: Mapping[str, str]) -> Iterator[sql.Composed]:
-        schema = sql.Identifier(SCHEMA)
-        # The role of the pipeline can announce tables even if another role has created the functions.
-        yield sql.SQL("create schema if not exists {}").format(schema)
-        yield sql.SQL("grant usage on schema {} to public").format(schema)
-        signatures = {
-            self.emit_name: (sql.SQL("changed oid"), sql.SQL("void")),
-            self.name: (sql.SQL(""), sql.SQL("event_trigger")),
-            self.rewrite_name: (sql.SQL(""), sql.SQL("event_trigger")),
-        }
-        for function, (arguments, result) in signatures.items():
-            yield sql.SQL(
-                "create or replace function {name}({arguments}) returns {result} language plpgsql "
-                "security definer set search_path = pg_catalog, pg_temp as {body}"
-            ).format(
-                name=sql.Identifier(SCHEMA, function),
-                arguments=arguments,
-                result=result,
-                body=sql.Literal(bodies[function]),
-            )
-        for trigger, event, tags in (
+        schema, ledger = sql.Identifier(SCHEMA), sql.Identifier(*self.ledger)
+        event_triggers = (
             (self.name, sql.SQL("ddl_command_end"), _TAGS),
             (self.rewrite_name, sql.SQL("table_rewrite"), ("ALTER TABLE", "ALTER TYPE")),
-        ):
+        )
+        yield sql.SQL("create schema if not exists {}").format(schema)
+        yield sql.SQL("grant usage on schema {} to public").format(schema)
+        yield sql.SQL(
+            "create table if not exists {} (xid pg_catalog.xid8, digest bytea, at pg_catalog.pg_lsn not null, "
+            "primary key (xid, digest))"
+        ).format(ledger)
+        yield sql.SQL("grant select on {} to public").format(ledger)
+        # Messages of an earlier version of the trigger, which had no ledger, count up to here.
+        yield sql.SQL(
+            "insert into {ledger} select pg_catalog.pg_current_xact_id(), '', pg_catalog.pg_current_wal_insert_lsn() "
+            "where not exists (select from {ledger})"
+        ).format(ledger=ledger)
+        for trigger, _, _ in event_triggers:
+            yield sql.SQL("drop event trigger if exists {}").format(sql.Identifier(trigger))
+        signatures = {
+            self.send_name: ("prefix text, content text", "void"),
+            self.emit_name: ("changed oid", "void"),
+            self.name: ("", "event_trigger"),
+            self.rewrite_name: ("", "event_trigger"),
+            self.announce_name: ("", "void"),
+        }
+        for function, (arguments, result) in signatures.items():
+            name = sql.Identifier(SCHEMA, function)
+            # Dropped first, so that it belongs to this role, whoever created the earlier one.
+            yield sql.SQL("drop function if exists {}").format(name)
+            yield sql.SQL(
+                "create function {name}({arguments}) returns {result} language plpgsql "
+                "security definer set search_path = pg_catalog, pg_temp as {body}"
+            ).format(
+                name=name, arguments=sql.SQL(arguments), result=sql.SQL(result), body=sql.Literal(bodies[function])
+            )
+            # Roles that read the slot can announce tables even if another role has created the functions.
+            if function != self.announce_name:
+                yield sql.SQL("revoke all on function {} from public").format(name)
+        for trigger, event, tags in event_triggers:
             name = sql.Identifier(trigger)
-            yield sql.SQL("drop event trigger if exists {}").format(name)
             yield sql.SQL(
                 "create event trigger {name} on {event} when tag in ({tags}) execute function {schema}.{name}()"
             ).format(name=name, event=event, schema=schema, tags=sql.SQL(", ").join(map(sql.Literal, tags)))
@@ -308,38 +407,6 @@ class DdlTrigger:
 def message_prefix(slot: str) -> str:
     """Of the messages that a stream's trigger sends."""
     return f"{PREFIX}:{slot}"
-
-
-def parse_rewrite(content: bytes) -> tuple[int, str]:
-    """Parse a message about a rewritten table: the number and the name of the published table."""
-    try:
-        record: dict[str, Any] = json.loads(content)
-        return int(record["table"]), str(record["name"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DecodeError(f"the DDL trigger wrote a malformed message ({type(error).__name__})", offset=0) from None
-
-
-def parse_announcement(content: bytes) -> CatalogTable:
-    """Parse a table's description from a message of the trigger."""
-    try:
-        record: dict[str, Any] = json.loads(content)
-        return CatalogTable(
-            oid=int(record["table"]),
-            namespace=record["namespace"],
-            name=record["name"],
-            kind=record["kind"],
-            persistence=record["persistence"],
-            replica_identity=ReplicaIdentity(record["identity"]),
-            identity_attnums=tuple(record["identity_key"] or ()),
-            primary_key_attnums=tuple(record["primary_key"] or ()),
-            is_partition=record["partition"],
-            partition_parent_oid=None,
-            partition_root_oid=None,
-            attributes=tuple(Attribute(*fields) for fields in record["attributes"] or ()),
-            deferrable_key=bool(record.get("deferrable")),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DecodeError(f"the DDL trigger wrote a malformed message ({type(error).__name__})", offset=0) from None
 
 
 @contextmanager

@@ -24,12 +24,15 @@ GENERATED_SINCE = 180000
 _ALTER_SECONDS = 10.0
 """How long tables are tried one by one, at most, each time that a publication is brought up to date."""
 
+DDL_SCHEMA = "penstock_ddl"
+"""The schema of the DDL trigger (`penstock.source.ddl_trigger`). The statements below leave its tables out."""
+
 _TABLES_13 = """
     select c.oid::int8, n.nspname, c.relname, c.relkind::text, null::int2[], null::text
     from pg_catalog.pg_publication_tables t
     join pg_catalog.pg_namespace n on n.nspname = t.schemaname
     join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
-    where t.pubname = %s
+    where t.pubname = %s and n.nspname <> 'penstock_ddl'
     order by n.nspname, c.relname
 """
 
@@ -40,7 +43,7 @@ PUBLISHED_13 = """
         join pg_catalog.pg_publication_tables t on t.pubname = p.pubname
         join pg_catalog.pg_namespace n on n.nspname = t.schemaname
         join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
-        where p.pubname = %s
+        where p.pubname = %s and n.nspname <> 'penstock_ddl'
     )
 """
 
@@ -80,7 +83,7 @@ PUBLISHED_15 = """
         join tree t on true
         join pg_catalog.pg_class c on c.oid = t.oid
         join pg_catalog.pg_namespace n on n.oid = c.relnamespace
-        where case when p.pubviaroot
+        where n.nspname <> 'penstock_ddl' and case when p.pubviaroot
             then t.oid in (select oid from named) and not exists (
                 select from pg_catalog.pg_partition_ancestors(t.oid) a
                 where c.relispartition and a.relid <> t.oid and a.relid in (select oid from named)
@@ -129,7 +132,7 @@ _CANDIDATES = """
     from pg_catalog.pg_class c
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.relkind in ('r', 'p') and c.relpersistence = 'p'
-      and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
+      and n.nspname !~ '^pg_' and n.nspname not in ('information_schema', 'penstock_ddl')
     order by n.nspname, c.relname
 """
 

@@ -16,7 +16,8 @@ from penstock.errors import RESYNC, ConfigError, PenstockError, SchemaNotFollowe
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
 from penstock.observe.reports import listening
 from penstock.schema import ReplicaIdentity, TableSchema
-from penstock.source.ddl_trigger import REWRITE_PREFIX, parse_rewrite
+from penstock.source.ddl_messages import parse_rewrite
+from penstock.source.ddl_trigger import REWRITE_PREFIX
 from penstock.spool import Entry, SpoolReader
 from penstock.state import Store, TableSchemaVersion
 from penstock.values import TypeSettings

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from penstock.capture import CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
 from penstock.capture.messages import parse_logical_message
-from penstock.changes.steps import Segment
-from penstock.errors import DecodeError, PermissionDenied
-from penstock.source import Role, SourceSettings, connect
+from penstock.changes.steps import Message, Segment
+from penstock.errors import DecodeError, PermissionDenied, Retry, StatementInterrupted
+from penstock.lsn import Lsn
+from penstock.source import Role, SourceSettings, connect, ddl_messages
 from penstock.source.catalog import load_table
 from penstock.source.columns import CatalogTable
-from penstock.source.ddl_trigger import SCHEMA, DdlTrigger, parse_announcement, parse_rewrite
+from penstock.source.ddl_messages import parse_announcement, parse_rewrite
+from penstock.source.ddl_trigger import SCHEMA, DdlTrigger
+from penstock.source.membership import load_membership
+from penstock.source.publications import find_tables, published_tables
 from penstock.source.slots import create_slot, drop_slot
 from penstock.spool import SpoolReader, SpoolSettings
 from tests.support.oracle import capture_until, current_position
@@ -241,6 +248,140 @@ def test_a_record_that_cannot_be_understood_is_an_error_without_its_content() ->
         assert "secret" not in str(raised.value)
 
 
+@contextmanager
+def plain_role(database: Any) -> Iterator[psycopg.Connection[Any]]:
+    """A connection of a role that may only log in and create schemas."""
+    role = f"mallory_{database.name[-12:]}"
+    database.execute(f"create role {role} login password 'mallory'; grant create on database {database.name} to {role}")
+    try:
+        with psycopg.connect(database.dsn, user=role, password="mallory", autocommit=True) as mallory:
+            yield mallory
+    finally:
+        database.execute(f"drop owned by {role} cascade; drop role {role}")
+
+
+FORGED = "select pg_logical_emit_message(true, %s, %s)"
+
+
+def test_messages_that_others_send_change_nothing(
+    any_database: Any,
+    connection: psycopg.Connection[Any],
+    trigger: DdlTrigger,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trigger.announce(connection)
+    genuine = connection.execute(
+        "select data from pg_logical_slot_peek_binary_changes(%s, null, null, 'proto_version', '1', "
+        "'publication_names', 'pub', 'messages', 'true')",
+        [trigger.slot],
+    ).fetchall()
+    (message,) = [parse_logical_message(bytes(data)) for (data,) in genuine if bytes(data[:1]) == b"M"]
+    connection.execute("alter table public.t drop column b, add column b int")
+    oid = described(connection, "public.t").oid
+    with plain_role(any_database) as mallory:
+        for prefix in (trigger.prefix, trigger.rewrite_prefix):
+            for content in (b"", b"x", b"\xff\x00", b"[" * 100_000, b"{}"):
+                mallory.execute(FORGED, [prefix, content])
+        mallory.execute(FORGED, [trigger.prefix, message.content])
+        mallory.execute(FORGED, [trigger.rewrite_prefix, f'{{"table": {oid}, "name": "public.t"}}'.encode()])
+        schema, ledger = trigger.ledger
+        for attempt in (
+            f"select {SCHEMA}.{trigger.emit_name}({oid})",
+            f"select {SCHEMA}.{trigger.send_name}('{trigger.prefix}', 'x')",
+            f"select {SCHEMA}.{trigger.announce_name}()",
+            f"insert into {schema}.{ledger} values (pg_current_xact_id(), 'x', '0/0')",
+            f"delete from {schema}.{ledger}",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                mallory.execute(attempt)
+    connection.execute("insert into public.t values (1, 'first', 1)")
+    stream = Captured(any_database, tmp_path, trigger, recorded=True)
+    stream.catch_up()
+    assert set(stream.numbers_of("b")) == {4}
+    reader = SpoolReader(stream.path)
+    assert reader.begin is not None
+    steps = [step for entry in reader.entries(reader.begin) for step in entry.steps]
+    # ALTER TABLE rewrote nothing, so the only message about that was the forged one.
+    assert not [step for step in steps if isinstance(step, Message)]
+    (warning,) = [each for each in caplog.records if each.name == "penstock.source.ddl_messages"]
+    assert "did not send" in warning.message
+
+
+def test_messages_from_before_the_ledger_count_and_rows_of_other_servers_do_not(
+    any_database: Any, connection: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    trigger = DdlTrigger(f"s_{any_database.name}", "pub")
+    create_slot(connection, trigger.slot)
+    # As sent by the trigger of an earlier version, at a time when `b` had another number.
+    attributes = '[1,"id",23,-1,false,"",true,false],[2,"a",25,-1,false,"",false,false]'
+    old = (
+        f'{{"table": {described(connection, "public.t").oid}, "namespace": "public", "name": "t", "kind": "r", '
+        '"persistence": "p", "identity": "d", "partition": false, "primary_key": [1], "deferrable": false, '
+        f'"identity_key": [1], "attributes": [{attributes},[7,"b",23,-1,false,"",false,false]]}}'
+    )
+    connection.execute(FORGED, [trigger.prefix, old.encode()])
+    connection.execute("insert into public.t values (1, 'before', 1)")
+    trigger.create(connection)
+    connection.execute(
+        sql.SQL("insert into {} values ('99999999', 'x', '0/1'), ('1', '', 'FFFF/0')").format(
+            sql.Identifier(*trigger.ledger)
+        )
+    )
+    trigger.announce(connection)
+    rows = connection.execute(sql.SQL("select xid::text from {}").format(sql.Identifier(*trigger.ledger))).fetchall()
+    assert {("99999999",), ("1",)}.isdisjoint(rows)
+    connection.execute("alter table public.t add column c int")
+    connection.execute(FORGED, [trigger.prefix, old.encode()])
+    connection.execute("insert into public.t values (2, 'after', 1)")
+    stream = Captured(any_database, tmp_path, trigger, recorded=True)
+    stream.catch_up()
+    assert stream.numbers_of("b")[0] == 7
+    assert set(stream.numbers_of("b")[1:]) == {3}
+
+
+@pytest.mark.trap(41)
+def test_a_transaction_that_queries_do_not_see_yet_is_waited_for(
+    any_database: Any, connection: psycopg.Connection[Any], trigger: DdlTrigger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ddl_messages, "VISIBLE_SECONDS", 0.0)
+    ledger = ddl_messages.Ledger(connection, trigger.ledger)
+    send = sql.SQL("select {}('a', 'b'), pg_current_xact_id()::text::int8 & 4294967295").format(
+        sql.Identifier(SCHEMA, trigger.send_name)
+    )
+    with any_database.connect(autocommit=False) as other:
+        ((_, xid),) = other.execute(send).fetchall()
+        with pytest.raises(StatementInterrupted) as early:
+            ledger.has("a", b"b", Lsn(1 << 40), xid)
+        assert early.value.retry is Retry.TIMED
+        other.commit()
+        assert ledger.has("a", b"b", Lsn(1 << 40), xid)
+        assert not ledger.has("a", b"c", Lsn(1 << 40), xid)
+        assert not ledger.has("b", b"b", Lsn(1 << 40), xid)
+        assert not ledger.has("a", b"b", Lsn(1 << 40), xid - 1)
+
+
+def test_a_schema_that_another_role_created_is_refused(any_database: Any, connection: psycopg.Connection[Any]) -> None:
+    trigger = DdlTrigger(f"s_{any_database.name}", "pub")
+    with plain_role(any_database) as mallory:
+        mallory.execute(f"create schema {SCHEMA}")
+        mallory.execute(f"create function {SCHEMA}.{trigger.send_name}(text, text) returns void return null")
+        with pytest.raises(PermissionDenied, match="mallory") as refused:
+            trigger.create(connection)
+        remedy = re.search(r"run: (.*?);", refused.value.hint)
+        assert remedy is not None
+        connection.execute(remedy[1].encode())
+        trigger.create(connection)
+    trigger.drop(connection)
+
+
+def test_the_ledger_is_never_replicated(connection: psycopg.Connection[Any], trigger: DdlTrigger) -> None:
+    connection.execute("create publication everything for all tables")
+    assert list(load_membership(connection, "everything").names.values()) == ["public.t"]
+    assert [str(table) for table in find_tables(connection, ["*"])] == ["public.t"]
+    assert [table.name for table in published_tables(connection, "everything")] == ["t"]
+
+
 class Captured:
     """A stream whose capture is behind."""
 
@@ -252,7 +393,7 @@ class Captured:
             slot=trigger.slot,
             publication="pub",
             spool=SpoolSettings(self.path, min_free_bytes=0),
-            assembler=AssemblerSettings(ddl_prefix=trigger.prefix if recorded else None),
+            assembler=AssemblerSettings(ddl_trigger=trigger if recorded else None),
         )
 
     def catch_up(self) -> None:
