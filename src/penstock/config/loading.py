@@ -37,6 +37,7 @@ from penstock.destinations.folders import RenameRules
 from penstock.destinations.registry import create_destination
 from penstock.errors import ConfigError, PenstockError
 from penstock.observe import scrub
+from penstock.private import private_folder
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TablePattern
 from penstock.source.slots import check_slot_name
@@ -135,7 +136,7 @@ class Config:
         """Open the store of an output (of the first by default); creates the folder of its file."""
         if self.state_file is not None:
             try:
-                self.state_file.parent.mkdir(parents=True, exist_ok=True)
+                private_folder(self.state_file.parent)
             except OSError as error:
                 raise ConfigError(
                     f"cannot create the folder {self.state_file.parent}: {error.strerror}",

@@ -25,13 +25,15 @@ from datetime import UTC, datetime
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
 
 from psycopg import pq
 from psycopg.rows import dict_row
+from pydantic import BaseModel, SecretStr
 
 from penstock.config import Config, load_config
+from penstock.config.models import ConfigFile
 from penstock.errors import ConfigError, PenstockError
 from penstock.lsn import Lsn
 from penstock.observe import redact, scrub
@@ -87,10 +89,9 @@ _PUBLICATIONS = """
 """
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _HARMLESS_OPTIONS = frozenset({"type", "name", "path", "mode", "compression", "format", "commit_interval"})
-_HARMLESS_SPARK = frozenset({"master", "memory"})
+_SECRET_KEY = re.compile(r"(?i)pass|pwd|secret|token|key|pin|credential")
+"""Keys whose values may be secret even if they are numbers."""
 _SHORTEST_SECRET = 8
-_OPEN_SECTIONS = frozenset({"destination", "spark"})
-"""Sections that accept any key."""
 _README = """Report about the Penstock pipeline {name!r}, created {time}.
 
 config.json     the config file, without values from the environment and without values that may be secret
@@ -133,7 +134,7 @@ def write_report(config_path: Path, path: Path | None = None, logs: Sequence[Pat
 
 def redact_config(file: dict[str, Any]) -> dict[str, Any]:
     """The parsed file without secrets; references to the environment are kept."""
-    return {name: _section(name, value) for name, value in file.items()}
+    return _shown(file, ConfigFile)
 
 
 def hidden_texts(file: dict[str, Any]) -> set[str]:
@@ -158,9 +159,11 @@ def _collect(parts: Mapping[str, Part]) -> Iterable[tuple[str, str]]:
             yield name, json.dumps(_plain(part()), indent=2, ensure_ascii=False) + "\n"
         except PenstockError as error:
             yield f"{Path(name).stem}.error.txt", f"{type(error).__name__}: {error.message}\n{error.hint}\n"
-        except Exception:
-            # A part may fail for any reason: the report is made when something is broken.
-            yield f"{Path(name).stem}.error.txt", traceback.format_exc()
+        except Exception as error:
+            # A part may fail for any reason: the report is made when something is broken. Without the error's text,
+            # because libraries quote values in it.
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            yield f"{Path(name).stem}.error.txt", f"{type(error).__name__}\n{frames}"
 
 
 def _last_lines(path: Path) -> str:
@@ -186,7 +189,7 @@ def _secrets(config: Config | None, path: Path) -> frozenset[str]:
 def _write(path: Path, files: Mapping[str, str]) -> None:
     folder = path.name.removesuffix(".gz").removesuffix(".tar").removesuffix(".tgz")
     try:
-        with tarfile.open(path, "x:gz") as archive:
+        with open(path, "xb", opener=_private) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             for name, text in files.items():
                 content = text.encode("utf-8", "backslashreplace")
                 member = tarfile.TarInfo(f"{folder}/{name}")
@@ -196,6 +199,10 @@ def _write(path: Path, files: Mapping[str, str]) -> None:
         raise ConfigError(
             f"cannot write {str(path)!r}: {error.strerror}", hint="Name another file with --to."
         ) from None
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _general_parts(path: Path) -> dict[str, Part]:
@@ -346,15 +353,40 @@ def _texts(value: Any) -> set[str]:
     return {value} if isinstance(value, str) else set()
 
 
-def _section(name: str, value: Any) -> Any:
+def _shown(value: Any, section: type[BaseModel]) -> Any:
+    """A section as far as its model knows its keys; anything else may be secret."""
     if isinstance(value, list):
-        return [_section(name, each) for each in value]
+        return [_shown(each, section) for each in value]
     if not isinstance(value, dict):
-        return _known(value)
-    if name in _OPEN_SECTIONS:
-        harmless = _HARMLESS_SPARK if name == "spark" else _HARMLESS_OPTIONS
-        return {key: _known(each) if key in harmless else _masked(each) for key, each in value.items()}
-    return _known(value)
+        return _masked(value)
+    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+    is_open = section.model_config.get("extra") == "allow"
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        if key in fields:
+            found[key] = _field(key, each, frozenset(_types(fields[key].annotation)))
+        else:
+            found[key] = _known(each) if is_open and key in _HARMLESS_OPTIONS else _masked(each, key)
+    return found
+
+
+def _field(key: str, value: Any, types: frozenset[Any]) -> Any:
+    """The value of a known key, whose annotation consists of these types."""
+    inner = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
+    if inner and dict in types and isinstance(value, dict):
+        return {name: _shown(each, inner[0]) for name, each in value.items()}
+    if inner:
+        return _shown(value, inner[0])
+    if SecretStr in types and key != "url":
+        return _masked(value, key)
+    # A known key whose value has another shape is as good as unknown.
+    return _masked(value, key) if isinstance(value, dict) and dict not in types else _known(value)
+
+
+def _types(annotation: Any) -> Iterable[Any]:
+    yield get_origin(annotation) or annotation
+    for each in get_args(annotation):
+        yield from _types(each)
 
 
 def _known(value: Any) -> Any:
@@ -366,13 +398,15 @@ def _known(value: Any) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-def _masked(value: Any) -> Any:
+def _masked(value: Any, key: str = "") -> Any:
     """The value of an unknown key; of a URL, the host is shown."""
     if isinstance(value, dict):
-        return {key: _masked(each) for key, each in value.items()}
+        return {name: _masked(each, name) for name, each in value.items()}
     if isinstance(value, list):
-        return [_masked(each) for each in value]
-    if not isinstance(value, str) or _REFERENCE.fullmatch(value):
+        return [_masked(each, key) for each in value]
+    if not isinstance(value, str):
+        return MASK if _SECRET_KEY.search(key) else value
+    if _REFERENCE.fullmatch(value):
         return value
     try:
         address = urlsplit(value)

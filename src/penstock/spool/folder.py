@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.durable import sync_folder
+from penstock.private import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,8 @@ class SpoolFolder:
         return sorted(self.log.glob("*.jsonl"))
 
     def create(self) -> None:
+        """Create the folders that do not exist; raise `ConfigError` if other users can write here."""
+        private_folder(self.root)
         for folder in (self.log, self.segments, self.schemas, self.readers, self.holds):
             folder.mkdir(parents=True, exist_ok=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.private import private_file
 from penstock.state.memory import MemoryStore
 from penstock.state.postgres import PostgresStore
 from penstock.state.sqlite import SqliteStore
@@ -37,8 +38,7 @@ def file_beside(url: str, suffix: str) -> Path | None:
     if not url.startswith(_SQLITE):
         return None
     path = Path(url.removeprefix(_SQLITE))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_name(path.name + suffix)
+    return private_file(path.with_name(path.name + suffix))
 
 
 def _checked(path: Path) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.errors import StateUnusable
 from penstock.lsn import Lsn
+from penstock.private import private_file
 from penstock.state.records import ColumnKind, ResultT, Transaction
 from penstock.state.sql import Migration, SqlTransaction, check_unused, load_migrations, pending
 from penstock.state.store import Store
@@ -81,7 +82,7 @@ class SqliteDatabase:
         if not path.parent.is_dir():
             raise StateUnusable(f"the folder of the state file does not exist: {path.parent.absolute()}")
         with self._translated("open"):
-            self._connection: sqlite3.Connection | None = _connect(path, busy_seconds)
+            self._connection: sqlite3.Connection | None = _connect(_own_file(path), busy_seconds)
 
     def run(self, work: Callable[[Transaction], ResultT], *, writing: bool = True) -> ResultT:
         """See `records.Database`."""
@@ -163,6 +164,13 @@ class SqliteDatabase:
             yield
         except sqlite3.Error as error:
             raise StateUnusable(f"cannot {doing} the state in {self._path}: {error}") from error
+
+
+def _own_file(path: Path) -> Path:
+    try:
+        return private_file(path)
+    except OSError as error:
+        raise StateUnusable(f"cannot open the state in {path}: {error.strerror}") from None
 
 
 def _connect(path: Path, busy_seconds: float) -> sqlite3.Connection:

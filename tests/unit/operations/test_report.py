@@ -30,6 +30,31 @@ name = "hook"
 type = "http"
 url = "https://me:hunter2-basic@hooks.example/services/hunter2-path?token=hunter2-query"
 headers = ["X-Key: hunter2-header"]
+[[index]]
+specification = "products.yml"
+[sink]
+type = "opensearch"
+url = "https://me:hunter2-search@search.example"
+password = "hunter2-sink"
+pin = 12345678
+max_changes = 5
+[hash]
+key = "hunter2-0123456789"
+[tables."public.people".columns]
+email = {hash = true}
+"""
+UNKNOWN = """
+pipeline = "hunter2-pipeline"
+passphrase = "hunter2-top"
+[source]
+url = "postgresql://me@db.example/shop"
+password = "hunter2-key"
+[secrets.deep]
+er = ["hunter2-section", {password = "hunter2-inner"}]
+[tables]
+people = "hunter2-table"
+[[index]]
+name = {password = "hunter2-name"}
 """
 
 
@@ -49,6 +74,17 @@ def test_nothing_secret_is_left_and_what_helps_is() -> None:
     }
     assert hook["url"] == "https://hooks.example/***"
     assert hook["headers"] == ["***"]
+    sink = {"type": "opensearch", "url": "https://search.example/***", "password": "***", "pin": "***"}
+    assert found["sink"] == {**sink, "max_changes": 5}
+    assert found["index"] == [{"specification": "products.yml"}]
+    assert found["tables"] == {"public.people": {"columns": {"email": {"hash": True}}}}
+
+
+def test_what_the_config_does_not_know_is_hidden() -> None:
+    found = redact_config(tomllib.loads(UNKNOWN))
+    assert "hunter2" not in json.dumps(found)
+    assert found["source"] == {"url": "postgresql://me@db.example/shop", "password": "***"}
+    assert found["secrets"] == {"deep": {"er": ["***", {"password": "***"}]}}
 
 
 def test_what_is_hidden_is_known() -> None:

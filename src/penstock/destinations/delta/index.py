@@ -21,7 +21,6 @@ import contextlib
 import hashlib
 import os
 import struct
-import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,6 +39,7 @@ from penstock.destinations.delta.layout import DELETED_AT, TableLayout
 from penstock.destinations.delta.storage import LocalStorage, Storage
 from penstock.destinations.delta.vectors import Vector
 from penstock.destinations.refusals import unknown_row
+from penstock.private import cache_folder
 
 INDEX_FOLDER = "_penstock/index"
 _MAGIC = b"penstck2"
@@ -175,7 +175,7 @@ class IndexFolder:
         if local is not None:
             return local
         place = hashlib.sha256(self.storage.url.encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / place / path
+        return cache_folder() / place / path
 
     def _keep(self, content: bytes, mapped: Path) -> None:
         if isinstance(self.storage, LocalStorage):
