@@ -28,6 +28,7 @@ from typing import Any
 from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Reading
 from penstock.errors import CaptureStopped, PenstockError, Retry, SpoolDiskFull
 from penstock.lsn import Lsn, reaches
+from penstock.observe.logs import TextFormatter
 from penstock.retry import Backoff
 from penstock.spool.folder import is_disk_full
 
@@ -205,7 +206,9 @@ def run_child() -> int:
     """The child's main function."""
     # Imported modules stay until the end: keep them out of garbage collection.
     gc.freeze()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings: CaptureSettings = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))
     stop = threading.Event()

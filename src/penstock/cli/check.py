@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.display import make_table, wide_console
+from penstock.cli.display import echo, make_table, wide_console
 from penstock.cli.options import AsJson, OptionalConfigPath, Publication, Slot, Tables, Url, chosen_source
 from penstock.config.units import count_of
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
@@ -56,7 +56,7 @@ def check(
         )
         report = run_preflight(source.settings, request)
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     else:
         _print(report)
     if not report.ready:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.display import echo
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, TableNames, configured
 from penstock.config import Config
 from penstock.errors import PenstockError
@@ -116,7 +117,7 @@ def print_json(config: Config, sent: Sent, target: dict[str, Any]) -> None:
         "status": command.status.value,
         "reason": command.reason,
     }
-    typer.echo(json.dumps(facts, ensure_ascii=False))
+    echo(json.dumps(facts, ensure_ascii=False))
     if command.status is CommandStatus.REFUSED:
         raise typer.Exit(1)
 
@@ -125,16 +126,16 @@ def print_answer(config: Config, sent: Sent, done: str, prefix: str = "") -> Non
     """Say what became of a command; raises if it was refused."""
     command, what = sent.command, sent.command.kind.value.replace("_", " ")
     if not sent.is_running:
-        typer.echo(
+        echo(
             f"{prefix}pipeline {config.pipeline.id} is not running: {what} is queued (command {command.number}) until "
             "its next start"
         )
     elif command.status is CommandStatus.REFUSED:
         raise PenstockError(f"{what} was refused: {command.reason}")
     elif command.status is CommandStatus.DONE:
-        typer.echo(f"{prefix}{done}")
+        echo(f"{prefix}{done}")
     else:
-        typer.echo(
+        echo(
             f"{prefix}no answer yet: command {command.number} is {command.status.value}, and runs after the current "
             "batch"
         )

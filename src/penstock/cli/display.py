@@ -13,19 +13,22 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rich.console import Console, Group, RenderableType
+import typer
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from penstock.config.units import format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
+from penstock.observe import printable
 from penstock.observe.logs import ROOT_LOGGER
 from penstock.operations.progress import Interval, Notice, OutputLook, copy_facts, describe_copy
 from penstock.operations.running import Running
@@ -116,17 +119,31 @@ def is_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def stderr_console() -> Console:
+class SafeConsole(Console):
+    """Shows control characters in names and messages as escapes; styles work as usual."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See `Console`."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Print a line, with control characters as escapes."""
+    typer.echo(printable(text), err=err)
+
+
+def stderr_console(*, soft_wrap: bool = False) -> Console:
     """A console on stderr."""
-    return Console(stderr=True, highlight=False)
+    return SafeConsole(stderr=True, highlight=False, soft_wrap=soft_wrap)
 
 
 def wide_console() -> Console:
     """A console on stdout; where that is not a terminal, tables are not squeezed."""
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     if console.is_terminal or console.width >= _PIPE_WIDTH:
         return console
-    return Console(width=_PIPE_WIDTH, highlight=False)
+    return SafeConsole(width=_PIPE_WIDTH, highlight=False)
 
 
 def make_table(*titles: str, right: Sequence[str] = (), unbroken: Sequence[str] = ()) -> Table:
@@ -152,7 +169,7 @@ def print_unwrapped(console: Console, table: Table) -> None:
 def write_line(text: str) -> None:
     """Write a line to stderr, which may be closed."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{printable(text)}\n")
         sys.stderr.flush()
 
 

@@ -27,6 +27,7 @@ from penstock.changes.events import (
     Update,
 )
 from penstock.destinations.json_lines import lossless, short_floats
+from penstock.observe import one_line
 from penstock.schema import TableSchema
 
 VALUE_CELLS = 48
@@ -96,7 +97,7 @@ class Lines:
             self._table_width = max(self._table_width, min(cell_len(table), WIDEST_TABLE))
             padding = " " * max(0, self._table_width - cell_len(table))
             parts.append((f"{table}{padding}  ", Style.PLAIN))
-        parts += rest
+        parts = [(one_line(text), style) for text, style in (*parts, *rest)]
         if self._width is not None:
             parts = list(_shorten_line(parts, self._width()))
         while parts and not parts[-1][0].strip():
@@ -168,7 +169,7 @@ def _show(value: Any) -> str:
         case datetime():
             return value.isoformat(sep=" ").removesuffix("+00:00") + ("Z" if value.tzinfo else "")
         case Unrepresentable():
-            return f"<{_shorten(_printable(value.text))}>"
+            return f"<{_shorten(one_line(value.text))}>"
         case _ if value is Unchanged:
             return "<unchanged>"
         case _:
@@ -176,16 +177,7 @@ def _show(value: Any) -> str:
 
 
 def _quote(text: str) -> str:
-    return f"'{_shorten(_printable(text[: VALUE_CELLS * 2]))}'"
-
-
-def _printable(text: str) -> str:
-    """Escape characters that move the cursor or break the line."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+    return f"'{_shorten(one_line(text[: VALUE_CELLS * 2]))}'"
 
 
 def _shorten(text: str) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from penstock.cli.check import findings_table
 from penstock.cli.commands import Wait, print_answer, print_json
-from penstock.cli.display import is_terminal, make_table, stderr_console, wide_console, write_line
+from penstock.cli.display import echo, is_terminal, make_table, stderr_console, wide_console, write_line
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, Quiet, configured
 from penstock.cli.status import STYLES
 from penstock.cli.verify import not_compared
@@ -82,7 +82,7 @@ def check(names: IndexNames = None, config_path: ConfigPath = DEFAULT_PATH, as_j
     ready = all(report.ready for report in reports.values())
     if as_json:
         facts = {"ready": ready, "indexes": [{"index": name, **each.to_dict()} for name, each in reports.items()]}
-        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         _print_checks(reports)
     if not ready:
@@ -119,7 +119,7 @@ def preview(
         )
     document = json.loads(row["body"])
     shown = {"index": name, "id": row["id"], "version": row["version"], "document": document} if as_json else document
-    typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+    echo(json.dumps(shown, indent=2, ensure_ascii=False))
 
 
 @index.command("mapping")
@@ -134,7 +134,7 @@ def mapping(name: IndexName, config_path: ConfigPath = DEFAULT_PATH) -> None:
     """
     with configured(config_path) as config:
         found = index_mapping(config.indexes.index(name).specification)
-    typer.echo(json.dumps(found.body(), indent=2, ensure_ascii=False))
+    echo(json.dumps(found.body(), indent=2, ensure_ascii=False))
 
 
 @index.command("schema")
@@ -146,7 +146,7 @@ def schema() -> None:
         penstock index schema > index.schema.json
         sed -i '1i # yaml-language-server: $schema=index.schema.json' customers.schema.yml
     """
-    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
 @index.command("list")
@@ -172,11 +172,11 @@ def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False
                 "sink_error": None if trouble is None else trouble.message,
                 "indexes": [asdict(each) for each in found],
             }
-            typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+            echo(json.dumps(facts, indent=2, ensure_ascii=False))
             return
         _print_states(found)
         if trouble is not None:
-            typer.echo(f"the sink does not answer: {trouble.message}", err=True)
+            echo(f"the sink does not answer: {trouble.message}", err=True)
 
 
 @index.command("rebuild")
@@ -243,7 +243,7 @@ def diff(
                 config, indexes, reader, sample=None if full else sample, patience=Patience(wait), observer=observer
             )
         if as_json:
-            typer.echo(json.dumps(_to_json(reports), indent=2, ensure_ascii=False))
+            echo(json.dumps(_to_json(reports), indent=2, ensure_ascii=False))
         else:
             for report in reports:
                 _print_diff(report)
@@ -313,18 +313,16 @@ def _to_json(reports: list[DiffReport]) -> dict[str, Any]:
 def _print_diff(report: DiffReport) -> None:
     compared = count_of(report.compared, "document")
     if report.equal:
-        typer.echo(f"{report.index}: {compared} compared, all equal")
+        echo(f"{report.index}: {compared} compared, all equal")
         return
     counts = ", ".join(f"{report.count(kind):,} {kind.value}" for kind in Kind if report.count(kind))
-    typer.echo(f"{report.index}: {compared} compared: {counts}")
+    echo(f"{report.index}: {compared} compared: {counts}")
     for each in report.differences[:_SHOWN]:
-        typer.echo(f"  {each.kind.value:<9}  {each.id}  {', '.join(each.fields)}".rstrip())
+        echo(f"  {each.kind.value:<9}  {each.id}  {', '.join(each.fields)}".rstrip())
     if len(report.differences) > _SHOWN:
-        typer.echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
+        echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
     if report.differs:
-        typer.echo(
-            "a document is rewritten when one of its rows changes; `penstock index rebuild` rewrites all documents"
-        )
+        echo("a document is rewritten when one of its rows changes; `penstock index rebuild` rewrites all documents")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import psycopg
 import typer
 from rich.text import Text
 
-from penstock.cli.display import make_table, wide_console
+from penstock.cli.display import echo, make_table, wide_console
 from penstock.cli.options import DEFAULT_PATH, Url
 from penstock.config import load_config
 from penstock.config.template import (
@@ -120,7 +120,7 @@ def init(
         database = connection.info.dbname
         found = _find(connection)
     location = SourceSettings(url).location
-    typer.echo(f"connected to {location}: {count_of(len(found), 'table')}")
+    echo(f"connected to {location}: {count_of(len(found), 'table')}")
     _show(found)
     chosen = _choose_tables(found, tables, exclude or [], ask)
     name = pipeline_id or ask.text("name of the pipeline", "--id", default=usable_id(database))
@@ -159,7 +159,7 @@ class _Ask:
             answer = self.text(f"{question} ({', '.join(known)})", "", default=default)
             if answer in known:
                 return answer
-            typer.echo(f"choose one of {', '.join(known)}")
+            echo(f"choose one of {', '.join(known)}")
 
     def password(self, user: str) -> str:
         return str(typer.prompt(f"password for {user}", hide_input=True))
@@ -237,12 +237,12 @@ def _choose_tables(
         except ConfigError as error:
             if given or not ask.interactive:
                 raise
-            typer.echo(f"{error.message}; {error.hint}")
+            echo(f"{error.message}; {error.hint}")
             continue
         without = [each for each in found if each.name in chosen and each.identity == "none"]
         if without:
             listed = ", ".join(str(each.name) for each in without[:5]) + (", …" if len(without) > 5 else "")
-            typer.echo(
+            echo(
                 f"warning: {count_of(len(without), 'table')} without a replica identity; publishing makes the server "
                 f"reject updates and deletes on such tables: {listed}"
             )
@@ -257,7 +257,7 @@ def _default_master() -> str:
     try:
         require_spark()
     except PenstockError as error:
-        typer.echo(f'{error.message}: the config uses master = "none", which needs no Spark')
+        echo(f'{error.message}: the config uses master = "none", which needs no Spark')
         return "none"
     return "local[*]"
 
@@ -280,22 +280,22 @@ def _write(path: Path, choices: Choices, public: PublicUrl) -> None:
 
 
 def _say_next(path: Path, choices: Choices, public: PublicUrl, url: str) -> None:
-    typer.echo(f"wrote {path}")
+    echo(f"wrote {path}")
     request = Request(None, None, choices.tables, choices.exclude)
     report = run_preflight(SourceSettings(url), request)
     critical = [each for each in report.failed if each.severity is Severity.CRITICAL]
     if critical:
-        typer.echo(f"the server is not ready: {critical[0].what}; `penstock check` lists every finding with its remedy")
+        echo(f"the server is not ready: {critical[0].what}; `penstock check` lists every finding with its remedy")
     option = "" if path == DEFAULT_PATH else f" -c {path}"
-    typer.echo("next:")
+    echo("next:")
     if choices.password_variable is not None:
         hint = ""
         if public.password != SourceSettings(url).parameters().get("password"):
             hint = "   # percent-encode special characters, as in a URL"
-        typer.echo(f"  export {choices.password_variable}=…{hint}")
+        echo(f"  export {choices.password_variable}=…{hint}")
     for command, what in (
         ("check", "is the server ready?"),
         ("run --plan", "what would be created and copied"),
         ("run", "copy, then apply every change"),
     ):
-        typer.echo(f"  penstock {command + option:<{12 + len(option)}}  # {what}")
+        echo(f"  penstock {command + option:<{12 + len(option)}}  # {what}")

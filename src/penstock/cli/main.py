@@ -14,12 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from penstock.cli.check import check
 from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
+from penstock.cli.display import echo, stderr_console
 from penstock.cli.index import index
 from penstock.cli.init import init
 from penstock.cli.quarantine import quarantine
@@ -105,7 +105,7 @@ def _interrupted(status: int, *, said: bool = False) -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not said:
-        Console(stderr=True, highlight=False).print("interrupted")
+        stderr_console().print("interrupted")
     return status
 
 
@@ -126,7 +126,7 @@ def _from_system(error: OSError) -> PenstockError:
 
 def report_error(error: PenstockError) -> None:
     """Print the error and its hint to stderr."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = stderr_console(soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), redact(error.message)))
     if error.hint:
         console.print(Text.assemble(("hint: ", "bold"), redact(error.hint)))
@@ -135,9 +135,9 @@ def report_error(error: PenstockError) -> None:
 def _print_version(wanted: bool) -> None:
     if wanted:
         try:
-            typer.echo(f"penstock {version('penstock')}")
+            echo(f"penstock {version('penstock')}")
         except PackageNotFoundError:
-            typer.echo("penstock (not installed)")
+            echo("penstock (not installed)")
         raise typer.Exit
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from penstock.cli.display import make_table, wide_console
+from penstock.cli.display import echo, make_table, wide_console
 from penstock.cli.index import IndexName, complete_index
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, configured
 from penstock.config import Config
@@ -58,15 +58,15 @@ def list_quarantined(
     if name is not None:
         counts = {index: count for index, count in counts.items() if index == name}
     if as_json:
-        typer.echo(json.dumps({"counts": counts, "documents": [_facts(each) for each in found]}, indent=2))
+        echo(json.dumps({"counts": counts, "documents": [_facts(each) for each in found]}, indent=2))
         return
     if not found:
-        typer.echo("no quarantined documents")
+        echo("no quarantined documents")
         return
     _print(found)
     total = sum(counts.values())
     if total > len(found):
-        typer.echo(f"… and {total - len(found):,} more; raise --limit to see them")
+        echo(f"… and {total - len(found):,} more; raise --limit to see them")
 
 
 @quarantine.command("retry")
@@ -94,10 +94,10 @@ def retry(
             is_running = state is not None and running(state) is not None
     _refuse_unknown(name, ids, asked)
     if as_json:
-        typer.echo(json.dumps({"index": name, "ids": asked, "running": is_running}))
+        echo(json.dumps({"index": name, "ids": asked, "running": is_running}))
     else:
         when = "now" if is_running else "at the next start of the pipeline"
-        typer.echo(f"{count_of(len(asked), 'document')} of index {name} will be retried {when}")
+        echo(f"{count_of(len(asked), 'document')} of index {name} will be retried {when}")
 
 
 @quarantine.command("drop")
@@ -121,9 +121,9 @@ def drop(
     with configured(config_path) as config, _opened(config, name) as store:
         count = 0 if store is None else store.drop(name, None if every else ids)
     if as_json:
-        typer.echo(json.dumps({"index": name, "dropped": count}))
+        echo(json.dumps({"index": name, "dropped": count}))
     else:
-        typer.echo(f"dropped {count_of(count, 'document')} from the quarantine of index {name}")
+        echo(f"dropped {count_of(count, 'document')} from the quarantine of index {name}")
 
 
 @contextmanager

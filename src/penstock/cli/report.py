@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.display import echo
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath
 from penstock.config.units import count_of
 from penstock.operations.report import write_report
@@ -36,7 +37,7 @@ def report(
     """
     path, files = write_report(config_path, to, logs or ())
     if as_json:
-        typer.echo(json.dumps({"path": str(path), "files": files}))
+        echo(json.dumps({"path": str(path), "files": files}))
         return
-    typer.echo(f"wrote {path} ({count_of(len(files), 'file')}: {', '.join(files)})")
-    typer.echo("it contains names of tables, hosts and users, but no passwords or rows; check it before you send it")
+    echo(f"wrote {path} ({count_of(len(files), 'file')}: {', '.join(files)})")
+    echo("it contains names of tables, hosts and users, but no passwords or rows; check it before you send it")

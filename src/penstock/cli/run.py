@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from penstock.cli.display import Display, opened_display, show_running
+from penstock.cli.display import Display, echo, opened_display, show_running
 from penstock.cli.options import DEFAULT_PATH, ConfigPath, Quiet, configured
 from penstock.config import Config
 from penstock.errors import PenstockError
@@ -65,7 +65,7 @@ def run(
         if plan:
             found = make_plan(config)
             for line in [json.dumps(asdict(found), indent=2, ensure_ascii=False)] if as_json else plan_lines(found):
-                typer.echo(line)
+                echo(line)
             return
         if as_json:
             raise typer.BadParameter("needs --plan; for a run, use penstock --log-format json run", param_hint="--json")

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from pydantic.json_schema import GenerateJsonSchema
 
+from penstock.cli.display import echo
 from penstock.cli.index import schema as print_index_schema
 from penstock.config.models import ConfigFile
 
@@ -31,7 +32,7 @@ def print_config_schema() -> None:
         penstock schema config > penstock.schema.json
         sed -i '1i #:schema ./penstock.schema.json' penstock.toml
     """
-    typer.echo(json.dumps(config_schema(), indent=2, ensure_ascii=False))
+    echo(json.dumps(config_schema(), indent=2, ensure_ascii=False))
 
 
 schema.command("index")(print_index_schema)

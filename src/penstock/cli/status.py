@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.display import make_table, print_unwrapped, wide_console
+from penstock.cli.display import echo, make_table, print_unwrapped, wide_console
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, configured
 from penstock.config import Config, OutputChoice
 from penstock.config.units import format_bytes, format_seconds
@@ -98,7 +98,7 @@ def tables(config_path: ConfigPath = DEFAULT_PATH, output: OutputName = None, as
                 "running": driver_facts(driver),
                 "tables": [asdict(state) | {"location": location} for state, location in found],
             }
-            typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+            echo(json.dumps(facts, indent=2, ensure_ascii=False))
         else:
             _print_tables(config, driver, found)
 
@@ -108,7 +108,7 @@ def _locations(config: Config, output: OutputChoice) -> Mapping[int, str]:
         return table_locations(config, output)
     except (OSError, PenstockError) as error:
         reason = error.message if isinstance(error, PenstockError) else error.strerror
-        typer.echo(
+        echo(
             scrub(f"the locations of the tables cannot be read from the destination: {reason}", config.secrets),
             err=True,
         )
@@ -172,7 +172,7 @@ def _watch(config: Config, output: str | None, seconds: float, *, as_json: bool)
         while True:
             _print(pipeline_status(config, output), as_json=as_json)
             if not as_json:
-                typer.echo()
+                echo()
             time.sleep(seconds)
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         try:
@@ -186,7 +186,7 @@ def _watch(config: Config, output: str | None, seconds: float, *, as_json: bool)
 
 def _print(found: PipelineStatus, *, as_json: bool, indent: int | None = None) -> None:
     if as_json:
-        typer.echo(json.dumps(status_facts(found), indent=indent, ensure_ascii=False))
+        echo(json.dumps(status_facts(found), indent=indent, ensure_ascii=False))
     else:
         wide_console().print(render(found), soft_wrap=False)
 

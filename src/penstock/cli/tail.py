@@ -20,6 +20,7 @@ from penstock.cli.options import OptionalConfigPath, Publication, Quiet, Url, ch
 from penstock.destinations.json_lines import event_to_json
 from penstock.errors import ConfigError
 from penstock.lsn import Lsn
+from penstock.observe import printable
 from penstock.operations.running import say_nothing
 from penstock.operations.signals import Ended, Ending
 from penstock.operations.tail import Follow, Followed, choose_publication, follow, prepare
@@ -95,7 +96,7 @@ def tail(
     notice = say_nothing if quiet else say
     position = _parse_start(start, slot)
     _check_acknowledge(acknowledge, slot)
-    formatted = event_to_json if as_json or form is Format.NDJSON else make_lines().format
+    formatted = _json_line if as_json or form is Format.NDJSON else make_lines().format
     with Ending() as ending, chosen_source(context, url, config_path) as source:
         with ending.interruptible():
             wanted = (tables or source.tables) if create else None
@@ -147,6 +148,7 @@ def make_lines() -> Lines:
 def say(text: str) -> None:
     """Write a sentence to stderr, which may be closed."""
     try:
+        text = printable(text)
         dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if dim else f"{text}\n")
         sys.stderr.flush()
@@ -183,6 +185,11 @@ class Output:
         """Notice, without writing, that the reader is gone (`penstock tail … | head`)."""
         if any(events & (select.POLLERR | select.POLLHUP) for _, events in self._poll.poll(0)):
             raise BrokenPipeError
+
+
+def _json_line(event: Event) -> str | None:
+    line = event_to_json(event)
+    return None if line is None else printable(line)
 
 
 def _parse_start(start: str | None, slot: str | None) -> Lsn | None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.display import echo
 from penstock.cli.options import DEFAULT_PATH, ConfigPath, configured
 from penstock.operations.teardown import planned_teardown
 
@@ -31,13 +32,13 @@ def teardown(
     with configured(config_path) as config, planned_teardown(config, output) as planned:
         if not planned.steps:
             what = f"output {output}" if output is not None else f"pipeline {config.pipeline.id}"
-            typer.echo(f"nothing to remove for {what}")
+            echo(f"nothing to remove for {what}")
             return
-        typer.echo("this will be removed:")
+        echo("this will be removed:")
         for step in planned.steps:
-            typer.echo(f"  {step.what}")
-        typer.echo("data at the destination stays" + (", and so do indexes" if config.documents is not None else ""))
+            echo(f"  {step.what}")
+        echo("data at the destination stays" + (", and so do indexes" if config.documents is not None else ""))
         if not yes:
             typer.confirm("continue?", abort=True)
         for step in planned.run():
-            typer.echo(f"removed {step.what}")
+            echo(f"removed {step.what}")

@@ -12,7 +12,7 @@ import typer
 from rich.cells import cell_len, set_cell_size
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from penstock.cli.display import is_terminal, stderr_console, write_line
+from penstock.cli.display import echo, is_terminal, stderr_console, write_line
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, Quiet, configured
 from penstock.comparison.compare import CompareSettings
 from penstock.comparison.report import ColumnDifference, ColumnKind, Difference, Kind, Report, TableReport
@@ -73,12 +73,12 @@ def verify(
         if not report.outputs and ending.exit_status is not None:
             raise typer.Exit(ending.exit_status)
         if as_json:
-            typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+            echo(json.dumps(report.to_json(), ensure_ascii=False))
         else:
             for name, each in report.outputs.items():
                 print_report(each, name if len(report.outputs) + len(report.unreadable) > 1 else None)
             for name, reason in report.unreadable.items():
-                typer.echo(f"{name}: not compared: {reason}")
+                echo(f"{name}: not compared: {reason}")
         raise typer.Exit(report.exit_code)
     # `Ending` suppressed what a signal or a closed pipe raised.
     raise typer.Exit(ending.exit_status or NOT_COMPARED)
@@ -157,19 +157,19 @@ class _Bars(_Lines):
 def print_report(report: Report, output: str | None = None) -> None:
     """Print the findings; `output` names one of several."""
     if output is not None:
-        typer.echo(f"{output}:")
+        echo(f"{output}:")
     width = max((cell_len(table.table) for table in report.tables), default=0)
     for table in report.tables:
-        typer.echo(f"{set_cell_size(table.table, width)}  {_describe(table)}")
+        echo(f"{set_cell_size(table.table, width)}  {_describe(table)}")
         for column in table.columns:
-            typer.echo(f"  {_column_line(column)}")
+            echo(f"  {_column_line(column)}")
         for difference in table.differences:
-            typer.echo(f"  {_line(difference)}")
+            echo(f"  {_line(difference)}")
         if len(table.differences) < table.counts.different:
-            typer.echo(f"  and {count_of(table.counts.different - len(table.differences), 'row')} more")
+            echo(f"  and {count_of(table.counts.different - len(table.differences), 'row')} more")
         for what in table.not_compared:
-            typer.echo(f"  not compared: {what}")
-    typer.echo(_summary(report))
+            echo(f"  not compared: {what}")
+    echo(_summary(report))
 
 
 def _describe(table: TableReport) -> str:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TextIO
 
 from penstock.observe.redact import redact
+from penstock.observe.terminal import one_line, printable
 
 ROOT_LOGGER = "penstock"
 
@@ -29,9 +30,9 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z info penstock.source.slots slot created slot=…`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname.lower()} {record.name} {record.getMessage()}"
+        line = f"{_time(record)} {record.levelname.lower()} {record.name} {one_line(record.getMessage())}"
         if record.exc_info and record.exc_info[0] is not None:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
+            line = f"{line}\n{printable(self.formatException(record.exc_info))}"
         return redact(line)
 
 
@@ -53,7 +54,7 @@ class JsonFormatter(logging.Formatter):
         fields |= {name: redact(value) if isinstance(value, str) else value for name, value in facts.items()}
         if record.exc_info and record.exc_info[0] is not None:
             fields["exception"] = redact(self.formatException(record.exc_info))
-        return json.dumps(fields, ensure_ascii=False)
+        return printable(json.dumps(fields, ensure_ascii=False))
 
 
 def configure_logging(

@@ -21,6 +21,7 @@ from penstock.errors import PenstockError
 from penstock.operations.status import IndexState, stored_indexes
 from penstock.operations.stores import existing_store
 from penstock.source import Role, connect
+from penstock.source.identity import quote_if_needed
 from penstock.source.preflight import Check, Report, Severity, Status
 from penstock.source.preflight.report import failed
 from penstock.source.publications import inspect_publication, published_tables
@@ -144,7 +145,7 @@ def _check_published(
                 "publication",
                 Severity.CRITICAL,
                 f"publication {publication} does not send changes of {name}",
-                f"Run: alter publication {publication} add table {name};",
+                f"Run: alter publication {quote_if_needed(publication)} add table {name};",
                 [str(name)],
             )
 

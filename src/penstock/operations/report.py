@@ -36,7 +36,7 @@ from penstock.config import Config, load_config
 from penstock.config.models import ConfigFile
 from penstock.errors import ConfigError, PenstockError
 from penstock.lsn import Lsn
-from penstock.observe import redact, scrub
+from penstock.observe import printable, redact, scrub
 from penstock.observe.redact import MASK
 from penstock.operations.plan import check_source
 from penstock.operations.status import pipeline_status, status_facts
@@ -128,7 +128,7 @@ def write_report(config_path: Path, path: Path | None = None, logs: Sequence[Pat
     if logs:
         files["log.txt"] = "".join(_last_lines(log) for log in logs)
     secrets = _secrets(config, config_path)
-    _write(path, {each: redact(scrub(text, secrets)) for each, text in files.items()})
+    _write(path, {each: printable(redact(scrub(text, secrets))) for each, text in files.items()})
     return path, sorted(files)
 
 

@@ -35,6 +35,7 @@ from penstock.errors import (
 from penstock.lsn import Lsn, reaches
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
+from penstock.source.identity import quote_if_needed
 from penstock.source.patterns import TableName, TablePattern
 from penstock.source.publications import create_publication, find_tables, inspect_publication, published_tables
 from penstock.source.slots import find_blockers, inspect_slot, require_usable
@@ -205,7 +206,7 @@ def choose_publication(
                 )
             create_publication(connection, name, wanted)
             count = count_of(len(wanted), "table")
-            notice(f"created publication {name} for {count}; to remove it: drop publication {name}")
+            notice(f"created publication {name} for {count}; to remove it: drop publication {quote_if_needed(name)}")
     return name
 
 

@@ -26,6 +26,7 @@ from psycopg import pq, sql
 
 from penstock.errors import SnapshotBlocked, SnapshotLost, SourceError
 from penstock.lsn import Lsn
+from penstock.schema import quote_identifier
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, connect_replication
 from penstock.source.faults import Place, from_exception, from_result
 from penstock.source.slots import PLUGIN, Blocker, find_blockers, name_blockers, warn_of_blockers
@@ -150,7 +151,7 @@ def _create_slot(
     slot = f"{SLOT_PREFIX}_{secrets.token_hex(6)}"
     new_syntax = replication.server_version >= _OPTIONS_IN_PARENTHESES_SINCE
     options = "(SNAPSHOT 'export')" if new_syntax else "EXPORT_SNAPSHOT"
-    command = f"CREATE_REPLICATION_SLOT {slot} TEMPORARY LOGICAL {PLUGIN} {options}"
+    command = f"CREATE_REPLICATION_SLOT {quote_identifier(slot)} TEMPORARY LOGICAL {PLUGIN} {options}"
     place, doing = Place.of(replication), "take a snapshot"
     try:
         replication.send_query(command.encode())
