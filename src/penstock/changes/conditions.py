@@ -18,6 +18,8 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<name>[A-Za-z_\u0080-\U0010ffff][\w$]*)|(?P<quoted>\"(?:[^\"]|\"\")+\")|(?P<text>'(?:[^']|'')*')"
     r"|(?P<number>[+-]?[0-9]+(?:\.[0-9]+)?)|(?P<sign><>|!=|<=|>=|[=<>(),]))"
 )
+_MOST_NESTED = 100
+"""Parentheses and negations of a filter, which may be inside each other."""
 _WORDS = frozenset({"and", "or", "not", "in", "is", "null", "true", "false"})
 _SIGNS = {"=": "=", "<>": "<>", "!=": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 LANGUAGE = (
@@ -96,6 +98,8 @@ class _Parser:
         self._text = text
         self._tokens = list(self._split())
         self._at = 0
+        if sum(word in ("(", "not") for _, word in self._tokens) > _MOST_NESTED:
+            raise self._error(f"has more than {_MOST_NESTED} parentheses and negations")
 
     def _split(self) -> Iterator[tuple[str, str]]:
         at = 0

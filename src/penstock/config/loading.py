@@ -217,12 +217,15 @@ def _parse(path: Path) -> dict[str, Any]:
             f"cannot read the config file {str(path)!r}: {error.strerror}",
             hint="Check that it is a file and that you have permission to read it.",
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
+        # Not TOML, not UTF-8, or a number with thousands of digits.
         # The message may quote the text; its position is enough.
         place = re.search(r"\(at ([^)]*)\)", str(error))
         raise ConfigError(
             f"{path} is not TOML{f', {place[1]}' if place else ''}", hint="Strings need double quotes."
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply", hint=REFERENCE) from None
 
 
 def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset[str]) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from math import isfinite
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -13,23 +14,25 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _SIZES = {"b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
+_LONGEST_SECONDS = 100 * 365 * 86400
+
 
 def parse_size(value: Any) -> int:
     """Parse a size: bytes, or a number with a unit. As in Postgres, 1kB is 1024 bytes."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     found = _split(value, {unit: float(bytes_) for unit, bytes_ in _SIZES.items()}, strip_i=True)
-    if found is None:
+    if found is None or not isfinite(found):
         raise ValueError('should be a size like "512MB" or "4GB", or a whole number of bytes')
     return round(found)
 
 
 def parse_duration(value: Any) -> timedelta:
     """Parse a duration: seconds, or a number with a unit."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-        return timedelta(seconds=value)
-    found = _split(value, _SECONDS)
-    if found is None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    found = value if is_number else _split(value, _SECONDS)
+    # Longer waits are more than the system can count.
+    if found is None or not 0 <= found <= _LONGEST_SECONDS:
         raise ValueError('should be a duration like "500ms", "30s", "15min", "1h" or "2d", or a number of seconds')
     return timedelta(seconds=found)
 

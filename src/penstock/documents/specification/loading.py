@@ -73,6 +73,8 @@ def parse_specification(text: str, name: str, file: str = "specification") -> In
         located = parse_yaml(text)
     except Misplaced as error:
         raise _invalid(file, [Problem(error.position, _key(error.path), error.message)]) from None
+    except RecursionError:
+        raise _invalid(file, [Problem(Position(1, 1), "", "is nested too deeply")]) from None
     if not isinstance(located.value, dict):
         raise _invalid(file, [Problem(Position(1, 1), "", "must be a mapping with version, table and fields")])
     normal = _Normalizer(located)

@@ -16,6 +16,7 @@ Path = tuple[str | int, ...]
 _Node = Any
 """A `yaml.Node`. PyYAML comes with an extra and is imported when the first text is parsed."""
 
+_LONGEST_NUMBER = 100
 _NODE_LIMIT = 100_000
 _NULL = re.compile(r"~|null|Null|NULL|")
 _TRUE = re.compile(r"true|True|TRUE")
@@ -124,7 +125,7 @@ def _scalar(node: _Node) -> Any:
         return True
     if _FALSE.fullmatch(text):
         return False
-    if _INTEGER.fullmatch(text):
+    if len(text) <= _LONGEST_NUMBER and _INTEGER.fullmatch(text):
         return int(text)
     return float(text) if _FLOAT.fullmatch(text) else text
 
