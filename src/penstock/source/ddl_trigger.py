@@ -274,7 +274,7 @@ class DdlTrigger:
             return
         with connection.transaction():
             with _privileged(connection, "create the DDL trigger"):
-                for statement in self._statements(bodies):
+                for statement in self._statements(bodies, has_ledger=self._has_ledger(connection)):
                     connection.execute(statement)
             self._refuse_strangers(connection)
         logger.info("ddl trigger created name=%s publication=%s", self.name, self.publication)
@@ -322,6 +322,14 @@ class DdlTrigger:
     def _functions(self) -> list[str]:
         return [self.name, self.emit_name, self.rewrite_name, self.send_name, self.announce_name]
 
+    def _has_ledger(self, connection: psycopg.Connection[Any]) -> bool:
+        found = connection.execute(
+            "select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace "
+            "where n.nspname = %s and c.relname = %s",
+            self.ledger,
+        )
+        return found.fetchone() is not None
+
     def _refuse_strangers(self, connection: psycopg.Connection[Any]) -> None:
         """Raise if a role owns one of the objects that may not create event triggers: it could forge messages."""
         names = [*self._functions, self.ledger[1]]
@@ -357,7 +365,7 @@ class DdlTrigger:
         }
         return {name: text.format(**values).as_string(connection) for name, text in texts.items()}
 
-    def _statements(self, bodies: Mapping[str, str]) -> Iterator[sql.Composed]:
+    def _statements(self, bodies: Mapping[str, str], *, has_ledger: bool) -> Iterator[sql.Composed]:
         schema, ledger = sql.Identifier(SCHEMA), sql.Identifier(*self.ledger)
         event_triggers = (
             (self.name, sql.SQL("ddl_command_end"), _TAGS),
@@ -365,24 +373,25 @@ class DdlTrigger:
         )
         yield sql.SQL("create schema if not exists {}").format(schema)
         yield sql.SQL("grant usage on schema {} to public").format(schema)
-        yield sql.SQL(
-            "create table if not exists {} (xid pg_catalog.xid8, digest bytea, at pg_catalog.pg_lsn not null, "
-            "primary key (xid, digest))"
-        ).format(ledger)
+        if not has_ledger:
+            yield sql.SQL(
+                "create table {} (xid pg_catalog.xid8, digest bytea, at pg_catalog.pg_lsn not null, "
+                "primary key (xid, digest))"
+            ).format(ledger)
+            # Messages of an earlier version of the trigger, which had no ledger, count up to here.
+            yield sql.SQL(
+                "insert into {} values (pg_catalog.pg_current_xact_id(), '', pg_catalog.pg_current_wal_insert_lsn())"
+            ).format(ledger)
         yield sql.SQL("grant select on {} to public").format(ledger)
-        # Messages of an earlier version of the trigger, which had no ledger, count up to here.
-        yield sql.SQL(
-            "insert into {ledger} select pg_catalog.pg_current_xact_id(), '', pg_catalog.pg_current_wal_insert_lsn() "
-            "where not exists (select from {ledger})"
-        ).format(ledger=ledger)
         for trigger, _, _ in event_triggers:
             yield sql.SQL("drop event trigger if exists {}").format(sql.Identifier(trigger))
+        nothing, void, fired = sql.SQL(""), sql.SQL("void"), sql.SQL("event_trigger")
         signatures = {
-            self.send_name: ("prefix text, content text", "void"),
-            self.emit_name: ("changed oid", "void"),
-            self.name: ("", "event_trigger"),
-            self.rewrite_name: ("", "event_trigger"),
-            self.announce_name: ("", "void"),
+            self.send_name: (sql.SQL("prefix text, content text"), void),
+            self.emit_name: (sql.SQL("changed oid"), void),
+            self.name: (nothing, fired),
+            self.rewrite_name: (nothing, fired),
+            self.announce_name: (nothing, void),
         }
         for function, (arguments, result) in signatures.items():
             name = sql.Identifier(SCHEMA, function)
@@ -391,9 +400,7 @@ class DdlTrigger:
             yield sql.SQL(
                 "create function {name}({arguments}) returns {result} language plpgsql "
                 "security definer set search_path = pg_catalog, pg_temp as {body}"
-            ).format(
-                name=name, arguments=sql.SQL(arguments), result=sql.SQL(result), body=sql.Literal(bodies[function])
-            )
+            ).format(name=name, arguments=arguments, result=result, body=sql.Literal(bodies[function]))
             # Roles that read the slot can announce tables even if another role has created the functions.
             if function != self.announce_name:
                 yield sql.SQL("revoke all on function {} from public").format(name)
