@@ -45,7 +45,7 @@ def private_folder(path: Path) -> Path:
 def private_file(path: Path) -> Path:
     """Create an empty file if it does not exist, in a private folder; an existing one is left as it is."""
     private_folder(path.parent)
-    # An existing file is not even opened: closing it would release the locks of this process on it, also those of SQLite.
+    # An existing file is not even opened: closing it would release the locks of this process on it, as of SQLite.
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     return path

@@ -158,7 +158,7 @@ def make_table(*titles: str, right: Sequence[str] = (), unbroken: Sequence[str] 
 def print_unwrapped(console: Console, table: Table) -> None:
     """Print a table whose last column has paths. The terminal wraps long lines, so that a path can be copied."""
     widest = Measurement.get(console, console.options.update(max_width=_UNLIMITED), table).maximum
-    wide = Console(width=max(widest, console.width), highlight=False)
+    wide = SafeConsole(width=max(widest, console.width), highlight=False)
     with wide.capture() as captured:
         wide.print(table)
     # Without the spaces that fill a line, which would wrap, too.
