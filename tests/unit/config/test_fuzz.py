@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from penstock.changes.filters import parse_filter
+from penstock.changes.conditions import parse_filter
 from penstock.config import load_config
 from penstock.config.loading import make_config
 from penstock.config.models import ConfigFile
