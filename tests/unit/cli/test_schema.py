@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
-from penstock.config.loading import _keys
 from penstock.config.models import ConfigFile
+from penstock.config.problems import _keys
 
 ROOT = Path(__file__).parents[3]
 
