@@ -110,9 +110,10 @@ class SqliteRows(RowDestination):
             "select position, lineage from tables where table_id = ? and pipeline = ?",
             (table_id, self._context.pipeline_id),
         ).fetchone()
-        if found is None or found[0] is None or not self._context.knows(found[1]):
+        if found is None or found[0] is None:
             return None
-        return Lsn.parse(found[0])
+        position = Lsn.parse(found[0])
+        return position if self._context.knows(found[1], position) else None
 
     def rows(self, table: str) -> list[dict[str, Any]] | None:
         """Return the rows of a table, for readers; Penstock does not call it."""

@@ -241,8 +241,8 @@ class PositionAhead(SourceError):
     """A stored position is ahead of the server, which would silently send nothing from there."""
 
     default_hint = (
-        "The server was restored or replaced. To copy the tables again with a new slot, run: penstock teardown, then "
-        "penstock run."
+        "The server was restored or replaced. To copy the tables again from this server, set on_lost_slot = "
+        '"recreate" and run: penstock run.'
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,21 +21,38 @@ import psycopg
 from penstock import failpoints
 from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
-from penstock.errors import PenstockError, PermissionDenied, SlotLost, SlotMissing, SlotUndecodable
+from penstock.errors import (
+    LineageChanged,
+    PenstockError,
+    PermissionDenied,
+    PositionAhead,
+    SlotLost,
+    SlotMissing,
+    SlotUndecodable,
+)
 from penstock.lsn import Lsn, earliest, reaches
 from penstock.retry import Backoff
 from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import is_lock_timeout
-from penstock.source.lineage import Lineage, identify_system, verify_lineage
+from penstock.source.lineage import Lineage, SystemIdentity, identify_system
 from penstock.source.membership import Membership, load_membership
 from penstock.source.publications import EnsuredPublication, ensure_publication, without_identity
 from penstock.source.shapes import TableShape, load_shapes
-from penstock.source.slots import Slot, create_slot, drop_slot, inspect_slot, require_usable
+from penstock.source.slots import (
+    Slot,
+    alter_slot,
+    can_fail_over,
+    create_slot,
+    drop_slot,
+    inspect_slot,
+    require_usable,
+)
 from penstock.spool import Holds, Readers, SpoolReader, SpoolSettings
 from penstock.spool.folder import SpoolFolder
+from penstock.spool.lineage import load_ancestry
 from penstock.spool.partitions import load_mentioned_leaves
-from penstock.state import Errored, IndexStatus, Ready, Store, SyncDone
+from penstock.state import Errored, IndexStatus, Ready, Store, StoredProgress, SyncDone
 from penstock.state.positions import start_position
 from penstock.values import TypeSettings
 
@@ -65,6 +82,9 @@ class StreamSettings:
     generated_columns: bool | None = None
     """Publish stored generated columns; None leaves the publication as it is."""
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
+    failover_slot: bool | None = None
+    """Standbys keep a copy of the slot (PostgreSQL 17). None: a new slot has it where the server supports it, and an
+    existing slot stays as it is."""
     types: TypeSettings = field(default_factory=TypeSettings)
     ddl_trigger: bool = False
     """Record DDL in the stream with an event trigger on the source (`penstock.source.ddl_trigger`). The server then
@@ -74,16 +94,6 @@ class StreamSettings:
     def trigger(self) -> DdlTrigger:
         """The trigger that `ddl_trigger` creates on the source."""
         return DdlTrigger(self.slot, self.publication)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where an output starts to read, and the lineage of its positions."""
-
-    position: Lsn
-    lineage: Lineage
-    continues: Lineage | None
-    """After a failover, the lineage that the server continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,7 @@ class Published:
 class Stream:
     """An open stream. Thread-safe."""
 
-    def __init__(self, settings: StreamSettings, starts: Mapping[str, Start], capture: CaptureProcess) -> None:
+    def __init__(self, settings: StreamSettings, starts: Mapping[str, Lsn], capture: CaptureProcess) -> None:
         self._settings = settings
         self._starts = starts
         self._capture = capture
@@ -113,8 +123,8 @@ class Stream:
         self.is_decodable = True
         """False if the server reported that it cannot decode its WAL from this slot."""
 
-    def start_of(self, output: str) -> Start:
-        """Return where an output starts."""
+    def start_of(self, output: str) -> Lsn:
+        """Return where an output starts to read."""
         return self._starts[output]
 
     @property
@@ -168,13 +178,15 @@ def open_stream(settings: StreamSettings, outputs: Mapping[str, Store]) -> Itera
 
     On exit, capture publishes complete transactions, answers the server and ends.
     """
-    starts = _Opening(settings, outputs).prepare()
+    opening = _Opening(settings, outputs)
+    starts = opening.prepare()
     with CaptureProcess(
         CaptureSettings(
             source=settings.source,
             slot=settings.slot,
             publication=settings.publication,
             spool=settings.spool,
+            lineage=opening.lineage,
             assembler=AssemblerSettings(
                 types=settings.types.keeping(),
                 ddl_trigger=settings.trigger if settings.ddl_trigger else None,
@@ -187,7 +199,7 @@ def open_stream(settings: StreamSettings, outputs: Mapping[str, Store]) -> Itera
             yield stream
         finally:
             capture.stop()
-            if not stream.is_decodable and not any(_has_tables(store) for store in outputs.values()):
+            if not stream.is_decodable and not any(needs_every_change(store) for store in outputs.values()):
                 # Nothing depends on it, so the next start creates another one, and nothing is lost.
                 with connect(settings.source, Role.CATALOG) as connection:
                     drop_slot(connection, settings.slot)
@@ -261,8 +273,10 @@ class _Opening:
     def __init__(self, settings: StreamSettings, outputs: Mapping[str, Store]) -> None:
         self._settings = settings
         self._outputs = outputs
+        self.lineage: Lineage | None = None
+        """The server's, once it is known."""
 
-    def prepare(self) -> dict[str, Start]:
+    def prepare(self) -> dict[str, Lsn]:
         """Return where each output starts to read."""
         settings, outputs = self._settings, self._outputs
         # Not on the connection that creates the slot, which waits for open transactions without a limit.
@@ -273,7 +287,7 @@ class _Opening:
             raise final[0]
         with connect(settings.source, Role.CATALOG) as connection:
             self._ensure_trigger(connection)
-            lineages = {name: self._identify(store) for name, store in outputs.items()}
+            self._use_server()
             slot = self._prepare_slot(connection, outputs)
             if settings.ddl_trigger:
                 # After the slot is created: from here on every DDL change of a table is in the stream.
@@ -286,8 +300,7 @@ class _Opening:
             # The slot has moved past the spool as well, so capture could not continue there.
             folder.discard()
         Holds(folder).release_all()
-        positions = self._register(Readers(folder), outputs, confirmed)
-        return {name: Start(position, *lineages[name]) for name, position in positions.items()}
+        return self._register(Readers(folder), outputs, confirmed)
 
     def _ensure_trigger(self, connection: psycopg.Connection[Any]) -> None:
         """Create the DDL trigger if it is wanted; remove an existing one if it is not."""
@@ -300,31 +313,65 @@ class _Opening:
             except PermissionDenied:
                 logger.warning("this role cannot remove a ddl trigger that is no longer needed name=%s", trigger.name)
 
-    def _identify(self, store: Store) -> tuple[Lineage, Lineage | None]:
-        """Return the current lineage, and the earlier one if the server continues another timeline."""
-        slot = self._settings.slot
-        replication = connect_replication(self._settings.source, Role.SLOT)
+    def _use_server(self) -> None:
+        """Identify the server, and refuse or reset outputs whose positions are not part of its history."""
+        settings = self._settings
+        replication = connect_replication(settings.source, Role.SLOT)
         try:
-            stored = store.get_stored_progress()
-            if stored is None:
-                current, continues = identify_system(replication).lineage(slot), None
-            else:
-                current = verify_lineage(replication, stored.lineage, slot, stored.position).lineage(slot)
-                continues = stored.lineage if stored.lineage != current else None
+            system = identify_system(replication)
         finally:
             replication.finish()
-        if continues is not None:
-            _distrust_indexes(store)
-        store.use_lineage(current, continues=continues)
-        return current, continues
+        ancestry = system.ancestry(settings.slot)
+        folder = SpoolFolder(settings.spool.path)
+        spool = _end_of(folder)
+        is_branch = spool is not None and ancestry.is_other_timeline(spool.lineage)
+        shared = [] if spool is None or is_branch else [spool]
+        was_reset = [
+            self._refuse_lost(name, store, [*store.get_stored_positions(), *shared], system)
+            for name, store in self._outputs.items()
+        ]
+        if any(was_reset):
+            folder.discard()
+        elif spool is not None and is_branch and not ancestry.includes(spool.lineage, spool.position):
+            # No output has applied them, and the slot continues where the outputs are.
+            logger.warning("discarding captured changes that the server lost in a failover")
+            folder.discard()
+        for store in self._outputs.values():
+            if any(each.lineage != ancestry.current for each in store.get_stored_positions()):
+                _distrust_indexes(store)
+            store.use_lineage(ancestry)
+        self.lineage = ancestry.current
+
+    def _refuse_lost(
+        self, name: str, store: Store, positions: Sequence[StoredProgress], system: SystemIdentity
+    ) -> bool:
+        """Refuse an output with changes that this server does not have: they were lost in a failover or a restore.
+
+        With `on_lost_slot = "recreate"` reset it instead and return True; never for another server or database.
+        """
+        ancestry = system.ancestry(self._settings.slot)
+        try:
+            for each in positions:
+                ancestry.require(each.lineage, each.position)
+                system.require_reached(each.position)
+        except (LineageChanged, PositionAhead) as error:
+            others = {each.lineage for each in positions} - {ancestry.current}
+            is_same = all(ancestry.is_other_timeline(each) for each in others)
+            if self._settings.on_lost_slot is OnLostSlot.ERROR or not is_same:
+                raise
+            logger.error("%s; copying every table again output=%s", error.message, name)
+            store.reset_replication()
+            return True
+        return False
 
     def _prepare_slot(self, connection: psycopg.Connection[Any], outputs: Mapping[str, Store]) -> Slot:
         """Return the slot, created at the first start; a lost slot is an error, or everything is copied again."""
         settings = self._settings
         slot = inspect_slot(connection, settings.slot)
         if slot is not None and not slot.lost:
-            return require_usable(slot, settings.slot, database=connection.info.dbname)
-        if slot is not None or any(_has_tables(store) for store in outputs.values()):
+            require_usable(slot, settings.slot, database=connection.info.dbname)
+            return self._with_failover(connection, slot)
+        if slot is not None or any(needs_every_change(store) for store in outputs.values()):
             if settings.on_lost_slot is OnLostSlot.ERROR:
                 kind = SlotMissing if slot is None else SlotLost
                 raise kind(
@@ -339,9 +386,22 @@ class _Opening:
             store.reset_replication()
         SpoolFolder(settings.spool.path).discard()
         failpoints.reach("before_slot")
-        slot = create_slot(connection, settings.slot)
+        failover = can_fail_over(connection) if settings.failover_slot is None else settings.failover_slot
+        slot = create_slot(connection, settings.slot, failover=failover)
         failpoints.reach("after_slot")
         return slot
+
+    def _with_failover(self, connection: psycopg.Connection[Any], slot: Slot) -> Slot:
+        """Change whether standbys keep a copy of the slot, if the settings say so."""
+        wanted = self._settings.failover_slot
+        if wanted is None or wanted == slot.failover:
+            return slot
+        replication = connect_replication(self._settings.source, Role.SLOT)
+        try:
+            alter_slot(replication, slot.name, failover=wanted)
+        finally:
+            replication.finish()
+        return require_usable(inspect_slot(connection, slot.name), slot.name)
 
     def _refuse_gap(self, name: str, store: Store, confirmed: Lsn) -> bool:
         """Refuse an output that is behind the slot: the stream ran without it, or the slot was moved by hand.
@@ -349,7 +409,7 @@ class _Opening:
         With `on_lost_slot = "recreate"` reset it instead and return True.
         """
         stored = store.get_replication_progress()
-        if stored is None or reaches(stored, confirmed) or not _has_tables(store):
+        if stored is None or reaches(stored, confirmed) or not needs_every_change(store):
             return False
         if self._settings.on_lost_slot is OnLostSlot.ERROR:
             raise SlotLost(
@@ -377,6 +437,12 @@ class _Opening:
         return starts
 
 
+def _end_of(folder: SpoolFolder) -> StoredProgress | None:
+    """Return where a spool ends; None if it is empty."""
+    known, captured = load_ancestry(folder), SpoolReader(folder.root).captured
+    return None if known is None or captured is None else StoredProgress(captured, known.current)
+
+
 def _distrust_indexes(store: Store) -> None:
     """Have all search indexes rebuilt: after a failover the server may reuse transaction numbers, which are the
     versions of documents.
@@ -388,7 +454,7 @@ def _distrust_indexes(store: Store) -> None:
         store.store_index_build(replace(build, fingerprint=""))
 
 
-def _has_tables(store: Store) -> bool:
+def needs_every_change(store: Store) -> bool:
     """True if a table or search index needs every change after its position."""
     return any(
         isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock import failpoints
@@ -31,7 +31,7 @@ from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import load_table, sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
-from penstock.source.lineage import Lineage, current_position
+from penstock.source.lineage import current_position
 from penstock.source.membership import Membership, changes_between
 from penstock.source.shapes import TableShape, remembering
 from penstock.state import (
@@ -140,8 +140,6 @@ class TablesOutput:
                 DestinationContext(
                     pipeline_id=self.settings.output_id,
                     epoch=epoch,
-                    lineage=_lineage_name(start.lineage),
-                    continues=_lineage_name(start.continues) if start.continues else None,
                     store=self.store,
                     tasks=self.tasks,
                     session=self.session,
@@ -154,7 +152,7 @@ class TablesOutput:
                 )
             )
             stack.callback(self.destination.shutdown)
-            running = RunningTables(self, lifecycle, start.position, published, folders, transforms, policies)
+            running = RunningTables(self, lifecycle, start, published, folders, transforms, policies)
             stack.callback(running.drain)
             running.start()
             yield running
@@ -546,7 +544,3 @@ class RunningTables(RunningOutput):
 
 def _do_nothing(_: None) -> None:
     """Run as a task to check that tasks run."""
-
-
-def _lineage_name(lineage: Lineage) -> str:
-    return "/".join(str(value) for value in asdict(lineage).values())

@@ -24,7 +24,6 @@ from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
 from penstock.errors import (
-    ConfigError,
     DocumentsRejected,
     PenstockError,
     PublicationChanged,
@@ -39,7 +38,6 @@ from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.postgres import PostgresServer
 from penstock.workers import Lifecycle
 from penstock.workers.process_tasks import ProcessTasks
-from tests.conftest import Database
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import current_position, wait_for
 from tests.integration.documents import world
@@ -595,45 +593,10 @@ def test_a_standby_is_refused(make_server: Callable[..., PostgresServer], tmp_pa
     sink = MemorySink()
     database = SimpleNamespace(dsn=server.dsn(), name="in_recovery")
     output = Site(database, tmp_path, specifications(people=PEOPLE), sink, sink.documents).output()
-    stream: Any = SimpleNamespace(start_of=lambda _: SimpleNamespace(position=Lsn(0)))
+    stream: Any = SimpleNamespace(start_of=lambda _: Lsn(0))
     opened = output.definition.opened(stream, Lifecycle("documents"), 1, stream)
     with pytest.raises(UnsupportedServer, match="documents cannot be built from a standby"), opened:
         pass
-
-
-@pytest.mark.trap(44)
-def test_a_failover_builds_every_index_anew(make_server: Callable[..., PostgresServer], tmp_path: Path) -> None:
-    server = make_server()
-    database = Database(server, server.create_database())
-    with connect(SourceSettings(database.dsn), Role.CATALOG) as connection:
-        world.create(connection)
-        world.fill(Random(1), connection)
-    sink = MemorySink()
-    site = Site(database, tmp_path, specifications(people=PEOPLE, orders=ORDERS), sink, sink.documents)
-    with run(output := site.output()):
-        site.wait_settled(output)
-        before = output.indexes
-    # Recovery that ends by itself starts a new timeline, as the promotion of a standby does.
-    server.stop()
-    server.write_file("recovery.signal", "")
-    server.write_file("postgresql.auto.conf", "restore_command = 'false'\n")
-    server.start()
-    wait_for(lambda: database.execute("select pg_is_in_recovery()") == [(False,)], "the promotion")
-    right = site.specifications
-    site.specifications = specifications(people=PEOPLE.replace("table: teams", "table: nowhere"))
-    with pytest.raises(ConfigError, match="there is no table"), run(site.output()):
-        pass
-    site.specifications = right
-    with run(output := site.output()):
-        site.wait_settled(output)
-        for name, build in output.indexes.items():
-            assert build.build != before[name].build
-            assert build.reason == "another server took over"
-        before = output.indexes
-        site.check()
-    with run(output := site.output()):
-        site.wait_settled(output)
-        assert output.indexes == before, "once is enough"
 
 
 class Heard(Observer):

@@ -15,7 +15,7 @@ from penstock.destinations.memory import MemoryDestination
 from penstock.errors import Retry
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.source.membership import Membership, RowVersion
 from penstock.spool import SpoolSettings
 from penstock.state import (
@@ -48,7 +48,7 @@ PUBLISHED = Published(
 def store() -> Iterator[MemoryStore]:
     made = MemoryStore("test")
     made.acquire_lease()
-    made.use_lineage(Lineage("7000000000000000001", 1, "postgres", "penstock"))
+    made.use_lineage(Ancestry(Lineage("7000000000000000001", 1, "postgres", "penstock")))
     for table in (A, B):
         for phase in (Init(), DataSync(), FinishedCopy(), SyncDone(Lsn(100)), Ready()):
             made.update_table_replication_state(table, phase)

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -23,13 +24,13 @@ from penstock.capture.parcels import Parcel, ParcelQueue
 from penstock.capture.relations import CatalogResolver
 from penstock.capture.session import ReplicationSession, StartOptions
 from penstock.capture.streams import OpenStreams
-from penstock.errors import PenstockError, PositionAhead, Retry, SlotUnusable
+from penstock.errors import PenstockError, Retry, SlotUnusable
 from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.retry import Backoff
 from penstock.schema import quote_identifier
-from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, run_command
+from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, connect_replication, run_command
 from penstock.source.faults import translated
-from penstock.source.lineage import check_lineage, identify_system, read_timeline_history
+from penstock.source.lineage import Ancestry, Lineage, identify_system, is_in_recovery
 from penstock.source.publications import require_publication
 from penstock.source.slots import inspect_slot, require_usable
 from penstock.spool import SpoolSettings, SpoolWriter, Stopping
@@ -49,6 +50,8 @@ class CaptureSettings:
     """The slot is created on this connection, and ends with it."""
     start: Lsn | None = None
     """Where a new spool begins; None for the slot's position."""
+    lineage: Lineage | None = None
+    """Where the positions of readers come from that registered in a new spool."""
     acknowledge: bool = True
     """Acknowledge what the readers of the spool have finished. If False, the slot stays where it is."""
     streaming: bool = True
@@ -134,7 +137,8 @@ class Capture:
         """Run one connection until it breaks or capture is stopped."""
         settings = self._settings
         writer.discard_unpublished()
-        with connect(settings.source, Role.CATALOG, parameters=NO_TIMEOUTS) as catalog:
+        with ExitStack() as stack:
+            catalog = stack.enter_context(connect(settings.source, Role.CATALOG, parameters=NO_TIMEOUTS))
             require_publication(catalog, settings.publication)
             messages = bool(settings.assembler.message_prefixes or settings.assembler.ddl_trigger)
             options = StartOptions(
@@ -148,7 +152,7 @@ class Capture:
                 require_usable(inspect_slot(catalog, settings.slot), settings.slot, database=catalog.info.dbname)
             session = ReplicationSession(settings.source, options)
             try:
-                self._start(session, writer, catalog)
+                self._start(session, writer, catalog, stack)
                 resolver = CatalogResolver(catalog, writer.schemas, settings.assembler.ddl_trigger)
                 streams = OpenStreams(writer.open_folder, writer.disk)
                 assembler = Assembler(writer, resolver, streams, settings.assembler)
@@ -156,7 +160,9 @@ class Capture:
             finally:
                 session.close()
 
-    def _start(self, session: ReplicationSession, writer: SpoolWriter, catalog: psycopg.Connection[Any]) -> None:
+    def _start(
+        self, session: ReplicationSession, writer: SpoolWriter, catalog: psycopg.Connection[Any], stack: ExitStack
+    ) -> None:
         """Determine the start position, raise if the server does not have it, and start there."""
         settings = self._settings
         if settings.temporary:
@@ -166,13 +172,15 @@ class Capture:
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
         # After the slot: creating one writes WAL, and its position may be after that.
         system = identify_system(session.connection)
-        lineage = system.lineage(settings.slot)
+        ancestry = system.ancestry(settings.slot)
         needed = writer.needed_from()
+        known = writer.ancestry
+        lineage = known.current if known is not None else settings.lineage
         if needed is None:
             needed = settings.start if settings.start is not None else confirmed
-        elif writer.lineage is not None:
-            history = read_timeline_history(session.connection, lineage.timeline)
-            check_lineage(writer.lineage, lineage, needed, system.position, history)
+        elif lineage is not None:
+            # Also after each reconnect: another server may have taken over.
+            ancestry.require(lineage, needed)
         if not reaches(needed, confirmed):
             raise SlotUnusable(
                 f"slot {settings.slot!r} is at {confirmed}, after the position {needed} at which capture must resume",
@@ -180,15 +188,19 @@ class Capture:
                 slot=settings.slot,
             )
         # Started from a position that it has not reached, the server would send nothing and report no error.
-        if not reaches(system.position, needed):
-            raise PositionAhead(
-                f"capture has to continue at {needed}, but the server's WAL ends at {system.position}",
-                stored=needed,
-                current=system.position,
-            )
+        system.require_reached(needed)
         session.start(needed)
-        writer.begin_at(needed, lineage)
+        if known is not None and ancestry.follows(known):
+            logger.warning("another server took over timeline=%d position=%s", ancestry.current.timeline, needed)
+        writer.begin_at(needed, ancestry, self._asking(stack) if is_in_recovery(catalog) else None)
         self._acknowledged = furthest(self._acknowledged, confirmed)
+
+    def _asking(self, stack: ExitStack) -> Callable[[], Ancestry]:
+        """Return what asks a standby for its ancestry: its connections survive if it or its primary is promoted."""
+        settings = self._settings
+        connection = connect_replication(settings.source, Role.SLOT)
+        stack.callback(connection.finish)
+        return lambda: identify_system(connection).ancestry(settings.slot)
 
     def _run_threads(
         self, session: ReplicationSession, writer: SpoolWriter, assembler: Assembler, sender_timeout: float

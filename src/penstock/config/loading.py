@@ -250,6 +250,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         manage_publication=source.manage_publication,
         generated_columns=source.generated_columns,
         on_lost_slot=source.on_lost_slot,
+        failover_slot=source.failover_slot,
         ddl_trigger=source.ddl_trigger,
         max_table_sync_workers=file.copy_.max_table_sync_workers,
         batches=BatchSettings(

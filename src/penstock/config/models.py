@@ -97,6 +97,7 @@ class SourceSection(Section):
     generated_columns: bool | None = None
     slot: str | None = None
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
+    failover_slot: bool | None = None
     ddl_trigger: bool = False
 
 

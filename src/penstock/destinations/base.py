@@ -37,7 +37,7 @@ from penstock.changes.batch import EventBatch
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import concerns_all_tables
 from penstock.errors import PenstockError
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 from penstock.source.bounds import Bounds
 
@@ -163,14 +163,10 @@ class DestinationContext:
     """What a destination gets at startup."""
 
     pipeline_id: str
-    lineage: str
-    """Identifies server, timeline and slot; positions of another lineage are meaningless."""
     store: Store
     tasks: Tasks
     epoch: int = 0
     """The number of the lease. It grows with every takeover: a lower one belongs to a process that lost the lease."""
-    continues: str | None = None
-    """After a failover: the lineage that the server continues, whose positions are valid, too."""
     session: Any = None
     """The Spark session, or None."""
     source_rows: SourceRows | None = None
@@ -183,9 +179,20 @@ class DestinationContext:
     records_ddl: bool = False
     """The source records its DDL in the stream. Otherwise a name that moved to another column may come too early."""
 
-    def knows(self, lineage: str) -> bool:
-        """Return True if positions of this lineage are valid."""
-        return lineage in (self.lineage, self.continues)
+    @property
+    def lineage(self) -> str:
+        """Identifies server, timeline and slot. Read it each time you record a position: a failover changes it."""
+        return self.store.ancestry.current.name
+
+    @property
+    def continues(self) -> Mapping[str, Lsn]:
+        """The lineages that led to this one, by failovers. Their positions are valid, each up to its end."""
+        return self.store.ancestry.ends
+
+    def knows(self, lineage: str, position: Lsn) -> bool:
+        """Return True if a recorded position is part of the server's history; any other is meaningless."""
+        end = self.continues.get(lineage)
+        return lineage == self.lineage or (end is not None and reaches(end, position))
 
 
 @dataclass(frozen=True, slots=True)

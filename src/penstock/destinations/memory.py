@@ -160,9 +160,9 @@ class MemoryDestination:
         """See `Destination`."""
         with self.storage.lock:
             found = self.storage.tables.get(table_id)
-            if found is None or found.owner != self._started.pipeline_id or not self._started.knows(found.lineage):
+            if found is None or found.owner != self._started.pipeline_id or found.position is None:
                 return None
-            return found.position
+            return found.position if self._started.knows(found.lineage, found.position) else None
 
     @property
     def keeps_versions(self) -> bool:

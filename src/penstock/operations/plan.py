@@ -37,6 +37,7 @@ from penstock.source.publications import (
 from penstock.source.shapes import TableShape, remembering
 from penstock.source.slots import inspect_slot
 from penstock.state import CommandKind, Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
+from penstock.stream import needs_every_change
 from penstock.tables import OnLostSlot
 from penstock.values import TypeSettings
 from penstock.workers import Recopy, SchemaChanges
@@ -140,16 +141,20 @@ def check_source(config: Config) -> Report:
     """Check whether the server is ready for the pipeline of a config."""
     settings = config.pipeline
     shapes: dict[int, TableShape] = {}
-    for output in config.outputs:
+    needs_slot = False
+    for output in config.every_output:
         # Without its state, the server can be checked all the same.
         with suppress(PenstockError), existing_store(config, output) as store:
             shapes |= {} if store is None else store.get_table_shapes()
+            needs_slot = needs_slot or (store is not None and needs_every_change(store))
     request = Request(
         settings.publication,
         settings.slot,
         settings.tables,
         settings.exclude,
         manage_publication=settings.manage_publication,
+        failover_slot=settings.failover_slot,
+        needs_slot=needs_slot,
         types=settings.types,
         transforms=remembering(settings.transforms, shapes),
         generated_columns=bool(settings.generated_columns),

@@ -26,7 +26,7 @@ from penstock.operations.stores import every_chosen_output, existing_store, runn
 from penstock.output import RunningOutput
 from penstock.source import Role, connect
 from penstock.source.catalog import TableSize, load_sizes
-from penstock.source.lineage import flushed_position
+from penstock.source.lineage import Ancestry, flushed_position
 from penstock.source.slots import Slot, find_blockers, inspect_slot
 from penstock.spool import Readers
 from penstock.spool.folder import SpoolFolder
@@ -211,7 +211,7 @@ def table_states(
     positions: dict[int, Lsn] = {}
     if stored is not None:
         if opened is None:
-            store.use_lineage(stored.lineage)
+            store.use_lineage(Ancestry(stored.lineage))
         positions = dict(store.get_table_positions())
     names = table_names(config, store)
     changed = store.get_changed_cells()

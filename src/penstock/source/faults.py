@@ -241,6 +241,9 @@ def _kind_of_wrong_state(text: str, slot: str | None) -> tuple[type[SourceError]
     lowered = text.lower()
     if "wal_level" in lowered and not any(part in lowered for part in _GONE_TEXT):
         return WalLevelTooLow, None, {}
+    if "being synchronized from the primary" in lowered:
+        # A standby that is about to be promoted: soon the slot is usable.
+        return ServerUnavailable, "The server is still a standby. Penstock continues when it is promoted.", {}
     if "in recovery" in lowered or "on standby" in lowered:
         return UnsupportedServer, None, {}
     if any(part in lowered for part in _GONE_TEXT):

@@ -1,15 +1,17 @@
 """The server's positions, and their lineage: the system, timeline and slot that stored positions belong to.
 
-A position means nothing on another server, and little after a failover: the promoted standby has the same system
-identifier, but continues from its own position on a new timeline. Started from a position that it never reached, a
-server sends nothing and reports no error. So positions are stored with their lineage and checked before use.
+A position means nothing on another server. After a failover the promoted standby has the same system identifier and
+continues on a new timeline: a position of an earlier timeline is valid up to where the server left that timeline, and
+lost beyond it. Started from a position that it never reached, a server sends nothing and reports no error. So positions
+are stored with their lineage, and an `Ancestry` decides about them before they are used.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psycopg
@@ -30,6 +32,14 @@ _WRITTEN = (
     " else pg_catalog.pg_current_wal_insert_lsn() end::text"
 )
 _FLUSH_SECONDS = 1.0
+_UNDEFINED_FILE = "58P01"
+LOST_IN_FAILOVER = (
+    "The promoted standby did not have these changes. To copy the tables again from this server, set on_lost_slot = "
+    '"recreate" and run: penstock run. To keep it from happening again, set synchronized_standby_slots on the primary '
+    "(PostgreSQL 17)."
+)
+
+logger = logging.getLogger(__name__)
 
 
 def flushed_position(connection: psycopg.Connection[Any]) -> Lsn:
@@ -52,6 +62,12 @@ def current_position(source: SourceSettings) -> Lsn:
         return written
 
 
+def is_in_recovery(connection: psycopg.Connection[Any]) -> bool:
+    """True if the server is a standby now."""
+    with translated(connection, "ask whether the server is a standby"):
+        return connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone() == (True,)
+
+
 def _ask(connection: psycopg.Connection[Any], query: str) -> Lsn:
     with translated(connection, "read the server's position"), connection.cursor(row_factory=tuple_row) as cursor:
         found = cursor.execute(query.encode()).fetchone()
@@ -68,20 +84,10 @@ class Lineage:
     database: str
     slot: str
 
-
-@dataclass(frozen=True, slots=True)
-class SystemIdentity:
-    """The server's answer to IDENTIFY_SYSTEM."""
-
-    system_identifier: str
-    timeline: int
-    position: Lsn
-    """The end of its flushed WAL; replication sends nothing beyond it."""
-    database: str
-
-    def lineage(self, slot: str) -> Lineage:
-        """The lineage of positions read from a slot on this server."""
-        return Lineage(self.system_identifier, self.timeline, self.database, slot)
+    @property
+    def name(self) -> str:
+        """The lineage as destinations record it."""
+        return "/".join(str(value) for value in asdict(self).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +98,135 @@ class TimelineSwitch:
     left_at: Lsn
 
 
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """The lineage of a server now, and the timelines that led to it: which stored positions are part of its history."""
+
+    current: Lineage
+    switches: tuple[TimelineSwitch, ...] = ()
+    """Oldest first; empty on the first timeline."""
+
+    def require(self, stored: Lineage, position: Lsn) -> None:
+        """Raise `LineageChanged` if a stored position is not part of this server's history."""
+        current = self.current
+        if stored.system_identifier != current.system_identifier:
+            raise LineageChanged(
+                f"this is another server: its system identifier is {current.system_identifier}, "
+                f"but the stored positions belong to {stored.system_identifier}",
+                stored=stored.system_identifier,
+                current=current.system_identifier,
+            )
+        if stored.database != current.database:
+            raise LineageChanged(
+                f"stored positions belong to database {stored.database!r}, not {current.database!r}",
+                stored=stored.database,
+                current=current.database,
+            )
+        if stored.slot != current.slot:
+            raise LineageChanged(
+                f"stored positions belong to slot {stored.slot!r}, not {current.slot!r}",
+                hint="Use the old slot name, or copy the tables again.",
+                stored=stored.slot,
+                current=current.slot,
+            )
+        if stored.timeline != current.timeline:
+            self._require_left_after(stored.timeline, position)
+
+    def includes(self, stored: Lineage, position: Lsn) -> bool:
+        """Return True if a stored position is part of this server's history."""
+        try:
+            self.require(stored, position)
+        except LineageChanged:
+            return False
+        return True
+
+    def is_other_timeline(self, stored: Lineage) -> bool:
+        """Return True for another timeline of the same server, database and slot."""
+        return stored != self.current and replace(stored, timeline=self.current.timeline) == self.current
+
+    def follows(self, earlier: Ancestry) -> bool:
+        """Return True if this server took over from the one with the other ancestry."""
+        return self.is_other_timeline(earlier.current) and any(
+            switch.timeline == earlier.current.timeline for switch in self.switches
+        )
+
+    @property
+    def ends(self) -> Mapping[str, Lsn]:
+        """The names of the lineages that led to this one, each with its end."""
+        return {replace(self.current, timeline=each.timeline).name: each.left_at for each in self.switches}
+
+    def _require_left_after(self, timeline: int, position: Lsn) -> None:
+        current = self.current.timeline
+        left = next((switch for switch in self.switches if switch.timeline == timeline), None)
+        if left is None:
+            raise LineageChanged(
+                f"the server is on timeline {current}, which does not descend from {timeline}, "
+                "that of the stored position",
+                hint=LOST_IN_FAILOVER,
+                stored=timeline,
+                current=current,
+            )
+        if not reaches(left.left_at, position):
+            raise LineageChanged(
+                f"the server left timeline {timeline} at {left.left_at}, before the stored position {position}: "
+                "changes in between were lost in a failover or a restore",
+                hint=LOST_IN_FAILOVER,
+                stored=timeline,
+                current=current,
+                left_at=left.left_at,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SystemIdentity:
+    """The server's answers to IDENTIFY_SYSTEM and TIMELINE_HISTORY."""
+
+    system_identifier: str
+    timeline: int
+    position: Lsn
+    """The end of its flushed WAL; replication sends nothing beyond it."""
+    database: str
+    switches: tuple[TimelineSwitch, ...] = ()
+
+    def ancestry(self, slot: str) -> Ancestry:
+        """Return what decides about positions that were read from a slot."""
+        return Ancestry(Lineage(self.system_identifier, self.timeline, self.database, slot), self.switches)
+
+    def require_reached(self, position: Lsn) -> None:
+        """Raise `PositionAhead` for a position beyond the server's WAL: from there it would send nothing."""
+        if not reaches(self.position, position):
+            raise PositionAhead(
+                f"the stored position {position} is ahead of the server, which is at {self.position}",
+                stored=position,
+                current=self.position,
+            )
+
+
 def identify_system(connection: pq.abc.PGconn) -> SystemIdentity:
     """Identify the server at the other end of a replication connection."""
     rows = run_command(connection, "IDENTIFY_SYSTEM", "identify the server")
     identifier, timeline, position, database = rows[0]
-    return SystemIdentity(str(identifier), int(timeline or 0), Lsn.parse(position or "0/0"), database or "")
+    number = int(timeline or 0)
+    switches = read_timeline_history(connection, number)
+    return SystemIdentity(str(identifier), number, Lsn.parse(position or "0/0"), database or "", switches)
 
 
-def read_timeline_history(connection: pq.abc.PGconn, timeline: int) -> list[TimelineSwitch]:
-    """The timelines that led to `timeline`, oldest first; empty for the first one."""
+def read_timeline_history(connection: pq.abc.PGconn, timeline: int) -> tuple[TimelineSwitch, ...]:
+    """The timelines that led to `timeline`, oldest first; empty for the first one, and if the server lost the file."""
     if timeline <= 1:
-        return []
-    rows = run_command(connection, f"TIMELINE_HISTORY {int(timeline)}", "read the timeline history")
+        return ()
+    try:
+        rows = run_command(connection, f"TIMELINE_HISTORY {int(timeline)}", "read the timeline history")
+    except QueryFailed as error:
+        if error.facts.get("sqlstate") != _UNDEFINED_FILE:
+            raise
+        # Positions of this timeline need no history, and those of earlier ones are refused without it.
+        logger.warning("the server has no history of its timeline timeline=%d", timeline)
+        return ()
     return parse_timeline_history(rows[0][1] or "")
 
 
-def parse_timeline_history(content: str) -> list[TimelineSwitch]:
+def parse_timeline_history(content: str) -> tuple[TimelineSwitch, ...]:
     """Parse a `.history` file: one line per former timeline (number, position, reason)."""
     switches: list[TimelineSwitch] = []
     for line in content.splitlines():
@@ -118,71 +237,4 @@ def parse_timeline_history(content: str) -> list[TimelineSwitch]:
             switches.append(TimelineSwitch(int(fields[0]), Lsn.parse(fields[1])))
         except (IndexError, ValueError):
             raise QueryFailed("the server's timeline history is malformed") from None
-    return switches
-
-
-def check_lineage(
-    stored: Lineage,
-    current: Lineage,
-    stored_position: Lsn,
-    server_position: Lsn,
-    timeline_history: Sequence[TimelineSwitch] = (),
-) -> None:
-    """Raise if this server's WAL does not contain a position. `timeline_history` is that of the current timeline."""
-    if stored.system_identifier != current.system_identifier:
-        raise LineageChanged(
-            f"this is another server: its system identifier is {current.system_identifier}, "
-            f"but the stored positions belong to {stored.system_identifier}",
-            stored=stored.system_identifier,
-            current=current.system_identifier,
-        )
-    if stored.database != current.database:
-        raise LineageChanged(
-            f"stored positions belong to database {stored.database!r}, not {current.database!r}",
-            stored=stored.database,
-            current=current.database,
-        )
-    if stored.slot != current.slot:
-        raise LineageChanged(
-            f"stored positions belong to slot {stored.slot!r}, not {current.slot!r}",
-            hint="Use the old slot name, or copy the tables again.",
-            stored=stored.slot,
-            current=current.slot,
-        )
-    if stored.timeline != current.timeline:
-        _check_timeline(stored.timeline, current.timeline, stored_position, timeline_history)
-    if not reaches(server_position, stored_position):
-        raise PositionAhead(
-            f"the stored position {stored_position} is ahead of the server, which is at {server_position}",
-            stored=stored_position,
-            current=server_position,
-        )
-
-
-def verify_lineage(connection: pq.abc.PGconn, stored: Lineage, slot: str, stored_position: Lsn) -> SystemIdentity:
-    """Identify the server, and raise if the stored position is not part of its history."""
-    system = identify_system(connection)
-    current = system.lineage(slot)
-    history: list[TimelineSwitch] = []
-    if stored.system_identifier == current.system_identifier and stored.timeline != current.timeline:
-        history = read_timeline_history(connection, current.timeline)
-    check_lineage(stored, current, stored_position, system.position, history)
-    return system
-
-
-def _check_timeline(stored: int, current: int, position: Lsn, history: Sequence[TimelineSwitch]) -> None:
-    left = next((switch for switch in history if switch.timeline == stored), None)
-    if left is None:
-        raise LineageChanged(
-            f"the server is on timeline {current}, which does not descend from {stored}, that of the stored position",
-            stored=stored,
-            current=current,
-        )
-    if not reaches(left.left_at, position):
-        raise LineageChanged(
-            f"the server left timeline {stored} at {left.left_at}, before the stored position {position}: "
-            "changes in between were lost in a failover or a restore",
-            stored=stored,
-            current=current,
-            left_at=left.left_at,
-        )
+    return tuple(switches)

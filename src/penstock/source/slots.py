@@ -18,18 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+from psycopg import pq
 from psycopg.rows import tuple_row
 
 from penstock.errors import ConfigError, SlotInUse, SlotLost, SlotMissing, SlotUnusable, SourceError, UnsupportedServer
 from penstock.lsn import Lsn
 from penstock.retry import Backoff
+from penstock.schema import quote_identifier
+from penstock.source.connections import run_command
 from penstock.source.faults import Place, from_exception, translated
+from penstock.source.lineage import is_in_recovery
 
 PLUGIN = "pgoutput"
 
 _NAME = re.compile(r"[a-z0-9_]{1,63}")
 _QUERY_CANCELLED = "57014"
-_FAILOVER_SINCE = 170000
+FAILOVER_SINCE = 170000
 _REPORT_SECONDS = (2.0, 10.0)
 """When transactions that block the creation of a slot are first reported, and how often after that."""
 
@@ -142,10 +146,8 @@ def create_slot(
     check_slot_name(name)
     version = connection.info.server_version
     arguments = [name, PLUGIN, temporary]
-    if failover and version < _FAILOVER_SINCE:
-        raise UnsupportedServer(
-            "slots that survive a failover need PostgreSQL 17 or newer", hint="Turn the option off."
-        )
+    if failover and version < FAILOVER_SINCE:
+        raise _no_failover()
     if failover:
         arguments += [False, True]
     doing = f"create slot {name!r}"
@@ -167,6 +169,21 @@ def create_slot(
         raise SlotMissing(f"slot {name!r} disappeared right after it was created ({place.where})", slot=name)
     logger.info("slot created slot=%s temporary=%s position=%s", name, temporary, slot.confirmed_flush_lsn)
     return slot
+
+
+def can_fail_over(connection: psycopg.Connection[Any]) -> bool:
+    """True if a new slot can have `failover`: on a primary, from PostgreSQL 17 on."""
+    return connection.info.server_version >= FAILOVER_SINCE and not is_in_recovery(connection)
+
+
+def alter_slot(replication: pq.abc.PGconn, name: str, *, failover: bool) -> None:
+    """Change whether standbys keep a copy of a slot that is not in use; over a replication connection."""
+    if replication.server_version < FAILOVER_SINCE:
+        raise _no_failover()
+    check_slot_name(name)
+    command = f"ALTER_REPLICATION_SLOT {quote_identifier(name)} (FAILOVER {'true' if failover else 'false'})"
+    run_command(replication, command, f"alter slot {name!r}", slot=name)
+    logger.info("slot altered slot=%s failover=%s", name, failover)
 
 
 @contextmanager
@@ -279,6 +296,12 @@ def _slot_from(row: dict[str, Any]) -> Slot:
         temporary=row["temporary"],
         two_phase=bool(row.get("two_phase")),
         failover=bool(row.get("failover")),
+    )
+
+
+def _no_failover() -> UnsupportedServer:
+    return UnsupportedServer(
+        "slots that survive a failover need PostgreSQL 17 or newer", hint="Remove failover_slot from [source]."
     )
 
 

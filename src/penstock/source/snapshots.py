@@ -29,6 +29,7 @@ from penstock.lsn import Lsn
 from penstock.schema import quote_identifier
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, connect_replication
 from penstock.source.faults import Place, from_exception, from_result
+from penstock.source.lineage import identify_system
 from penstock.source.slots import PLUGIN, Blocker, find_blockers, name_blockers, warn_of_blockers
 
 SLOT_PREFIX = "penstock_snapshot"
@@ -53,10 +54,14 @@ class Snapshot:
     Other processes need only `name`, for `enter_snapshot`. Methods are thread-safe.
     """
 
-    def __init__(self, settings: SourceSettings, keeper: psycopg.Connection[Any], name: str, position: Lsn) -> None:
+    def __init__(
+        self, settings: SourceSettings, keeper: psycopg.Connection[Any], name: str, position: Lsn, timeline: int
+    ) -> None:
         self.name = name
         self.position = position
         """The boundary S: the snapshot shows exactly the transactions before it."""
+        self.timeline = timeline
+        """That of the server when the snapshot was taken."""
         self._settings = settings
         self._keeper = keeper
         self._since = time.monotonic()
@@ -120,6 +125,7 @@ def take_snapshot(
     try:
         keeper = connect(settings, Role.SNAPSHOT, parameters=NO_TIMEOUTS)
         try:
+            timeline = identify_system(replication).timeline
             position, exported = _create_slot(replication, keeper, timeout, on_wait or warn_of_blockers, check)
             enter_snapshot(keeper, exported)
             name = _export(keeper)
@@ -130,7 +136,7 @@ def take_snapshot(
         # The temporary slot, and the WAL that it retains, ends with its session.
         replication.finish()
     logger.info("snapshot taken snapshot=%s position=%s", name, position)
-    return Snapshot(settings, keeper, name, position)
+    return Snapshot(settings, keeper, name, position, timeline)
 
 
 def enter_snapshot(connection: psycopg.Connection[Any], name: str) -> None:

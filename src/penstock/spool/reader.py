@@ -17,7 +17,9 @@ from penstock.changes.steps import Entry, Message, Segment
 from penstock.errors import PositionGone
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
+from penstock.source.lineage import Ancestry
 from penstock.spool.folder import SpoolFolder
+from penstock.spool.lineage import load_ancestry
 from penstock.spool.log import LogTail
 from penstock.spool.registry import Readers
 from penstock.spool.schemas import SchemaVersions
@@ -46,6 +48,11 @@ class SpoolReader:
         """The boundary up to which everything is in the spool; None while there are no entries."""
         self._refresh()
         return self._entries[-1].end if self._entries else None
+
+    @property
+    def ancestry(self) -> Ancestry | None:
+        """The server of all entries that were returned so far, or of later ones; None in a new spool."""
+        return load_ancestry(self._folder)
 
     def entries(self, after: Lsn, tables: Collection[int] | None = None) -> list[Entry]:
         """The entries that end after a boundary, in order, with messages and the steps of these tables.

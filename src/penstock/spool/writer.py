@@ -15,7 +15,8 @@ import shutil
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +28,7 @@ from penstock.changes.steps import Entry, Message, Segment, Step, Truncation
 from penstock.errors import SpoolCorrupt, SpoolInUse
 from penstock.lsn import Lsn, OrderKey, furthest, reaches
 from penstock.schema import TableSchema
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry
 from penstock.spool.folder import (
     DiskGuard,
     SpoolFolder,
@@ -38,6 +39,7 @@ from penstock.spool.folder import (
     remove_damaged,
     replace_file,
 )
+from penstock.spool.lineage import load_ancestry, to_record
 from penstock.spool.log import read_parts, to_line
 from penstock.spool.partitions import MentionedLeaves
 from penstock.spool.registry import Readers
@@ -88,6 +90,7 @@ class SpoolWriter:
             raise
         self._retention = Retention(self._folder, entries, copy_max_bytes=settings.copy_max_bytes)
         self._room = threading.Condition()
+        self._ask: Callable[[], Ancestry] | None = None
         self._steps: list[Step] = []
         self._segment_count = 0
         last = entries[-1] if entries else None
@@ -121,18 +124,20 @@ class SpoolWriter:
         return self.readers.earliest()
 
     @property
-    def lineage(self) -> Lineage | None:
+    def ancestry(self) -> Ancestry | None:
         """The lineage of the positions in this spool; None in a new one."""
-        stored = read_file(self._folder.lineage)
-        return Lineage(**stored["lineage"]) if stored is not None else None
+        return load_ancestry(self._folder)
 
-    def begin_at(self, position: Lsn, lineage: Lineage) -> None:
-        """Begin capturing at a position of a lineage. A spool with entries can only continue at its end."""
+    def begin_at(self, position: Lsn, ancestry: Ancestry, ask: Callable[[], Ancestry] | None = None) -> None:
+        """Begin capturing at a position of a server. A spool with entries can only continue at its end.
+
+        Readers learn of the server before they see an entry of it. `ask` returns the ancestry of a server that may be
+        promoted meanwhile; it is called before each entry is published.
+        """
         if self._end is not None and position != self._end:
             raise SpoolCorrupt(f"capture would start at {position}, but the spool ends at {self._end}")
-        record = {"lineage": asdict(lineage), "boot": self._boot}
-        if read_file(self._folder.lineage) != record:
-            self.disk.run(lambda: replace_file(self._folder.lineage, record, durable=True), lambda: None)
+        self._ask = ask
+        self._name_server(ancestry)
         if self._end is None:
             self._append(Entry(self._number, position, position))
 
@@ -246,9 +251,16 @@ class SpoolWriter:
             raise SpoolCorrupt("an entry was published before capture began")
         if not transactions and not self._steps and reaches(self._end, end):
             return
+        if self._ask is not None:
+            self._name_server(self._ask())
         self._append(Entry(self._number, self._end, end, transactions, *commit_times, tuple(self._steps)))
         self._steps = []
         self._segment_count = 0
+
+    def _name_server(self, ancestry: Ancestry) -> None:
+        record = to_record(ancestry) | {"boot": self._boot}
+        if read_file(self._folder.lineage) != record:
+            self.disk.run(lambda: replace_file(self._folder.lineage, record, durable=True), lambda: None)
 
     def _append(self, entry: Entry) -> None:
         line = to_line(entry, self._folder.root)

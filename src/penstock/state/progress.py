@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import LineageChanged, StateError
 from penstock.lsn import Lsn, reaches
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.state.core import StoreCore
 from penstock.state.records import Database, ProgressRecord, TablePositionRecord, Transaction
 
@@ -29,35 +29,44 @@ class ProgressStore(StoreCore):
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
-        self._lineage: Lineage | None = None
+        self._ancestry: Ancestry | None = None
         self._progress = self.cached(_read_progress)
         self._positions = self.cached(_read_positions)
 
-    def use_lineage(self, lineage: Lineage, *, continues: Lineage | None = None) -> None:
-        """Say whose positions are read and written from now on; called at start, before the methods below.
+    def use_lineage(self, ancestry: Ancestry) -> None:
+        """Say whose positions are read and written from now on; called at start, and when another server takes over.
 
-        After a failover `continues` names the lineage that the server was shown to continue (`verify_lineage`);
-        positions that were stored for it count for the new one from then on.
+        Positions of earlier timelines that are part of the server's history count for the current one from then on.
+        Others stay as they are: they are not returned, and writing over them is refused.
         """
-        if continues is not None and continues != lineage:
-            if replace(continues, timeline=lineage.timeline) != lineage:
-                raise LineageChanged(
-                    "only another timeline of the same server, database and slot continues a lineage",
-                    stored=asdict(continues),
-                    current=asdict(lineage),
-                )
 
-            def work(transaction: Transaction) -> None:
-                old, new = asdict(continues), asdict(lineage)
-                for kind in (ProgressRecord, TablePositionRecord):
-                    found = [record for record in transaction.rows(kind) if record.lineage == old]
-                    transaction.put([replace(record, lineage=new) for record in found])
+        def is_of_earlier(lineage: Lineage, position: Lsn) -> bool:
+            return lineage != ancestry.current and ancestry.includes(lineage, position)
 
-            self.write(work, lambda _: self.forget())
-        self._lineage = lineage
+        def work(transaction: Transaction) -> None:
+            current = asdict(ancestry.current)
+            for kind in (ProgressRecord, TablePositionRecord):
+                found = [each for each in transaction.rows(kind) if is_of_earlier(Lineage(**each.lineage), _of(each))]
+                transaction.put([replace(record, lineage=current) for record in found])
+
+        with self.lock:
+            if any(is_of_earlier(each.lineage, each.position) for each in self.get_stored_positions()):
+                self.write(work, lambda _: self.forget())
+            self._ancestry = ancestry
+
+    @property
+    def ancestry(self) -> Ancestry:
+        """Whose positions are read and written."""
+        if self._ancestry is None:
+            raise StateError("the store does not know to which lineage these positions belong: call use_lineage first")
+        return self._ancestry
+
+    def get_stored_positions(self) -> list[StoredProgress]:
+        """Return all stored positions with their lineages; `Ancestry` decides about them."""
+        return [*self._progress.get().values(), *self._positions.get().values()]
 
     def get_stored_progress(self) -> StoredProgress | None:
-        """Return progress with its lineage, whichever that is; `source.lineage.verify_lineage` decides about it."""
+        """Return progress with its lineage, whichever that is."""
         return self._progress.get().get("apply")
 
     def get_replication_progress(self) -> Lsn | None:
@@ -70,15 +79,17 @@ class ProgressStore(StoreCore):
         The apply worker calls this after everything below is durable at the destination, and before the slot is
         acknowledged. Raises `LineageChanged` over progress of another lineage, which has to be deleted first.
         """
-        lineage, positions = self._lineage_in_use(), dict(table_positions or {})
+        positions = dict(table_positions or {})
 
-        def work(transaction: Transaction) -> tuple[Lsn, dict[int, Lsn]]:
+        def work(transaction: Transaction) -> tuple[Lsn, dict[int, Lsn], Lineage]:
+            lineage = self.ancestry.current
             moved = _upsert_positions(transaction, positions, lineage)
-            return _upsert_progress(transaction, flush_lsn, lineage), moved
+            return _upsert_progress(transaction, flush_lsn, lineage), moved, lineage
 
-        def publish(result: tuple[Lsn, dict[int, Lsn]]) -> None:
-            self._progress.publish(lambda _: {"apply": StoredProgress(result[0], lineage)})
-            self._publish_positions(result[1], lineage)
+        def publish(result: tuple[Lsn, dict[int, Lsn], Lineage]) -> None:
+            stored, moved, lineage = result
+            self._progress.publish(lambda _: {"apply": StoredProgress(stored, lineage)})
+            self._publish_positions(moved, lineage)
 
         return self.write(work, publish)[0]
 
@@ -97,23 +108,24 @@ class ProgressStore(StoreCore):
 
     def upsert_table_positions(self, positions: Mapping[int, Lsn]) -> Mapping[int, Lsn]:
         """Store positions of tables, all or none; return what is stored, which never moves back."""
-        lineage, wanted = self._lineage_in_use(), dict(positions)
-        return self.write(
-            lambda transaction: _upsert_positions(transaction, wanted, lineage),
-            lambda moved: self._publish_positions(moved, lineage),
-        )
+        wanted = dict(positions)
+
+        def work(transaction: Transaction) -> tuple[dict[int, Lsn], Lineage]:
+            lineage = self.ancestry.current
+            return _upsert_positions(transaction, wanted, lineage), lineage
+
+        return self.write(work, lambda result: self._publish_positions(*result))[0]
 
     def _publish_positions(self, moved: Mapping[int, Lsn], lineage: Lineage) -> None:
         new = {table_id: StoredProgress(position, lineage) for table_id, position in moved.items()}
         self._positions.publish(lambda cache: {**cache, **new})
 
     def _of_lineage(self, stored: StoredProgress | None) -> Lsn | None:
-        return None if stored is None or stored.lineage != self._lineage_in_use() else stored.position
+        return None if stored is None or stored.lineage != self.ancestry.current else stored.position
 
-    def _lineage_in_use(self) -> Lineage:
-        if self._lineage is None:
-            raise StateError("the store does not know to which lineage these positions belong: call use_lineage first")
-        return self._lineage
+
+def _of(record: ProgressRecord | TablePositionRecord) -> Lsn:
+    return record.flush_lsn if isinstance(record, ProgressRecord) else record.position
 
 
 def _upsert_progress(transaction: Transaction, flush_lsn: Lsn, lineage: Lineage) -> Lsn:

@@ -144,14 +144,21 @@ class PostgresServer(OwnServer, DatabaseServer):
         binaries: ServerBinaries | None = None,
         settings: Mapping[str, object] | None = None,
         hba: Sequence[str] = (),
+        primary: PostgresServer | None = None,
     ) -> None:
-        self.binaries = binaries or find_binaries(major)
-        self.password = secrets.token_urlsafe(12)
+        """With `primary`, create a physical standby of a running server; see `standby`."""
+        self.binaries = binaries or (primary.binaries if primary is not None else find_binaries(major))
+        self.password = secrets.token_urlsafe(12) if primary is None else primary.password
+        self.primary = primary
         super().__init__("penstock-pg-", pid_file="data/postmaster.pid", end_signal="QUIT")
         self.data_dir = self.folder / "data"
         try:
             self._programs = self._reachable_programs()
-            self._initialise(dict(DEFAULT_SETTINGS) | {key: str(value) for key, value in (settings or {}).items()}, hba)
+            own = {key: str(value) for key, value in (settings or {}).items()}
+            if primary is None:
+                self._initialise(dict(DEFAULT_SETTINGS) | own, hba)
+            else:
+                self._back_up(primary, own)
         except BaseException:
             self.close()
             raise
@@ -231,6 +238,38 @@ class PostgresServer(OwnServer, DatabaseServer):
         self.stop(mode)
         self.start()
 
+    def standby(self, slot: str = "standby", *, port: int | None = None) -> PostgresServer:
+        """Return a physical standby of this running server, not started; on this `port` if one is given.
+
+        It streams through a physical slot of this name and can copy logical slots that have `failover`
+        (`sync_slots`; 17 and newer). Run `select pg_promote()` to make it a primary.
+        """
+        self.execute("select pg_create_physical_replication_slot(%s, true)", [slot])
+        made = PostgresServer(primary=self, settings={"primary_slot_name": slot, "hot_standby_feedback": "on"})
+        made.port = port or made.port
+        return made
+
+    def sync_slots(self, *slots: str, timeout: float = START_SECONDS) -> None:
+        """On a standby: copy the primary's failover slots, and wait until these would survive a promotion.
+
+        Their readers must be running: a slot counts only after its reader has acknowledged a position that the standby
+        has from the beginning, and the server notices that when it logs its running transactions.
+        """
+        assert self.primary is not None, "not a standby"
+        query = "select count(*) from pg_replication_slots where slot_name = any(%s) and synced and not temporary"
+        deadline = time.monotonic() + timeout
+        with self.connect() as connection:
+            while True:
+                self.primary.execute("select pg_log_standby_snapshot()")
+                connection.execute("select pg_sync_replication_slots()")
+                if execute_on(connection, query, [list(slots)]) == [(len(slots),)]:
+                    return
+                if time.monotonic() > deadline:
+                    raise ServerUnavailable(
+                        f"slots are not synchronized; the log ends with:\n{self.log_tail()}", hint=""
+                    )
+                time.sleep(0.05)
+
     def write_file(self, name: str, content: str) -> Path:
         """Write a file into the data folder with the owner and mode the server requires (certificates, keys)."""
         path = self.data_dir / name
@@ -276,11 +315,26 @@ class PostgresServer(OwnServer, DatabaseServer):
             "unix_socket_directories": str(self.folder),
             **settings,
         }
-        with (self.data_dir / "postgresql.conf").open("a") as file:
-            file.writelines(f"{key} = '{_quoted(value)}'\n" for key, value in settings.items())
+        self._configure(settings)
         if hba:
             path = self.data_dir / "pg_hba.conf"
             path.write_text("".join(f"{line}\n" for line in hba) + path.read_text())
+
+    def _back_up(self, primary: PostgresServer, settings: Mapping[str, str]) -> None:
+        """Create the data folder from a base backup; `-R` makes it a standby."""
+        copied = self._run(
+            str(self._programs.program("pg_basebackup")),
+            *("-D", str(self.data_dir), "-d", primary.dsn(), "-R", "--checkpoint=fast", "--no-sync"),
+        )
+        if not copied:
+            raise ServerUnavailable(f"the base backup failed:\n{self.log_tail()}", hint="")
+        # A backup has the primary's files, its last start among them.
+        (self.data_dir / "postmaster.opts").unlink(missing_ok=True)
+        self._configure({"unix_socket_directories": str(self.folder), **settings})
+
+    def _configure(self, settings: Mapping[str, str]) -> None:
+        with (self.data_dir / "postgresql.conf").open("a") as file:
+            file.writelines(f"{key} = '{_quoted(value)}'\n" for key, value in settings.items())
 
     def _try_start(self, timeout: float) -> bool:
         command = [str(self._programs.program("postgres")), "-D", str(self.data_dir), "-p", str(self.port)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,12 @@ from penstock.observe.reports import listening
 from penstock.schema import ReplicaIdentity, TableSchema
 from penstock.source.ddl_messages import parse_rewrite
 from penstock.source.ddl_trigger import REWRITE_PREFIX
+from penstock.source.lineage import Ancestry
 from penstock.spool import Entry, SpoolReader
 from penstock.state import Store, TableSchemaVersion
 from penstock.values import TypeSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class BatchWriter:
         `alone` is as in `EventBatch`. Changes that the destination accepted before are left out until it reports them
         as durable or failed.
         """
+        self.follow_server()
         unsent = self._leave_out_accepted(positions)
         failed: dict[int, PenstockError] = {}
 
@@ -154,6 +159,7 @@ class BatchWriter:
             return
         kept = (column for column in seen.columns if column.attnum in columns)
         schema = replace(seen, columns=tuple(replace(each, name=columns[each.attnum]) for each in kept))
+        self.follow_server()
         change = SchemaChange(seen, schema, str(OrderKey(at, 0)))
         changes = TableChanges(seen.table_id, str(seen), (change,))
         result = self._destination.write_events(EventBatch(at, at, 0, 0, 0, (changes,), alone=True)).result()
@@ -162,6 +168,19 @@ class BatchWriter:
             raise error
         # Afterwards: if it is not stored, the catalog is still ahead of it, and the same happens again.
         self._store.store_table_schema(TableSchemaVersion(OrderKey(at, 0), schema))
+
+    def follow_server(self) -> Ancestry:
+        """Record positions under the lineage of the server that the entries came from; return the one in use.
+
+        Called after entries were read and before they are written: after a failover, capture names the new server
+        before its first entry, and positions up to there are valid on both.
+        """
+        found, known = self.reader.ancestry, self._store.ancestry
+        if found is None or not found.follows(known):
+            return known
+        logger.info("following another server timeline=%d", found.current.timeline)
+        self._store.use_lineage(found)
+        return found
 
     def _leave_out_accepted(self, positions: Mapping[int, Lsn]) -> dict[int, Lsn]:
         """Return the position from which each table has changes to send."""

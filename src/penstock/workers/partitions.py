@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from penstock import failpoints
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.destinations.base import PartDestination, Tasks
-from penstock.errors import PenstockError, Retry, SchemaNotFollowed
+from penstock.errors import PenstockError, Retry, SchemaNotFollowed, SnapshotLost
 from penstock.lsn import Lsn, earliest, reaches
 from penstock.source.connections import SourceSettings
 from penstock.source.shapes import TableShape, attached_leaves, silent_changes, unchanged_leaves
@@ -72,6 +72,8 @@ class PartitionCopy:
                     with_bounds=True,
                 )
                 self._catch_up(writer, rows.position, reached)
+                if writer.follow_server().current.timeline != snapshot.timeline:
+                    raise SnapshotLost("capture reads another server than the one that has the snapshot")
                 failpoints.reach("before_partitions")
                 self._replace(rows)
         except PenstockError as error:

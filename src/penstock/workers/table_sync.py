@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from penstock.errors import (
     QueryFailed,
     Retry,
     SchemaNotFollowed,
+    SnapshotLost,
     TableRewritten,
 )
 from penstock.lsn import Lsn, OrderKey, earliest, reaches
@@ -48,7 +50,7 @@ from penstock.source.slots import Blocker, warn_of_blockers
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
 from penstock.spool.folder import SpoolFolder
-from penstock.state import Init, Store, TableSchemaVersion
+from penstock.state import Init, Store, StoredProgress, TableSchemaVersion
 from penstock.state.transitions import finish_catchup, finish_copy, start_copy
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter, require_exact_filter
@@ -147,6 +149,8 @@ class TableSync:
         self.attempt = uuid.uuid4().hex
         self.view = TableSyncView(self.attempt)
         self._backoff = Backoff(first=0.5, longest=30.0)
+        self._snapshot_at: StoredProgress | None = None
+        """The position of the snapshot, with its lineage."""
         self._holds = Holds(SpoolFolder(spool))
         self._writer = BatchWriter(spool, store, destination, batches, types, transforms, of_copy=True)
 
@@ -199,6 +203,7 @@ class TableSync:
         self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS)
         failpoints.reach("before_snapshot")
         with self._snapshot(schema, snapshots) as snapshot:
+            self._wait_for_server(snapshot)
             failpoints.reach("after_snapshot")
             rows = prepare_copy(
                 snapshot,
@@ -262,12 +267,29 @@ class TableSync:
         while not reaches(position, target.lsn):
             position = self._write_until(position, target.lsn)
             self._board.move(self._table_id, self.attempt, position)
+        self._require_history()
         self._store.upsert_table_positions({self._table_id: target.lsn})
         failpoints.reach("before_sync_done")
         self._board.advance(
             self._table_id, self.attempt, lambda phase: finish_catchup(phase, position), position=target.lsn
         )
         failpoints.reach("after_sync_done")
+
+    def _wait_for_server(self, snapshot: Snapshot) -> None:
+        """Wait until capture reads the server that has the snapshot, which may just have taken over from another."""
+        deadline = time.monotonic() + HOLD_SECONDS
+        while (lineage := self._writer.follow_server().current).timeline != snapshot.timeline:
+            self._check_stop()
+            if time.monotonic() > deadline:
+                raise SnapshotLost("capture reads another server than the one that has the snapshot")
+            self._stop.wait(0.1)
+        self._snapshot_at = StoredProgress(snapshot.position, lineage)
+
+    def _require_history(self) -> None:
+        """Raise if another server took over that does not have what the snapshot shows."""
+        taken = self._snapshot_at
+        if taken is not None and not self._writer.follow_server().includes(taken.lineage, taken.position):
+            raise SnapshotLost("another server took over, from before the snapshot of the copy")
 
     def _is_close(self, position: Lsn) -> bool:
         """True if one batch brings the table to the apply worker's position."""
@@ -295,6 +317,7 @@ class TableSync:
             return position
         self._backoff.reset()
         if written.failed:
+            self._require_history()
             raise _for_a_copy(written.failed[self._table_id])
         durable = written.durable.get(self._table_id, position)
         self._writer.reader.forget(durable)

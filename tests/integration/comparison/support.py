@@ -24,6 +24,7 @@ from penstock.destinations.parquet import ParquetReader
 from penstock.destinations.registry import create_destination
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.testing.destinations.script import LocalTasks, ScriptedSource, ScriptedTransaction, make_context
 
 Fault = Callable[[ScriptedTransaction], None]
@@ -87,7 +88,7 @@ def plant_in(kind: str, lake: Path, pipeline: str, schema: TableSchema, fault: F
     """The same in the lake of a pipeline that does not run now, in its name and behind its last position."""
     destination: Any = create_destination(kind, {"path": str(lake)})
     lineage, epoch = _RECORDED[kind](lake, schema)
-    destination.startup(replace(make_context(pipeline, lineage=lineage), epoch=epoch))
+    destination.startup(replace(make_context(pipeline, ancestry=Ancestry(lineage)), epoch=epoch))
     script = ScriptedSource(lake.parent / "faults", start=Lsn(destination.position(schema.table_id)))
     with script.transaction() as transaction:
         fault(transaction)
@@ -96,16 +97,21 @@ def plant_in(kind: str, lake: Path, pipeline: str, schema: TableSchema, fault: F
     destination.shutdown()
 
 
-def _recorded_in_parquet(lake: Path, schema: TableSchema) -> tuple[str, int]:
+def _recorded_in_parquet(lake: Path, schema: TableSchema) -> tuple[Lineage, int]:
     last = ParquetReader(lake).manifests(str(schema))[-1]
-    return last.lineage, last.epoch
+    return _parse(last.lineage), last.epoch
 
 
-def _recorded_in_delta(lake: Path, schema: TableSchema) -> tuple[str, int]:
+def _recorded_in_delta(lake: Path, schema: TableSchema) -> tuple[Lineage, int]:
     snapshot = DeltaLog(open_storage(lake).child(FOLDERS.table(schema)), str(schema)).refresh()
     assert snapshot is not None
     applications = [Application.parse(each) for each in snapshot.transactions]
-    return next(each.lineage for each in applications if each is not None), 0
+    return _parse(next(each.lineage for each in applications if each is not None)), 0
+
+
+def _parse(name: str) -> Lineage:
+    system, timeline, database, slot = name.split("/")
+    return Lineage(system, int(timeline), database, slot)
 
 
 _RECORDED = {"parquet": _recorded_in_parquet, "delta": _recorded_in_delta}
@@ -119,7 +125,8 @@ def plant_beside(folder: Path, lake: Path, pipeline: str, schema: TableSchema, f
     """The same in a Delta table whose pipeline runs: at the position that it has, so that the pipeline goes on."""
     storage = open_storage(lake).child(FOLDERS.table(schema))
     lineage, _ = _recorded_in_delta(lake, schema)
-    table = LakeTable(DeltaLog(storage), str(schema), schema.table_id, make_context(pipeline, lineage=lineage), True)
+    context = make_context(pipeline, ancestry=Ancestry(lineage))
+    table = LakeTable(DeltaLog(storage), str(schema), schema.table_id, context, True)
     for attempt in itertools.count():
         position = table.require_position(table.require())
         script = ScriptedSource(folder / f"faults-{attempt}", start=position)

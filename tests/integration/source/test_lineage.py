@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from penstock.errors import LineageChanged, PositionAhead
 from penstock.lsn import Lsn, reaches
 from penstock.source import Role, SourceSettings, connect, connect_replication
-from penstock.source.lineage import identify_system, read_timeline_history, verify_lineage
+from penstock.source.lineage import identify_system
 from penstock.testing.postgres import PostgresServer
 
 pytestmark = pytest.mark.trap(10)
@@ -24,13 +23,9 @@ def test_a_server_names_itself_and_future_positions_are_refused(any_database: An
         system = identify_system(replication)
         assert system.database == any_database.name
         assert system.timeline == 1
-        assert read_timeline_history(replication, 1) == []
-        stored = system.lineage("penstock")
-        assert verify_lineage(replication, stored, "penstock", system.position).system_identifier
+        assert system.switches == ()
         with pytest.raises(PositionAhead):
-            verify_lineage(replication, stored, "penstock", Lsn(system.position + (1 << 40)))
-        with pytest.raises(LineageChanged):
-            verify_lineage(replication, replace(stored, system_identifier="1"), "penstock", system.position)
+            system.require_reached(Lsn(system.position + (1 << 40)))
     finally:
         replication.finish()
 
@@ -54,12 +49,12 @@ def test_a_promotion_is_followed_only_from_positions_before_it(make_server: Call
     try:
         after = identify_system(replication)
         assert (after.system_identifier, after.timeline) == (before.system_identifier, 2)
-        (switch,) = read_timeline_history(replication, 2)
+        (switch,) = after.switches
         assert switch.timeline == 1
         assert reaches(switch.left_at, before.position)
-        stored = before.lineage("penstock")
-        verify_lineage(replication, stored, "penstock", switch.left_at)
+        stored = before.ancestry("penstock").current
+        after.ancestry("penstock").require(stored, switch.left_at)
         with pytest.raises(LineageChanged, match="failover"):
-            verify_lineage(replication, stored, "penstock", Lsn(switch.left_at + 1))
+            after.ancestry("penstock").require(stored, Lsn(switch.left_at + 1))
     finally:
         replication.finish()

@@ -257,6 +257,9 @@ def test_a_role_that_may_do_nothing_is_told_all_at_once(any_database: Any, role:
 def test_slots_missing_ready_active_and_foreign(any_database: Any) -> None:
     name = f"s_{any_database.name}"
     assert state(look(any_database, slot=name), "slot") == PASSED
+    needed = look(any_database, slot=name, needs_slot=True)
+    assert state(needed, "slot") == CRITICAL
+    assert 'on_lost_slot = "recreate"' in finding(needed, "slot").remedy
     assert state(look(any_database, slot="No-Name"), "slot") == CRITICAL
     with connect(SourceSettings(any_database.dsn), Role.SLOT) as connection:
         create_slot(connection, name, temporary=True)

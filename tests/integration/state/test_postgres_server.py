@@ -13,6 +13,7 @@ from psycopg.conninfo import make_conninfo
 from penstock.errors import LeaseHeld, PermissionDenied, ServerUnavailable, StateNewer
 from penstock.lsn import Lsn
 from penstock.source.connections import SourceSettings
+from penstock.source.lineage import Ancestry
 from penstock.state import CommandKind, DataSync, Init, PostgresStore, open_store
 from penstock.state.postgres import PostgresDatabase
 from penstock.state.sql import Migration, load_migrations
@@ -28,7 +29,7 @@ CUT = "select pg_terminate_backend(pid) from pg_stat_activity where application_
 def test_state_is_readable_for_people(any_database: Database) -> None:
     with open_store(any_database.dsn, "shop") as store:
         store.acquire_lease()
-        store.use_lineage(LINEAGE)
+        store.use_lineage(Ancestry(LINEAGE))
         store.update_table_replication_state(16384, Init())
         store.update_table_replication_state(16384, failed(Init()))
         store.upsert_replication_progress(Lsn.parse("16/B374D848"))

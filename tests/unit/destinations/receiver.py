@@ -27,7 +27,7 @@ from penstock.changes.steps import Entry, Segment
 from penstock.destinations.batch_events import copied_rows
 from penstock.destinations.http import read_bodies
 from penstock.destinations.mirror import MirrorTable
-from penstock.lsn import Lsn, OrderKey, furthest, is_in
+from penstock.lsn import Lsn, OrderKey, furthest, is_in, reaches
 from penstock.schema import TableSchema
 from penstock.schema.table import schema_from_json
 
@@ -132,15 +132,13 @@ class Receiver:
         return 204, None
 
     def _start(self, record: dict[str, Any]) -> tuple[int, Any]:
-        known = (record["lineage"], record["continues"])
-        mine = [each for each in self.tables.values() if each.pipeline == record["pipeline"]]
-        tables = [
-            {"table_id": each.table_id, "attempt": each.attempt, "position": str(each.position)}
-            for each in mine
-            if each.position is not None and each.lineage in known
-        ]
-        for each in mine:
-            if each.lineage in known:
+        tables: list[dict[str, Any]] = []
+        for each in self.tables.values():
+            end = record["continues"].get(each.lineage)
+            if each.pipeline != record["pipeline"] or each.position is None:
+                continue
+            if each.lineage == record["lineage"] or (end is not None and reaches(Lsn.parse(end), each.position)):
+                tables.append({"table_id": each.table_id, "attempt": each.attempt, "position": str(each.position)})
                 each.lineage = record["lineage"]
         return 200, {"tables": tables}
 

@@ -18,6 +18,7 @@ from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.destinations.parquet.folder import NewSchema, put_if_absent
 from penstock.errors import ConfigError, IllegalTransition, LeaseLost
 from penstock.schema import Column, ReplicaIdentity, TableSchema
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.testing.destinations import DestinationContract, LocalTasks, ScriptedSource, make_context
 from penstock.testing.destinations.contract import INT8, ITEMS, LINES, ORDERS
 
@@ -355,7 +356,10 @@ def test_a_table_that_takes_over_a_folder_is_not_mistaken_for_the_one_before(
 def test_a_table_of_another_server_has_no_folder(lake: Path, source: ScriptedSource) -> None:
     copy(started(lake), source, LINES, [line(1)])
     assert started(lake).folder_of(LINES.table_id) == "audit/lines"
-    assert started(lake, make_context(lineage="another/1")).folder_of(LINES.table_id) is None
+    assert (
+        started(lake, make_context(ancestry=Ancestry(Lineage("another", 1, "shop", "slot")))).folder_of(LINES.table_id)
+        is None
+    )
 
 
 def test_a_batch_without_tables_runs_no_job(lake: Path, source: ScriptedSource) -> None:

@@ -47,6 +47,7 @@ BY_STATE = [
     ("55000", "logische Dekodierung erfordert wal_level >= logical", WalLevelTooLow),
     ("55000", "logical decoding cannot be used while in recovery", UnsupportedServer),
     ("55000", 'replication slot "s1" was not created in this database', SlotUnusable),
+    ("55000", 'cannot use "s1". This slot is being synchronized from the primary server.', ServerUnavailable),
     ("58P01", "requested WAL segment 000000010000000000000001 has already been removed", SlotLost),
     ("XX000", 'could not map filenumber "base/16384/16736" to relation OID', SlotUndecodable),
     ("57014", "canceling statement due to user request", StatementInterrupted),

@@ -18,7 +18,7 @@ from penstock.changes.steps import Message, Segment, Truncation
 from penstock.errors import HoldBroken, PositionGone, SpoolCorrupt, SpoolError, SpoolInUse
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.spool import Holds, SpoolReader, SpoolSettings, SpoolWriter, Stopping
 from penstock.spool import writer as writer_module
 from penstock.spool.folder import SpoolFolder, append, replace_file
@@ -61,7 +61,7 @@ def settings(path: Path, **changes) -> SpoolSettings:
 @pytest.fixture
 def writer(tmp_path):
     writer = SpoolWriter(settings(tmp_path))
-    writer.begin_at(Lsn(100), LINEAGE)
+    writer.begin_at(Lsn(100), Ancestry(LINEAGE))
     yield writer
     writer.close()
 
@@ -74,7 +74,7 @@ def reader(tmp_path, writer) -> SpoolReader:
 def reopen(tmp_path, writer) -> SpoolWriter:
     writer.close()
     again = SpoolWriter(settings(tmp_path))
-    again.begin_at(again.end, LINEAGE)
+    again.begin_at(again.end, Ancestry(LINEAGE))
     return again
 
 
@@ -184,7 +184,7 @@ def test_files_that_a_power_cut_has_emptied_are_made_again(tmp_path, writer, mon
     boot.write_text("another")
     monkeypatch.setattr(writer_module, "BOOT_ID", boot)
     again = SpoolWriter(settings(tmp_path))
-    again.begin_at(Lsn(100), LINEAGE)
+    again.begin_at(Lsn(100), Ancestry(LINEAGE))
     again.tick()
     assert again.schemas.latest(1) is None
     assert again.schemas.latest(2) == schema(2)
@@ -250,7 +250,7 @@ def test_a_disk_that_fills_up_takes_all_or_nothing(tiny_disk):
 
 def test_a_disk_that_fills_up_inside_a_line_tears_nothing(tiny_disk):
     writer = SpoolWriter(settings(tiny_disk))
-    writer.begin_at(Lsn(100), LINEAGE)
+    writer.begin_at(Lsn(100), Ancestry(LINEAGE))
     writer.write_step(Message(OrderKey(Lsn(100), 0), 5, 6, "penstock", bytes(60_000)))
     filler = fill(tiny_disk, but=16 << 10)
     thread = threading.Thread(target=writer.publish, args=(Lsn(108),), kwargs=ONE_TRANSACTION)
@@ -266,7 +266,7 @@ def test_a_disk_that_fills_up_inside_a_line_tears_nothing(tiny_disk):
 
 def test_a_full_disk_does_not_keep_room_from_being_made(tiny_disk):
     writer = SpoolWriter(settings(tiny_disk))
-    writer.begin_at(Lsn(100), LINEAGE)
+    writer.begin_at(Lsn(100), Ancestry(LINEAGE))
     publish(writer, 100)
     writer.readers.register("apply", Lsn(108))
     holds = Holds(SpoolFolder(tiny_disk / "spool"))
@@ -285,7 +285,7 @@ def test_a_position_that_was_put_off_goes_with_its_connection(tmp_path, monkeypa
     monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=lambda: now))
     writer = SpoolWriter(settings(tmp_path, position_interval=1.0))
     now = 10.0
-    writer.begin_at(Lsn(100), LINEAGE)
+    writer.begin_at(Lsn(100), Ancestry(LINEAGE))
     writer.publish(Lsn(200), transactions=0, commit_times=(0, 0))
     writer.discard_unpublished()
     now = 20.0
@@ -299,7 +299,7 @@ def test_a_position_that_was_put_off_goes_with_its_connection(tmp_path, monkeypa
 def test_a_full_spool_waits_for_its_readers(tmp_path):
     stop = threading.Event()
     writer = SpoolWriter(settings(tmp_path, max_bytes=10), stop)
-    writer.begin_at(Lsn(100), LINEAGE)
+    writer.begin_at(Lsn(100), Ancestry(LINEAGE))
     writer.readers.register("lake", Lsn(100))
     # One entry larger than the bound gets through, also as the newest one.
     publish(writer, 100)
@@ -344,7 +344,7 @@ def test_changes_of_a_copying_table_are_kept_longer(tmp_path, writer, reader):
 @pytest.mark.trap(24)
 def test_a_copy_over_its_budget_stops_alone(tmp_path):
     writer = SpoolWriter(settings(tmp_path, copy_max_bytes=6_000))
-    writer.begin_at(Lsn(100), LINEAGE)
+    writer.begin_at(Lsn(100), Ancestry(LINEAGE))
     holds = Holds(SpoolFolder(tmp_path / "spool"))
     writer.readers.register("lake", Lsn(100))
     holds.request("lake", 1)
@@ -365,7 +365,7 @@ def test_a_copy_over_its_budget_stops_alone(tmp_path):
 
 def test_parts_of_the_log_go_with_their_entries(tmp_path):
     writer = SpoolWriter(settings(tmp_path, log_part_bytes=600))
-    writer.begin_at(Lsn(100), LINEAGE)
+    writer.begin_at(Lsn(100), Ancestry(LINEAGE))
     reader = SpoolReader(tmp_path / "spool")
     reader.readers.register("lake", Lsn(100))
     for commit in range(100, 260, 8):

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.errors import IllegalTransition, PenstockError
 from penstock.lsn import Lsn, OrderKey, furthest
+from penstock.source.lineage import Ancestry
 from penstock.state import (
     Catchup,
     DataSync,
@@ -229,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 def _driving(store: Store) -> Store:
     store.acquire_lease()
-    store.use_lineage(LINEAGE)
+    store.use_lineage(Ancestry(LINEAGE))
     return store
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.errors import LeaseLost, StateUnusable
 from penstock.lsn import Lsn
+from penstock.source.lineage import Ancestry
 from penstock.state import Init, MemoryState, MemoryStore
 from penstock.state.lease import is_gone, this_process
 from penstock.state.memory import MemoryDatabase
@@ -86,7 +87,7 @@ def test_a_lease_that_is_late_is_renewed_before_it_counts_as_lost() -> None:
 def test_after_a_write_without_an_answer_the_cache_is_not_believed() -> None:
     store, trouble = flaky_store(lease_survives=True)
     store.acquire_lease()
-    store.use_lineage(LINEAGE)
+    store.use_lineage(Ancestry(LINEAGE))
     assert store.get_table_replication_states() == {}
     trouble["deaf"] = True
     with pytest.raises(StateUnusable):

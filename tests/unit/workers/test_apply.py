@@ -17,7 +17,7 @@ from penstock.destinations.base import WriteHandle, WriteResult, completed
 from penstock.errors import DestinationUnavailable, PenstockError, Retry, TakesLong, TasksFailed
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.spool import Readers, SpoolSettings, SpoolWriter
 from penstock.spool.folder import SpoolFolder
 from penstock.state import (
@@ -74,7 +74,7 @@ class Recording:
 def spool(tmp_path: Path) -> Iterator[SpoolWriter]:
     """Transactions that commit at 100, 108, 116 … and change both tables."""
     writer = SpoolWriter(SpoolSettings(tmp_path / "spool", min_free_bytes=0, position_interval=0.0))
-    writer.begin_at(START, LINEAGE)
+    writer.begin_at(START, Ancestry(LINEAGE))
     yield writer
     writer.close()
 
@@ -83,7 +83,7 @@ def spool(tmp_path: Path) -> Iterator[SpoolWriter]:
 def store() -> Iterator[MemoryStore]:
     made = MemoryStore("test")
     made.acquire_lease()
-    made.use_lineage(LINEAGE)
+    made.use_lineage(Ancestry(LINEAGE))
     for table in (TABLE, LATE):
         for phase in (Init(), DataSync(), FinishedCopy(), SyncDone(START), Ready()):
             made.update_table_replication_state(table, phase)

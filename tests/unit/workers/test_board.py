@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import IllegalTransition, LeaseLost, ServerUnavailable, StateUnusable
 from penstock.lsn import Lsn
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.state import (
     Catchup,
     DataSync,
@@ -33,7 +33,7 @@ S = Lsn(150)
 def store():
     made = MemoryStore("test")
     made.acquire_lease()
-    made.use_lineage(Lineage(system_identifier="1", timeline=1, database="d", slot="s"))
+    made.use_lineage(Ancestry(Lineage(system_identifier="1", timeline=1, database="d", slot="s")))
     yield made
     made.close()
 

@@ -26,7 +26,7 @@ from penstock.destinations.delta.snapshot import Application, Snapshot, Verdict
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import WrittenFiles
 from penstock.destinations.refusals import busy, fenced_copy, foreign_table, not_copied, other_lineage, rejected
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn, furthest, reaches
 
 _FOLDER = "_penstock/tables"
 _READ_THREADS = 8
@@ -89,18 +89,18 @@ class LakeTable:
         return version
 
     def position(self, version: Version) -> Lsn | None:
-        """Return the boundary recorded with the rows; None if it is of another lineage."""
+        """Return the boundary recorded with the rows; None if one of them is of another lineage."""
         found = self._recorded(version)
-        for lineage in (self._context.lineage, self._context.continues):
-            if lineage is not None and lineage in found:
-                return Lsn(found[lineage])
-        return None
+        if not found or not all(self._context.knows(lineage, Lsn(each)) for lineage, each in found.items()):
+            return None
+        return furthest(*map(Lsn, found.values()))
 
     def require_position(self, version: Version) -> Lsn:
         """Return the recorded boundary; raise if there is none."""
         position = self.position(version)
         if position is None:
-            recorded = ", ".join(sorted(self._recorded(version))) or "an unknown lineage"
+            found = sorted(self._recorded(version).items())
+            recorded = ", ".join(f"{lineage} at {Lsn(each)}" for lineage, each in found) or "an unknown lineage"
             raise other_lineage(self.name, recorded, self._context.lineage)
         return position
 

@@ -117,6 +117,9 @@ class HttpDestination:
             retry_seconds,
         )
         self._lock = threading.Lock()
+        self._announcing = threading.Lock()
+        self._announced = ""
+        """The lineage that the receiver knows."""
         self._attempts: dict[int, str] = {}
         self._positions: dict[int, Lsn] = {}
         self._paths: dict[int, str] = {}
@@ -125,27 +128,42 @@ class HttpDestination:
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self._context = context
-        identity = {"Penstock-Pipeline": context.pipeline_id, "Penstock-Lineage": context.lineage}
-        headers = ((name, _quote(value)) for name, value in identity.items())
-        self._endpoint = replace(self._endpoint, headers=(*self._endpoint.headers, *headers))
         for version in context.store.get_table_schemas():
             self._paths[version.table_id] = _table_path(version.schema)
-        record = {
-            "format": FORMAT,
-            "pipeline": context.pipeline_id,
-            "lineage": context.lineage,
-            "continues": context.continues,
-            "epoch": context.epoch,
-        }
-        try:
-            answer = self._post("/start", record, f"{context.pipeline_id}/start", what=context.pipeline_id)
-        except Refused:
-            raise unusable(f"the receiver refused pipeline {context.pipeline_id!r}") from None
+        answer = self._announce(context)
         if self.capabilities.records_position:
             self._take_positions(answer)
 
+    def _announce(self, context: DestinationContext) -> Any:
+        """Say whose changes follow; return the receiver's answer."""
+        lineage = context.lineage
+        identity = {"Penstock-Pipeline": context.pipeline_id, "Penstock-Lineage": lineage}
+        headers = dict(self._endpoint.headers) | {name: _quote(value) for name, value in identity.items()}
+        self._endpoint = replace(self._endpoint, headers=tuple(headers.items()))
+        record = {
+            "format": FORMAT,
+            "pipeline": context.pipeline_id,
+            "lineage": lineage,
+            "continues": {name: str(end) for name, end in context.continues.items()},
+            "epoch": context.epoch,
+        }
+        key = f"{context.pipeline_id}/{_quote(lineage)}/start"
+        try:
+            answer = self._post("/start", record, key, what=context.pipeline_id)
+        except Refused:
+            raise unusable(f"the receiver refused pipeline {context.pipeline_id!r}") from None
+        self._announced = lineage
+        return answer
+
+    def _follow_server(self) -> None:
+        """After a failover, announce the new lineage before anything of it is sent."""
+        with self._announcing:
+            if self._announced != self._started.lineage:
+                self._announce(self._started)
+
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""
+        self._follow_server()
         path = f"{_table_path(schema)}/copies/{_quote(attempt)}"
         record = {"pipeline": self._started.pipeline_id, "lineage": self._started.lineage}
         try:
@@ -159,6 +177,7 @@ class HttpDestination:
 
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
         """See `Destination`."""
+        self._follow_server()
         path = f"{_table_path(schema)}/copies/{_quote(rows.attempt)}"
         task = _CopyTask(
             self._endpoint, self._format, schema, rows.attempt, rows.position, rows.arrow_schema, self._key(path)
@@ -178,6 +197,7 @@ class HttpDestination:
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
         """See `Destination`."""
+        self._follow_server()
         errors: dict[int, PenstockError] = {}
         tasks: list[_ChangesTask] = []
         for changes in batch.tables:

@@ -233,7 +233,11 @@ class ParquetDestination:
             return table.position
         generations = folder.generations() if folder is not None else []
         last = generations[-1].last() if generations else None
-        if last is None or last[1].kind is ManifestKind.FENCED or not self._started.knows(last[1].lineage):
+        if (
+            last is None
+            or last[1].kind is ManifestKind.FENCED
+            or not self._started.knows(last[1].lineage, last[1].position)
+        ):
             return None
         return last[1].position
 
@@ -319,7 +323,7 @@ class ParquetDestination:
             number, manifest = last
             if manifest.epoch > self._started.epoch:
                 raise other_writer(changes.table)
-            if not self._started.knows(manifest.lineage):
+            if not self._started.knows(manifest.lineage, manifest.position):
                 raise other_lineage(changes.table, manifest.lineage, self._started.lineage)
             position = manifest.position
             schema, version, at = generation.schema()

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2
 """How long a round waits for changes."""
+TAKEN_OVER = "another server took over"
+"""Why an index is rebuilt after a failover."""
 _GATHER_SECONDS = 0.005
 
 
@@ -104,6 +106,7 @@ class LiveChanges:
         taken = self._take(session.indexes)
         if not taken:
             return False
+        self._follow_server(session.indexes)
         if self._is_altered(taken, session.indexes):
             self._altered()
             return True
@@ -148,6 +151,20 @@ class LiveChanges:
             schemas={},
             schema_of=self._reader.load_schema,
         )
+
+    def _follow_server(self, indexes: Indexes) -> None:
+        """After a failover, rebuild all indexes before positions of the new server are stored.
+
+        It may reuse transaction numbers, which are the versions of documents.
+        """
+        found = self._reader.ancestry
+        if found is None or not found.follows(self._store.ancestry):
+            return
+        # Stored first: after a crash in between, this happens again.
+        if not self._settings.skip_backfill:
+            for name, mapping in indexes.mappings.items():
+                self._builds.want(name, mapping.fingerprint, TAKEN_OVER)
+        self._store.use_lineage(found)
 
     def _is_altered(self, entries: Sequence[Entry], indexes: Indexes) -> bool:
         """Return True if rows have a new schema that differs from the compiled one."""

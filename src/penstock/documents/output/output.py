@@ -147,7 +147,7 @@ class RunningDocuments(RunningOutput):
         self._live = LiveChanges(
             name=self.output,
             spool=self.settings.spool.path,
-            position=stream.start_of(self.output).position,
+            position=stream.start_of(self.output),
             settings=self._documents,
             store=self.store,
             sink=self._sink,

@@ -15,6 +15,7 @@ from penstock.documents.base import Sink
 from penstock.documents.mapping import is_built_from
 from penstock.documents.output.backfill import filling_of, serving_of
 from penstock.documents.output.indexes import Builds, Indexes, require_published
+from penstock.documents.output.live import TAKEN_OVER
 from penstock.documents.output.writer import DocumentsSettings
 from penstock.documents.relation_map import RelationMap
 from penstock.lsn import Lsn
@@ -61,7 +62,7 @@ class Readiness:
             self._sink.ensure_index(mapping)
         for name, build in self._builds.all().items():
             if not build.fingerprint:
-                self._builds.want(name, indexes.mappings[name].fingerprint, "another server took over")
+                self._builds.want(name, indexes.mappings[name].fingerprint, TAKEN_OVER)
         self._want_unseeded(indexes, is_first=self._is_first)
 
     def look_again(self, indexes: Indexes) -> None:

@@ -57,6 +57,10 @@ class Request:
     patterns: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     manage_publication: bool = False
+    failover_slot: bool | None = None
+    """As configured."""
+    needs_slot: bool = False
+    """Tables or indexes exist that need every change from the slot on."""
     types: TypeSettings = field(default_factory=TypeSettings)
     transforms: Transforms = field(default_factory=Transforms)
     generated_columns: bool = False

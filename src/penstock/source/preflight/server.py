@@ -10,7 +10,7 @@ from penstock.source.connections import Role, connect_replication
 from penstock.source.lineage import identify_system
 from penstock.source.preflight.context import Context
 from penstock.source.preflight.report import Check, Severity, counted, failed, listed, passed
-from penstock.source.slots import check_slot_name, find_blockers, require_usable
+from penstock.source.slots import FAILOVER_SINCE, check_slot_name, find_blockers, require_usable
 
 OLDEST_VERSION = 130000
 STANDBY_SINCE = 160000
@@ -260,7 +260,11 @@ def check_slot(context: Context) -> Iterator[Check]:
     try:
         check_slot_name(name)
         slot = require_usable(context.slot, name, database=context.connection.info.dbname)
-    except SlotMissing:
+    except SlotMissing as error:
+        if context.request.needs_slot:
+            what = f"slot {name!r} does not exist, and with it changes of tables that were already copied are lost"
+            yield failed("slot", Severity.CRITICAL, what, error.hint)
+            return
         yield passed("slot", f"slot {name!r} does not exist; Penstock creates it at the first start")
         return
     except (SourceError, ConfigError) as error:
@@ -282,6 +286,52 @@ def check_slot(context: Context) -> Iterator[Check]:
         )
     else:
         yield passed("slot", f"slot {name!r} is ready, at {slot.confirmed_flush_lsn}")
+
+
+def check_failover(context: Context) -> Iterator[Check]:
+    """Would the slot survive a failover to a standby?"""
+    if context.in_recovery or context.request.slot is None:
+        return
+    standbys = context.rows(
+        "select slot_name::text from pg_catalog.pg_replication_slots where slot_type = 'physical' and not temporary"
+        " union select application_name from pg_catalog.pg_stat_replication r where not exists"
+        " (select from pg_catalog.pg_replication_slots s where s.active_pid = r.pid)"
+    )
+    names = [str(name) for (name,) in standbys]
+    what = f"after a failover to a standby ({listed(names, 3)})"
+    if not names:
+        yield passed("slot_failover", "the server has no standby, so there is no failover to prepare for")
+    elif context.version < FAILOVER_SINCE:
+        yield failed(
+            "slot_failover",
+            Severity.WARNING,
+            f"{what} every table is copied again: standbys copy logical slots only from PostgreSQL 17 on",
+            "Upgrade, or let an extension or your cluster manager copy the slot.",
+        )
+    elif context.request.failover_slot is False or (
+        context.slot is not None and not context.slot.failover and not context.request.failover_slot
+    ):
+        yield failed(
+            "slot_failover",
+            Severity.WARNING,
+            f"{what} every table is copied again: standbys do not copy the slot",
+            "Set failover_slot = true in [source], and on the standby: sync_replication_slots = on, "
+            "hot_standby_feedback = on, primary_slot_name, and dbname in primary_conninfo.",
+        )
+    elif not context.setting("synchronized_standby_slots"):
+        yield failed(
+            "slot_failover",
+            Severity.WARNING,
+            f"{what} tables may have to be copied again: Penstock may receive changes before the standby",
+            "Run: alter system set synchronized_standby_slots = '<physical slot of the standby>'; "
+            "select pg_reload_conf();",
+        )
+    else:
+        yield passed(
+            "slot_failover",
+            "standbys with sync_replication_slots = on copy the slot, and changes wait for "
+            f"{context.setting('synchronized_standby_slots')}",
+        )
 
 
 def check_retention(context: Context) -> Iterator[Check]:
@@ -315,4 +365,4 @@ CHECKS = {
     "open_transactions": check_open_transactions,
     "other_slots": check_other_slots,
 }
-SLOT_CHECKS = {"slot": check_slot, "slot_retention": check_retention}
+SLOT_CHECKS = {"slot": check_slot, "slot_failover": check_failover, "slot_retention": check_retention}

@@ -19,8 +19,10 @@ from penstock.changes.segment import field_names
 from penstock.destinations.base import CopyRows, Destination, RangeReader, ReadableDestination, TableResult
 from penstock.destinations.batch_events import copied_rows
 from penstock.errors import NotComparable, PenstockError
+from penstock.lsn import Lsn
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
-from penstock.testing.destinations.script import LocalTasks, ScriptedReader, ScriptedSource, make_context
+from penstock.source.lineage import Ancestry, TimelineSwitch
+from penstock.testing.destinations.script import ANCESTRY, LocalTasks, ScriptedReader, ScriptedSource, make_context
 
 INT8 = PostgresType(20, "int8")
 TEXT = PostgresType(25, "text")
@@ -366,7 +368,8 @@ class DestinationContract:
         _expect(harness, ORDERS, [_order(1)])
 
     def test_positions_of_another_lineage_do_not_count(self, harness: DestinationHarness, tmp_path: Path) -> None:
-        """Trap 28: an old, higher position must not hide the rows of a new server; after a failover it stays valid."""
+        """Trap 28: an old, higher position must not hide the rows of a new server. After a failover it stays valid if
+        the server has it; if one happens meanwhile, later positions belong to the server that took over."""
         source, destination = _begin(harness, tmp_path)
         if not destination.capabilities.records_position:
             return
@@ -376,16 +379,34 @@ class DestinationContract:
         batch = source.batch()
         destination.shutdown()
         other = harness.open()
-        other.startup(make_context(lineage="server-2/slot"))
+        other.startup(make_context(ancestry=Ancestry(replace(ANCESTRY.current, system_identifier="server-2"))))
         assert other.position(ORDERS.table_id) is None
         assert other.write_events(batch).result(_SECONDS).of(ORDERS.table_id).error is not None
         other.shutdown()
-        promoted = harness.open()
-        context = make_context(lineage="server-1/timeline-2/slot")
-        promoted.startup(replace(context, continues=make_context().lineage))
-        assert promoted.position(ORDERS.table_id) == batch.begin
-        _write(promoted, batch)
+
+        def promoted(timeline: int, *left_at: int) -> Ancestry:
+            switches = tuple(TimelineSwitch(number, Lsn(each)) for number, each in enumerate(left_at, 1))
+            return Ancestry(replace(ANCESTRY.current, timeline=timeline), switches)
+
+        early = harness.open()
+        early.startup(make_context(ancestry=promoted(2, batch.begin - 1)))
+        assert early.position(ORDERS.table_id) is None
+        assert early.write_events(batch).result(_SECONDS).of(ORDERS.table_id).error is not None
+        early.shutdown()
+        running = harness.open()
+        context = make_context(ancestry=promoted(3, batch.begin, batch.begin))
+        running.startup(context)
+        assert running.position(ORDERS.table_id) == batch.begin
+        context.store.use_lineage(promoted(4, batch.begin, batch.begin, batch.begin))
+        _write(running, batch)
         _expect(harness, ORDERS, [_order(1), _order(2)])
+        running.shutdown()
+        third, fourth = harness.open(), harness.open()
+        third.startup(make_context(ancestry=promoted(3, batch.begin, batch.begin)))
+        assert third.position(ORDERS.table_id) is None
+        third.shutdown()
+        fourth.startup(make_context(ancestry=promoted(4, batch.begin, batch.begin, batch.begin)))
+        assert fourth.position(ORDERS.table_id) == batch.end
 
 
 def _order(number: int, note: Any = "a note", due: Any = None) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from penstock.destinations.base import DestinationContext, Tasks
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, OrderKey, is_in
 from penstock.schema import TableSchema
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.state import MemoryStore
 
 _START = 0x1000
@@ -71,16 +72,22 @@ class LocalTasks:
         return nullcontext()
 
 
+ANCESTRY = Ancestry(Lineage("server-1", 1, "shop", "slot"))
+"""The server of scripted changes."""
+
+
 def make_context(
     pipeline_id: str = "contract",
     *,
-    lineage: str = "server-1/slot",
+    ancestry: Ancestry = ANCESTRY,
     tasks: Tasks | None = None,
     records_ddl: bool = False,
 ) -> DestinationContext:
     """Return the context that a destination is started with."""
     tasks = LocalTasks() if tasks is None else tasks
-    return DestinationContext(pipeline_id, lineage, MemoryStore(pipeline_id), tasks, records_ddl=records_ddl)
+    store = MemoryStore(pipeline_id)
+    store.use_lineage(ancestry)
+    return DestinationContext(pipeline_id, store, tasks, records_ddl=records_ddl)
 
 
 @dataclass(frozen=True, slots=True)

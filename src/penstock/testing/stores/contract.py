@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from penstock.errors import IllegalTransition, LeaseHeld, LeaseLost, LineageChanged, StateError
 from penstock.lsn import Lsn, OrderKey, reaches
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry, Lineage, TimelineSwitch
 from penstock.source.membership import Heap, Membership, PublicationOptions, RowVersion
 from penstock.state import (
     Catchup,
@@ -57,7 +57,7 @@ class StoreContract:
         """Return a store that holds the lease."""
         store = self.reader(pipeline_id)
         store.acquire_lease()
-        store.use_lineage(LINEAGE)
+        store.use_lineage(Ancestry(LINEAGE))
         return store
 
     def restarted(self, store: Store) -> Store:
@@ -182,7 +182,7 @@ class StoreContract:
     def test_progress_of_another_lineage_is_neither_returned_nor_overwritten(self) -> None:
         store = self.driver()
         store.upsert_replication_progress(Lsn(9), table_positions={1: Lsn(8)})
-        store.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
+        store.use_lineage(Ancestry(Lineage("7000000000000000002", 1, "app", "penstock_slot")))
         assert store.get_replication_progress() is None
         assert store.get_table_position(1) is None
         assert store.get_table_positions() == {}
@@ -199,13 +199,19 @@ class StoreContract:
 
     def test_after_a_failover_positions_count_on_the_new_timeline(self) -> None:
         store = self.driver()
-        store.upsert_replication_progress(Lsn(9), table_positions={1: Lsn(8)})
-        promoted = Lineage(LINEAGE.system_identifier, 2, LINEAGE.database, LINEAGE.slot)
-        store.use_lineage(promoted, continues=LINEAGE)
+        store.upsert_replication_progress(Lsn(9), table_positions={1: Lsn(8), 2: Lsn(12)})
+        promoted = replace(LINEAGE, timeline=3)
+        history = (TimelineSwitch(LINEAGE.timeline, Lsn(9)), TimelineSwitch(2, Lsn(11)))
+        store.use_lineage(Ancestry(promoted, history))
         assert store.get_replication_progress() == 9
-        assert store.get_table_positions() == {1: 8}
+        assert store.get_table_positions() == {1: 8}, "12 is after the end of its timeline"
+        assert store.upsert_replication_progress(Lsn(15)) == 15
         with refused(LineageChanged):
-            store.use_lineage(Lineage("7000000000000000002", 3, "app", "penstock_slot"), continues=promoted)
+            store.upsert_table_positions({2: Lsn(20)})
+        again = self.restarted(store)
+        again.use_lineage(Ancestry(promoted))
+        assert again.get_replication_progress() == 15
+        assert {each.lineage.timeline for each in again.get_stored_positions()} == {LINEAGE.timeline, 3}
 
     def test_positions_need_a_lineage(self) -> None:
         store = self.reader()
@@ -225,13 +231,13 @@ class StoreContract:
     def test_what_is_refused_half_way_leaves_nothing(self) -> None:
         store = self.driver()
         store.upsert_replication_progress(Lsn(9))
-        store.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
+        store.use_lineage(Ancestry(Lineage("7000000000000000002", 1, "app", "penstock_slot")))
         with refused(LineageChanged):
             store.upsert_replication_progress(Lsn(99), table_positions={1: Lsn(99)})
         assert store.get_table_positions() == {}
         store.close()
         again = self.reader()
-        again.use_lineage(Lineage("7000000000000000002", 1, "app", "penstock_slot"))
+        again.use_lineage(Ancestry(Lineage("7000000000000000002", 1, "app", "penstock_slot")))
         assert again.get_table_positions() == {}
 
     # Schemas
@@ -397,7 +403,7 @@ class StoreContract:
 
     def test_without_the_lease_nothing_is_written(self) -> None:
         store = self.reader()
-        store.use_lineage(LINEAGE)
+        store.use_lineage(Ancestry(LINEAGE))
         writes: list[Callable[[], object]] = [
             lambda: store.update_table_replication_state(1, Init()),
             lambda: store.rollback_table_replication_state(1),

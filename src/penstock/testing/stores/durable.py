@@ -11,6 +11,7 @@ from typing import IO
 
 from penstock.errors import LeaseHeld, LeaseLost
 from penstock.lsn import Lsn
+from penstock.source.lineage import Ancestry
 from penstock.state import DataSync, Init, Store, open_store
 from penstock.testing.stores.contract import StoreContract
 from penstock.testing.stores.samples import LINEAGE, PATIENCE, TABLES
@@ -91,7 +92,7 @@ def play(role: str, url: str) -> None:
     """Play a role in a process of its own; a line on standard input tells it to continue."""
     output = sys.stdout
     with open_store(url, "contract") as store:
-        store.use_lineage(LINEAGE)
+        store.use_lineage(Ancestry(LINEAGE))
         match role:
             case "update":
                 store.acquire_lease()

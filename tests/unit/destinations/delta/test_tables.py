@@ -18,6 +18,7 @@ from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.naming import FOLDERS
 from penstock.errors import ConfigError, IllegalTransition, PenstockError, TableOwned, TableRejected
 from penstock.schema import Column, PostgresType
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.testing.destinations import ScriptedSource, make_context
 from penstock.testing.destinations.contract import INT8, LINES, ORDERS, TEXT
 from tests.unit.destinations.delta.orders import assert_durable, copied, expected, notes, order, started, update, write
@@ -215,7 +216,7 @@ def test_a_table_of_another_server_has_no_folder(lake: Path, source: ScriptedSou
     copied(lake, source)
     assert started(lake).folder_of(ORDERS.table_id) == "public/orders"
     elsewhere = DeltaDestination(lake, maintenance=False)
-    elsewhere.startup(make_context(lineage="another/1"))
+    elsewhere.startup(make_context(ancestry=Ancestry(Lineage("another", 1, "shop", "slot"))))
     assert elsewhere.folder_of(ORDERS.table_id) is None
 
 

@@ -13,7 +13,7 @@ from penstock.documents.output.indexes import Builds
 from penstock.documents.output.readiness import Readiness
 from penstock.documents.output.writer import DocumentsSettings
 from penstock.lsn import Lsn
-from penstock.source.lineage import Lineage
+from penstock.source.lineage import Ancestry, Lineage
 from penstock.state import IndexStatus, MemoryStore
 from tests.support.document_sink import FileSink
 
@@ -27,7 +27,7 @@ def test_a_build_is_complete_only_if_what_it_filled_serves(tmp_path: Path, vanis
     sink.mark_seeded("people")
     store = MemoryStore("tests")
     store.acquire_lease()
-    store.use_lineage(Lineage("7000000000000000001", 1, "postgres", "penstock"))
+    store.use_lineage(Ancestry(Lineage("7000000000000000001", 1, "postgres", "penstock")))
     store.upsert_replication_progress(Lsn(1))
     builds = Builds(store)
     generation = "one that is gone" if vanished else sink.facts("people").generation
