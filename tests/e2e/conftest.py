@@ -8,6 +8,9 @@ import subprocess
 import pytest
 
 from tests.e2e.support import Stream
+from tests.integration.conftest import quick_captures
+
+__all__ = ["quick_captures"]
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +25,7 @@ from typing import Any
 from penstock import failpoints
 from penstock.lsn import Lsn, reaches
 from penstock.testing.server import wait_until_gone
+from tests.program import DRIVER, Piped
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.processes import Part, descendants_of, part_of
 
@@ -69,7 +68,7 @@ class PipelineProcess:
     def __init__(self, settings: DriveSettings) -> None:
         self.settings = settings
         self.starts = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Piped | None = None
         self._reader: threading.Thread | None = None
         self._seen = Seen()
 
@@ -98,12 +97,7 @@ class PipelineProcess:
         if armed:
             environment[failpoints.VARIABLE] = armed
         self._seen = Seen()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.drive_pipeline", str(path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self._process = Piped(DRIVER, str(path), environment=environment)
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
         self._reader.start()
         self.starts += 1
@@ -176,13 +170,12 @@ class PipelineProcess:
             timeout,
         )
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
+    def _read(self, process: Piped) -> None:
         for line in process.stdout:
-            self._seen = Seen.parse(line)
+            self._seen = Seen.parse(line.decode())
 
     def _close(self) -> None:
-        if self._process is not None and self._process.stdout is not None:
+        if self._process is not None:
             if self._reader is not None:
                 self._reader.join(HANG_SECONDS)
-            self._process.stdout.close()
+            self._process.close_pipes()

@@ -163,12 +163,7 @@ class CaptureProcess:
             return CaptureStopped(f"the capture process could not be started: {error.strerror or error}")
 
     def _run_started_child(self) -> PenstockError:
-        command = [sys.executable, "-m", "penstock.capture"]
-        environment = CHILD_SETTINGS | os.environ
-        # In its own process group: Ctrl-C in a terminal goes to the parent, which then stops the child cleanly.
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, env=environment
-        ) as child:
+        with start_child() as child:
             self._child = child
             if self._stopping.is_set():
                 child.terminate()
@@ -200,6 +195,14 @@ class CaptureProcess:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+
+
+def start_child() -> subprocess.Popen[bytes]:
+    """Start the child; it waits for its settings."""
+    command = [sys.executable, "-m", "penstock.capture"]
+    environment = CHILD_SETTINGS | os.environ
+    # In its own process group: Ctrl-C in a terminal goes to the parent, which then stops the child cleanly.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, env=environment)
 
 
 def run_child() -> int:
