@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from hypothesis import settings as hypothesis_settings
 
 from penstock.errors import ConfigError
 from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, why_not
-from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer
+from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer, execute_on
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 from tests.support.delta_jars import delta_spark_options, find_delta_jars
 from tests.support.opensearch_shared import shared_opensearch
@@ -59,6 +61,8 @@ class Database:
 
     server: DatabaseServer
     name: str
+    idle: list[psycopg.Connection[tuple[Any, ...]]] | None = None
+    """Connections that `execute` uses again; None opens one for each statement, as tests that stop the server need."""
 
     @property
     def dsn(self) -> str:
@@ -69,8 +73,34 @@ class Database:
         return self.server.connect(self.name, **options)
 
     def execute(self, query: str, parameters: Any = None) -> list[tuple[Any, ...]]:
-        """Run a statement on a connection of its own; gives the rows, if it has any."""
-        return self.server.execute(query, parameters, database=self.name)
+        """Run a statement in a session without a past; gives the rows, if it has any."""
+        if self.idle is None:
+            return self.server.execute(query, parameters, database=self.name)
+        connection = self._take(self.idle)
+        try:
+            rows = execute_on(connection, query, parameters)
+            connection.commit()
+            connection.execute("discard all")
+        except BaseException:
+            connection.close()
+            raise
+        self.idle.append(connection)
+        return rows
+
+    def close(self) -> None:
+        """Close the connections of `execute`."""
+        for connection in self.idle or ():
+            connection.close()
+
+    def _take(self, idle: list[psycopg.Connection[tuple[Any, ...]]]) -> psycopg.Connection[tuple[Any, ...]]:
+        with suppress(IndexError):
+            while connection := idle.pop():
+                # The server says something to an idle session only when it ends it.
+                if not select.select([connection.fileno()], [], [], 0)[0]:
+                    return connection
+                connection.close()
+        # Discarding the session would discard what psycopg has prepared.
+        return self.connect(prepare_threshold=None)
 
 
 class ServerPool:
@@ -284,9 +314,10 @@ def _binaries_or_skip(major: int) -> Any:
 
 
 def _database_on(server: DatabaseServer) -> Iterator[Database]:
-    name = server.create_database()
-    yield Database(server, name)
-    server.drop_database(name)
+    database = Database(server, server.create_database(), [])
+    yield database
+    database.close()
+    server.drop_database(database.name)
 
 
 @pytest.fixture(
