@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from penstock import coordinator as coordination
 from penstock.copy import CopySettings
 from penstock.destinations.delta import planner
 from penstock.destinations.registry import create_destination
@@ -40,6 +41,8 @@ from tests.support.counting import CountingCoordinator
 from tests.support.document_sink import FileSink
 
 _TELL_SECONDS = 0.1
+_REFRESH_SECONDS = 0.5
+"""How often the publication and the catalog are checked: trials wait for it again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ def main(path: Path) -> None:
     settings = DriveSettings.read(path)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     stop = threading.Event()
+    coordination.REFRESH_SECONDS = _REFRESH_SECONDS
     with _started_tasks(settings) as (tasks, session):
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         output = make_documents(settings, tasks) if settings.indexes else make_pipeline(settings, tasks, session)
