@@ -49,6 +49,8 @@ def test_commands_take_any_name_as_it_is_printed_or_quoted(site: Site) -> None:
         [output] = reported(site, "verify", *names)["outputs"]
         assert {each["table"]: each["result"] for each in output["tables"]} == dict.fromkeys(ODD, "equal")
     assert reported(site, "resync", *ODD.values())["tables"] == list(ODD)
+    # A table that is being copied refuses another resync.
+    site.wait_ready(len(ODD))
     assert reported(site, "resync", '"Odd.Schema".*')["tables"] == ["Odd.Schema.a*b", "Odd.Schema.aXb"]
     site.wait_ready(len(ODD))
     process.send_signal(signal.SIGINT)
