@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.destinations.base import Destination
+from penstock.destinations.delta import index
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.index import IndexFolder, build_index
 from penstock.destinations.delta.reader import DeltaReader
@@ -47,7 +47,7 @@ class TestOnS3(DestinationContract):
 
 def test_copies_of_indexes_do_not_pile_up(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine; in the store they go with their files."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(index, "cache_folder", lambda: tmp_path)
     folder = IndexFolder(open_storage("s3://lake/indexed", s3.options), "digest")
     content = build_index(pa.array([1, 2, 3]))
     for number in range(100):
@@ -56,8 +56,8 @@ def test_copies_of_indexes_do_not_pile_up(s3: S3Server, tmp_path: Path, monkeypa
     assert len(copies) == 100
     folder.tidy(["file-1", "file-2"])
     assert sorted(path.name for path in tmp_path.rglob("*.digest")) == ["file-1.digest", "file-2.digest"]
-    index = folder.open("file-50", lambda: pytest.fail("the store has it"))
-    assert index.row_count == 3
+    found = folder.open("file-50", lambda: pytest.fail("the store has it"))
+    assert found.row_count == 3
 
 
 class CarelessStore(BaseHTTPRequestHandler):
