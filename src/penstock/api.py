@@ -20,7 +20,8 @@ from penstock.config import Config, load_config, make_config
 from penstock.config.problems import REFERENCE
 from penstock.config.template import usable_id
 from penstock.errors import ConfigError, PenstockError, Retry
-from penstock.operations.plan import Plan, check_source, make_plan
+from penstock.operations.plan import Plan, make_plan
+from penstock.operations.readiness import check_pipeline
 from penstock.operations.reading import choose_output, read_rows
 from penstock.operations.running import POLL_SECONDS, Running, started
 from penstock.operations.signals import Ending
@@ -340,7 +341,7 @@ def check(config: Source = DEFAULT_PATH) -> CheckReport:
     """
     found, _ = _resolve(config)
     with found.discreet():
-        return check_source(found)
+        return check_pipeline(found)
 
 
 def verify(

@@ -1,8 +1,11 @@
-"""Makes files survive a power failure: their bytes, and their names."""
+"""Makes files survive a power failure: their bytes, and their names; and tries whether a folder can be written."""
 
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -13,3 +16,26 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def restored_folders(path: Path) -> Iterator[None]:
+    """Remove, after the block, the folders that the block created on the way to a path, if they are empty."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        yield
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+
+
+def probe_folder(path: Path) -> None:
+    """Write a file into a folder and remove it, with the folders that do not exist yet; raise `OSError` if it fails."""
+    with restored_folders(path):
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe-{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(b"probe")
+        finally:
+            probe.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ a secret or the value of a cell.
     PenstockError
     ├── ConfigError                 a setting that cannot be used
     │   └── SpecificationInvalid    an index specification, with the file, line and column of each problem
+    ├── NotReady                    the first start was refused, before it created anything
     ├── SourceError                 Postgres
     │   ├── ServerUnavailable       refused, starting, stopping or disconnected: retried
     │   ├── AuthenticationFailed
@@ -29,6 +30,7 @@ a secret or the value of a cell.
     │   ├── TableRewritten          rewritten, truncated or altered during its copy; the copy restarts
     │   ├── ValuesNotSent           the stream lacks values of existing rows, or which row a change is about
     │   ├── IdentitiesDiffer        partitions whose replica identities do not fit together
+    │   ├── NotIdentified           a table that is left out: publishing it would make its updates and deletes fail
     │   ├── TableLocked             another session's lock blocks reads: retried
     │   └── QueryFailed
     │       └── StatementInterrupted  cancelled, timed out or deadlocked: retried
@@ -132,6 +134,12 @@ class SpecificationInvalid(ConfigError):
     """An index specification cannot be used; `problems` gives the line, column and key path of each problem."""
 
     default_hint = "docs/reference/index-specification.md describes every key; run: penstock index check."
+
+
+class NotReady(PenstockError):
+    """A start was refused because of what `penstock check` calls critical; nothing was created."""
+
+    default_hint = "Run: penstock check. It lists every finding with its remedy."
 
 
 class SourceError(PenstockError):
@@ -289,6 +297,12 @@ class IdentitiesDiffer(SourceError):
     """The partitions of a table have replica identities by which its rows cannot be found."""
 
     default_hint = "Give all partitions of the table the same replica identity; penstock check shows the statements."
+
+
+class NotIdentified(SourceError):
+    """A table is not published, because the server would reject its updates and deletes; `statements` change that."""
+
+    default_hint = "Give the table a primary key or a replica identity; penstock check shows the statements."
 
 
 class TableLocked(SourceError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -23,6 +23,7 @@ from penstock.capture import CaptureProcess, CaptureSettings
 from penstock.capture.assembler import AssemblerSettings
 from penstock.errors import (
     LineageChanged,
+    NotIdentified,
     PenstockError,
     PermissionDenied,
     PositionAhead,
@@ -37,7 +38,13 @@ from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import is_lock_timeout
 from penstock.source.lineage import Lineage, SystemIdentity, identify_system
 from penstock.source.membership import Membership, load_membership
-from penstock.source.publications import EnsuredPublication, ensure_publication, without_identity
+from penstock.source.publications import (
+    EnsuredPublication,
+    drop_publication,
+    ensure_publication,
+    find_left_out,
+    inspect_publication,
+)
 from penstock.source.shapes import TableShape, load_shapes
 from penstock.source.slots import (
     Slot,
@@ -81,6 +88,8 @@ class StreamSettings:
     manage_publication: bool = True
     generated_columns: bool | None = None
     """Publish stored generated columns; None leaves the publication as it is."""
+    unidentified: frozenset[str] = frozenset()
+    """Names of tables that are published although the server then rejects their updates and deletes."""
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
     failover_slot: bool | None = None
     """Standbys keep a copy of the slot (PostgreSQL 17). None: a new slot has it where the server supports it, and an
@@ -109,6 +118,20 @@ class Published:
     """By table id: whether rows changed although the stream does not say so."""
     leaves: Mapping[int, Mapping[int, Lsn]] = field(default_factory=dict[int, Mapping[int, Lsn]])
     """By table id: the leaves that the stream has described, with their positions (`penstock.spool.partitions`)."""
+
+
+def load_left_out(connection: psycopg.Connection[Any], settings: StreamSettings) -> Mapping[str, NotIdentified]:
+    """Return the tables that match and are not published, so that their updates and deletes are not rejected."""
+    if not settings.manage_publication:
+        return {}
+    return find_left_out(
+        connection,
+        inspect_publication(connection, settings.publication),
+        settings.tables,
+        settings.exclude,
+        generated_columns=settings.generated_columns,
+        unidentified=settings.unidentified,
+    )
 
 
 class Stream:
@@ -176,9 +199,16 @@ class Stream:
 def open_stream(settings: StreamSettings, outputs: Mapping[str, Store]) -> Iterator[Stream]:
     """Run capture inside, so that changes flow into the spool. The caller holds the leases of these stores.
 
-    On exit, capture publishes complete transactions, answers the server and ends.
+    On exit, capture publishes complete transactions, answers the server and ends. If the block raises, the start has
+    failed: what it has created on the server is removed.
     """
     opening = _Opening(settings, outputs)
+    with opening.undone_on_error(), _capturing(settings, outputs, opening) as stream:
+        yield stream
+
+
+@contextmanager
+def _capturing(settings: StreamSettings, outputs: Mapping[str, Store], opening: _Opening) -> Iterator[Stream]:
     starts = opening.prepare()
     with CaptureProcess(
         CaptureSettings(
@@ -207,17 +237,18 @@ def open_stream(settings: StreamSettings, outputs: Mapping[str, Store]) -> Itera
 
 
 class _PublicationKeeper:
-    """Keeps a managed publication up to date, and remembers which tables the server refuses to publish."""
+    """Keeps a managed publication up to date, and remembers which tables are not published, and why."""
 
     def __init__(self, settings: StreamSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
         self._refused: dict[str, _Refused] = {}
+        self._left_out: Mapping[str, PenstockError] = {}
 
     @property
     def refused(self) -> Mapping[str, PenstockError]:
         with self._lock:
-            return {name: each.error for name, each in self._refused.items()}
+            return {name: each.error for name, each in self._refused.items()} | dict(self._left_out)
 
     def ensure(self, connection: psycopg.Connection[Any]) -> None:
         """Publish what the patterns name; log each refusal once, and try it again after a while."""
@@ -225,6 +256,12 @@ class _PublicationKeeper:
             now = time.monotonic()
             waiting = {name for name, each in self._refused.items() if now < each.next_at}
             ensured = _ensure_publication(connection, self._settings, waiting)
+            for name in ensured.left_out.keys() - self._left_out.keys():
+                error = ensured.left_out[name]
+                logger.warning("%s. %s", error, error.hint)
+            for name in self._left_out.keys() - ensured.left_out.keys():
+                logger.info("table is no longer left out table=%s", name)
+            self._left_out = ensured.left_out
             for name in self._refused.keys() - ensured.refused.keys() - waiting:
                 logger.info("table is no longer refused by the server table=%s", name)
                 del self._refused[name]
@@ -255,14 +292,9 @@ def _ensure_publication(
         manage=settings.manage_publication,
         generated_columns=settings.generated_columns,
         later=later,
+        unidentified=settings.unidentified,
     )
-    unidentified = without_identity(connection, ensured.added) if ensured.added else []
-    if unidentified:
-        logger.warning(
-            "the server rejects updates and deletes on tables that are published without a replica identity: %s",
-            ", ".join(unidentified),
-        )
-    if ensured.created and not ensured.added:
+    if ensured.created and not ensured.added and not ensured.left_out:
         logger.warning("no table matches %s: nothing is copied until one matches", ", ".join(settings.tables))
     return ensured
 
@@ -275,6 +307,25 @@ class _Opening:
         self._outputs = outputs
         self.lineage: Lineage | None = None
         """The server's, once it is known."""
+        self._created: dict[str, Callable[[psycopg.Connection[Any]], object]] = {}
+        """What this start has created on the server, and how to remove it."""
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Remove what was created on the server if the block raises, in reverse order."""
+        try:
+            yield
+        except BaseException:
+            for what, remove in reversed(self._created.items()):
+                try:
+                    with connect(self._settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
+                        remove(connection)
+                except PenstockError as error:
+                    text = (
+                        "the start failed and left something behind; remove it with penstock teardown what=%s error=%s"
+                    )
+                    logger.warning(text, what, error)
+            raise
 
     def prepare(self) -> dict[str, Lsn]:
         """Return where each output starts to read."""
@@ -282,6 +333,8 @@ class _Opening:
         # Not on the connection that creates the slot, which waits for open transactions without a limit.
         with connect(settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             ensured = _ensure_publication(connection, settings)
+        if ensured.created:
+            self._created["publication"] = lambda connection: drop_publication(connection, settings.publication)
         final = [error for error in ensured.refused.values() if not is_lock_timeout(error)]
         if final and not ensured.members:
             raise final[0]
@@ -306,6 +359,8 @@ class _Opening:
         """Create the DDL trigger if it is wanted; remove an existing one if it is not."""
         trigger = self._settings.trigger
         if self._settings.ddl_trigger:
+            if not trigger.exists(connection):
+                self._created["ddl trigger"] = trigger.drop
             trigger.create(connection)
         elif trigger.exists(connection):
             try:
@@ -388,6 +443,7 @@ class _Opening:
         failpoints.reach("before_slot")
         failover = can_fail_over(connection) if settings.failover_slot is None else settings.failover_slot
         slot = create_slot(connection, settings.slot, failover=failover)
+        self._created["slot"] = lambda connection: drop_slot(connection, settings.slot)
         failpoints.reach("after_slot")
         return slot
 

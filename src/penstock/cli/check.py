@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from rich.text import Text
 from penstock.cli.display import echo, make_table, wide_console
 from penstock.cli.options import AsJson, OptionalConfigPath, Publication, Slot, Tables, Url, chosen_source
 from penstock.config.units import count_of
+from penstock.operations.readiness import check_here, source_request
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 
 _WIDE = 120
@@ -42,19 +44,19 @@ def check(
         penstock check --url postgresql://me@db.example/shop --table 'sales.*'
     """
     with chosen_source(context, url, config_path) as source:
-        request = Request(
-            publication or source.publication,
-            slot or source.slot,
-            tuple(tables or ()) or source.tables,
-            tuple(exclude or ()) or source.exclude,
+        known = Request() if source.config is None else source_request(source.config)
+        request = replace(
+            known,
+            publication=publication or known.publication,
+            slot=slot or known.slot,
+            patterns=tuple(tables or ()) or known.patterns,
+            exclude=tuple(exclude or ()) or known.exclude,
             # A publication named on the command line must exist.
-            manage_publication=source.manage_publication and publication is None,
-            types=source.types,
-            transforms=source.transforms,
-            generated_columns=source.generated_columns,
-            schema_changes=source.schema_changes,
+            manage_publication=known.manage_publication and publication is None,
         )
         report = run_preflight(source.settings, request)
+        if source.config is not None:
+            report = replace(report, checks=(*report.checks, *check_here(source.config)))
     if as_json:
         echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -243,8 +243,8 @@ def _choose_tables(
         if without:
             listed = ", ".join(str(each.name) for each in without[:5]) + (", …" if len(without) > 5 else "")
             echo(
-                f"warning: {count_of(len(without), 'table')} without a replica identity; publishing makes the server "
-                f"reject updates and deletes on such tables: {listed}"
+                f"warning: {count_of(len(without), 'table')} without a replica identity, left out because publishing "
+                f"would make the server reject updates and deletes on such tables: {listed}"
             )
         return patterns
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.changes.transform import Transforms
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError
-from penstock.operations.plan import described_policies
 from penstock.source import SourceSettings
-from penstock.values import TypeSettings
 
 DEFAULT_PATH = Path("penstock.toml")
 
@@ -73,18 +70,10 @@ def configured(path: Path) -> Iterator[Config]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenSource:
-    """A source, and what a config says of it; without a config the rest is empty."""
+    """A source, and the config that it is from, if it is from one."""
 
     settings: SourceSettings
-    publication: str | None = None
-    slot: str | None = None
-    tables: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    manage_publication: bool = False
-    types: TypeSettings = field(default_factory=TypeSettings)
-    transforms: Transforms = field(default_factory=Transforms)
-    generated_columns: bool = False
-    schema_changes: Mapping[str, str] = field(default_factory=dict[str, str])
+    config: Config | None = None
 
 
 @contextmanager
@@ -100,19 +89,7 @@ def chosen_source(context: typer.Context, url: str | None, config_path: Path | N
         yield ChosenSource(SourceSettings(url))
     elif config_path is not None:
         with configured(config_path) as config:
-            settings = config.pipeline
-            yield ChosenSource(
-                settings.source,
-                settings.publication,
-                settings.slot,
-                settings.tables,
-                settings.exclude,
-                settings.manage_publication,
-                settings.types,
-                settings.transforms,
-                bool(settings.generated_columns),
-                described_policies(config),
-            )
+            yield ChosenSource(config.pipeline.source, config)
     else:
         raise ConfigError(
             "no database given: there is neither a --url nor a config file",

@@ -66,6 +66,8 @@ def run(
             found = make_plan(config)
             for line in [json.dumps(asdict(found), indent=2, ensure_ascii=False)] if as_json else plan_lines(found):
                 echo(line)
+            if found.problems:
+                raise typer.Exit(1)
             return
         if as_json:
             raise typer.BadParameter("needs --plan; for a run, use penstock --log-format json run", param_hint="--json")
@@ -159,4 +161,6 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         width = max(len(name) for name in plan.indexes)
         for name, fate in plan.indexes.items():
             yield f"  {name:<{width}}  {fate}"
+    for problem in plan.problems:
+        yield f"WOULD FAIL   {problem}"
     yield "nothing was changed"

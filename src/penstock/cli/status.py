@@ -213,6 +213,8 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
     for blocker in source.long_transactions:
         yield Text.assemble(("waiting   ", "bold"), (f"for an open transaction: {blocker}", "yellow"))
+    for table in source.left_out:
+        yield Text.assemble(("left out  ", "bold"), (table.reason, "yellow"), f"\n          {table.solution}")
     for output in found.outputs:
         name = f"{output.output}: " if len(found.outputs) > 1 else ""
         yield Text.assemble(("output    ", "bold"), name, _output(output, is_running=found.driver is not None))

@@ -99,12 +99,12 @@ def tail(
     formatted = _json_line if as_json or form is Format.NDJSON else make_lines().format
     with Ending() as ending, chosen_source(context, url, config_path) as source:
         with ending.interruptible():
-            wanted = (tables or source.tables) if create else None
+            known = None if source.config is None else source.config.pipeline
             name = choose_publication(
                 source.settings,
-                publication or source.publication,
-                create_for=wanted,
-                exclude=source.exclude,
+                publication or (known and known.publication),
+                create_for=(tables or (known.tables if known else ())) if create else None,
+                exclude=() if known is None else known.exclude,
                 notice=notice,
             )
         settings = Follow(source.settings, name, slot, position, tuple(tables or ()), acknowledge, limit, seconds)

@@ -249,6 +249,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         exclude=tuple(source.exclude),
         manage_publication=source.manage_publication,
         generated_columns=source.generated_columns,
+        unidentified=frozenset(name for name, each in file.tables.items() if each.publish_without_identity),
         on_lost_slot=source.on_lost_slot,
         failover_slot=source.failover_slot,
         ddl_trigger=source.ddl_trigger,

@@ -236,6 +236,7 @@ class ColumnSection(Section):
 class TableSection(Section):
     """Settings of one table."""
 
+    publish_without_identity: bool = False
     where: str | None = None
     columns: dict[str, ColumnSection] = {}
     types: TableTypesSection = TableTypesSection()
@@ -273,6 +274,16 @@ class ConfigFile(Section):
         if self.source.generated_columns is not None and not self.source.manage_publication:
             raise ValueError(
                 "source.generated_columns needs manage_publication = true; otherwise alter the publication"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _need_to_choose_the_tables(self) -> ConfigFile:
+        named = [name for name, section in self.tables.items() if section.publish_without_identity]
+        if named and not self.source.manage_publication:
+            raise ValueError(
+                f'tables."{named[0]}".publish_without_identity needs manage_publication = true; otherwise the '
+                "publication decides"
             )
         return self
 

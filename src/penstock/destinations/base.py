@@ -319,6 +319,15 @@ class Destination(Protocol):
 
 
 @runtime_checkable
+class ProbedDestination(Protocol):
+    """A destination that can be tried before anything is created at the source."""
+
+    def probe(self) -> None:
+        """Write something, and remove it; called without `startup`. Raise what `startup` would raise."""
+        ...
+
+
+@runtime_checkable
 class FolderDestination(Protocol):
     """A destination that keeps each table in a folder; `penstock.destinations.folders` decides in which one."""
 

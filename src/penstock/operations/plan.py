@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from penstock.destinations.folders import RenameTable
 from penstock.destinations.naming import FOLDERS
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint
-from penstock.errors import ConfigError, PenstockError, for_table
+from penstock.errors import ConfigError, for_table
+from penstock.operations.readiness import check_pipeline, described_policies
 from penstock.operations.stores import existing_store, running
 from penstock.schema import TableSchema
 from penstock.source import Role, connect
@@ -26,25 +27,24 @@ from penstock.source.catalog import load_tables, load_types, schema_from_catalog
 from penstock.source.faults import translated
 from penstock.source.membership import load_membership
 from penstock.source.patterns import TableName
-from penstock.source.preflight import Report, Request, run_preflight
 from penstock.source.publications import (
     find_tables,
     identity_problems,
     inspect_publication,
     published_tables,
-    without_identity,
 )
-from penstock.source.shapes import TableShape, remembering
+from penstock.source.shapes import remembering
 from penstock.source.slots import inspect_slot
+from penstock.source.unidentified import find_unidentified
 from penstock.state import CommandKind, Errored, IndexBuild, IndexStatus, Ready, Store, StoredPhase, SyncDone
-from penstock.stream import needs_every_change
+from penstock.stream import load_left_out
 from penstock.tables import OnLostSlot
 from penstock.values import TypeSettings
 from penstock.workers import Recopy, SchemaChanges
 
-_REFUSED = "NO REPLICA IDENTITY: once the table is published, the server rejects updates and deletes on it"
+_REJECTED = "NO REPLICA IDENTITY: the server rejects updates and deletes on it"
 _OIDS = """
-    select c.oid::int8
+    select n.nspname || '.' || c.relname, c.oid::int8
     from pg_catalog.pg_class c
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where n.nspname || '.' || c.relname = any(%s::text[]) and c.relkind in ('r', 'p')
@@ -80,10 +80,12 @@ class Plan:
     """Where documents go; None if there are none."""
     indexes: Mapping[str, str] = field(default_factory=dict[str, str])
     """What would happen to each index."""
+    problems: tuple[str, ...] = ()
+    """Why the start would fail or be refused, each with its remedy."""
 
 
 def make_plan(config: Config) -> Plan:
-    """Compare the config with the server and the stored state."""
+    """Compare the config with the server and the stored state, and try everything that a start needs."""
     for output in config.outputs:
         config.create_destination(output)
     if config.documents is not None:
@@ -100,9 +102,12 @@ def make_plan(config: Config) -> Plan:
         polled = config.documents is not None and config.documents.polling is not None
         slot, from_start = (POLLED, False) if polled else _slot(connection, config, known, has_built=bool(builds))
         tables = {} if polled else _tables(connection, config)
-        refused = dict.fromkeys(without_identity(connection, tables), _REFUSED)
+        oids = _table_oids(connection, tables)
+        left_out = {} if polled else load_left_out(connection, settings)
+        rejected = find_unidentified(connection, [oids[name] for name in oids.keys() - left_out.keys()])
+        refused = {error.table: _REJECTED for error in rejected.values()}
         refused |= {name: f"REFUSED: {error}" for name, error in identity_problems(connection, tables).items()}
-        schemas = _schemas(connection, tables)
+        schemas = _schemas(connection, oids.values())
         regenerated = _regenerated(connection, config)
         indexes = config.documents.indexes if config.documents is not None else ()
         catalog = load_catalog(connection, {name for each in indexes for name in each.specification.tables()})
@@ -123,7 +128,9 @@ def make_plan(config: Config) -> Plan:
             destinations={output.name: output.destination_type for output in config.outputs},
             tables={
                 name: {
-                    output.name: _fate_of_table(
+                    output.name: f"WOULD BE LEFT OUT: {left_out[name]}. {left_out[name].hint}"
+                    if name in left_out and not _is_empty(schemas.get(name))
+                    else _fate_of_table(
                         config, output, stores[output.name], name, table_id, schemas.get(name), from_start, regenerated
                     )
                     + (f"; {refused[name]}" if name in refused else "")
@@ -134,44 +141,10 @@ def make_plan(config: Config) -> Plan:
             schema_changes=described_policies(config),
             sink=None if config.documents is None else config.documents.sink_type,
             indexes={each.name: _fate_of_index(each, builds.get(each.name), catalog, from_start) for each in indexes},
+            problems=tuple(
+                f"{each.what}. {each.remedy}" for each in (() if polled else check_pipeline(config).critical)
+            ),
         )
-
-
-def check_source(config: Config) -> Report:
-    """Check whether the server is ready for the pipeline of a config."""
-    settings = config.pipeline
-    shapes: dict[int, TableShape] = {}
-    needs_slot = False
-    for output in config.every_output:
-        # Without its state, the server can be checked all the same.
-        with suppress(PenstockError), existing_store(config, output) as store:
-            shapes |= {} if store is None else store.get_table_shapes()
-            needs_slot = needs_slot or (store is not None and needs_every_change(store))
-    request = Request(
-        settings.publication,
-        settings.slot,
-        settings.tables,
-        settings.exclude,
-        manage_publication=settings.manage_publication,
-        failover_slot=settings.failover_slot,
-        needs_slot=needs_slot,
-        types=settings.types,
-        transforms=remembering(settings.transforms, shapes),
-        generated_columns=bool(settings.generated_columns),
-        schema_changes=described_policies(config),
-    )
-    return run_preflight(settings.source, request)
-
-
-def described_policies(config: Config) -> Mapping[str, str]:
-    """How tables follow changes of their schemas, for people: by name, and under `""` all others."""
-    policies = config.pipeline.policies
-    logs = [each.name for each in config.outputs if not config.create_destination(each).capabilities.updates_rows]
-    if not logs:
-        return policies
-    if len(logs) == len(config.outputs):
-        return dict.fromkeys(policies, "never copied again automatically: the destination keeps every change")
-    return policies | {"": f"{policies['']}; never at {', '.join(logs)}, which keep every change"}
 
 
 def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
@@ -180,6 +153,7 @@ def _publication(connection: psycopg.Connection[Any], config: Config) -> str:
     if not settings.manage_publication:
         return "exists, and would not be changed" if publication else "is MISSING, and manage_publication is false"
     wanted = {str(table) for table in find_tables(connection, settings.tables, settings.exclude)}
+    wanted -= load_left_out(connection, settings).keys()
     if publication is None:
         return f"would be created, for {len(wanted)} table{'s' * (len(wanted) != 1)}"
     if publication.all_tables:
@@ -242,9 +216,13 @@ def _tables(connection: psycopg.Connection[Any], config: Config) -> dict[str, in
     return {name: published.get(name) for name in wanted}
 
 
-def _schemas(connection: psycopg.Connection[Any], tables: Iterable[str]) -> dict[str, TableSchema]:
-    with translated(connection, "read the columns of tables"), connection.cursor(row_factory=tuple_row) as cursor:
-        oids = [oid for (oid,) in cursor.execute(_OIDS, [list(tables)]).fetchall()]
+def _table_oids(connection: psycopg.Connection[Any], tables: Iterable[str]) -> dict[str, int]:
+    """The oids of tables that exist, by name."""
+    with translated(connection, "find the tables"), connection.cursor(row_factory=tuple_row) as cursor:
+        return dict(cursor.execute(_OIDS, [list(tables)]).fetchall())
+
+
+def _schemas(connection: psycopg.Connection[Any], oids: Collection[int]) -> dict[str, TableSchema]:
     catalog = load_tables(connection, oids).values()
     known = load_types(connection, {each.type_oid for table in catalog for each in table.live_attributes})
     return {str(table): schema_from_catalog(table, known) for table in catalog}
@@ -316,6 +294,10 @@ def _unusable_settings(schema: TableSchema, types: TypeSettings, transforms: Tra
     except ConfigError as error:
         return error
     return next(inexact_keys(schema, types), None)
+
+
+def _is_empty(schema: TableSchema | None) -> bool:
+    return schema is not None and not schema.columns
 
 
 def _is_resync_queued(store: Store, name: str) -> bool:

@@ -38,7 +38,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.lsn import Lsn
 from penstock.observe import printable, redact, scrub
 from penstock.observe.redact import MASK
-from penstock.operations.plan import check_source
+from penstock.operations.readiness import check_pipeline
 from penstock.operations.status import pipeline_status, status_facts
 from penstock.operations.stores import existing_store, table_names
 from penstock.source import Role, SourceSettings, connect
@@ -217,7 +217,7 @@ def _pipeline_parts(config: Config) -> dict[str, Part]:
         "state.json": lambda: _state(config),
         "spool.json": lambda: _spool(config),
         "server.json": lambda: _server(config),
-        "check.json": lambda: check_source(config).to_dict(),
+        "check.json": lambda: check_pipeline(config).to_dict(),
     }
 
 

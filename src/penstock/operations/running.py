@@ -27,11 +27,11 @@ from penstock.errors import Retry
 from penstock.lsn import Lsn, reaches
 from penstock.operations.lag import LagWatch
 from penstock.operations.progress import Notice, OutputLook, Progress, StatusFile
+from penstock.operations.readiness import require_ready
 from penstock.operations.signals import Ending
 from penstock.operations.stores import require_stopped
 from penstock.output import Output, RunningOutput
 from penstock.registry import requires_extra
-from penstock.source import Role, connect
 from penstock.source.lineage import current_position
 from penstock.state import Errored, Ready, Store
 from penstock.tables import TablesOutput
@@ -158,7 +158,7 @@ def started(config: Config, ending: Ending | None = None, say: Say = say_nothing
         for store in stores.values():
             require_stopped(config, store)
         with ending.interruptible():
-            connect(config.pipeline.source, Role.CATALOG).close()
+            require_ready(config)
         with started_tasks(config, ending, say) as (tasks, session):
             outputs: list[Output] = [
                 TablesOutput(output.settings, stores[output.name], destinations[output.name], tasks, session)

@@ -43,6 +43,7 @@ from penstock.state import (
     StoredPhase,
     SyncDone,
 )
+from penstock.stream import load_left_out
 
 FRESH_SECONDS = 15.0
 """An older status file is not current."""
@@ -69,6 +70,15 @@ class SlotStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOutTable:
+    """A table that matches and is not published, so that the server does not reject its updates and deletes."""
+
+    table: str
+    reason: str
+    solution: str
+
+
+@dataclass(frozen=True, slots=True)
 class SourceStatus:
     """The server."""
 
@@ -78,6 +88,7 @@ class SourceStatus:
     slot: SlotStatus | None = None
     long_transactions: tuple[str, ...] = ()
     """Open for a minute or more: the slot cannot move past their start, and no copy can start."""
+    left_out: tuple[LeftOutTable, ...] = ()
     error: str | None = None
     """Why it does not answer; the rest is unknown then."""
     hint: str | None = None
@@ -304,9 +315,15 @@ def _ask_source(config: Config, table_ids: Sequence[int]) -> tuple[SourceStatus,
             slot = None if polled else _slot_status(config.pipeline.slot, found_slot, server)
             version = connection.info.parameter_status("server_version") or ""
             open_long = [each for each in find_blockers(connection) if (each.seconds or 0.0) >= LONG_SECONDS]
+            left_out = [] if polled else load_left_out(connection, config.pipeline).values()
             sizes = _sizes(connection, table_ids)
         found = SourceStatus(
-            source.location, version.partition(" ")[0], str(server), slot, tuple(str(each) for each in open_long)
+            source.location,
+            version.partition(" ")[0],
+            str(server),
+            slot,
+            tuple(str(each) for each in open_long),
+            tuple(LeftOutTable(each.table, each.message, each.hint) for each in left_out),
         )
         return found, sizes, server
     except SourceError as error:

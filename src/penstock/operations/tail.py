@@ -37,7 +37,7 @@ from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.source.identity import quote_if_needed
 from penstock.source.patterns import TableName, TablePattern
-from penstock.source.publications import create_publication, find_tables, inspect_publication, published_tables
+from penstock.source.publications import ensure_publication, find_tables, inspect_publication, published_tables
 from penstock.source.slots import find_blockers, inspect_slot, require_usable
 from penstock.spool import Entry, SpoolReader, SpoolSettings
 
@@ -198,14 +198,15 @@ def choose_publication(
             )
         if inspect_publication(connection, name) is None:
             patterns = create_for or ["*"]
-            wanted = find_tables(connection, patterns, exclude)
-            if not wanted:
+            if not find_tables(connection, patterns, exclude):
                 raise ConfigError(
                     f"cannot create a publication without tables: nothing matches {', '.join(patterns)}",
                     hint="Write schema.table, like public.orders or sales.*",
                 )
-            create_publication(connection, name, wanted)
-            count = count_of(len(wanted), "table")
+            ensured = ensure_publication(connection, name, patterns, exclude)
+            for error in (*ensured.left_out.values(), *ensured.refused.values()):
+                notice(str(error))
+            count = count_of(len(ensured.members), "table")
             notice(f"created publication {name} for {count}; to remove it: drop publication {quote_if_needed(name)}")
     return name
 

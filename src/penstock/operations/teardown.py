@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from psycopg import sql
 
 from penstock.config import Config, OutputChoice
 from penstock.documents.polling import open_positions
@@ -19,8 +18,7 @@ from penstock.documents.relation_map import open_relation_map
 from penstock.errors import ConfigError
 from penstock.operations.stores import existing_store, require_stopped
 from penstock.source import Role, connect
-from penstock.source.faults import translated
-from penstock.source.publications import inspect_publication
+from penstock.source.publications import drop_publication, inspect_publication
 from penstock.source.slots import drop_slot, inspect_slot
 from penstock.spool import Readers
 from penstock.spool.folder import SpoolFolder
@@ -88,7 +86,7 @@ def _plan(config: Config, stores: Mapping[str, Store | None], connection: psycop
         steps.append(Step(what, lambda: settings.trigger.drop(connection)))
     if settings.manage_publication and inspect_publication(connection, settings.publication) is not None:
         what = f"publication {settings.publication} on {where}"
-        steps.append(Step(what, lambda: _drop_publication(connection, settings.publication)))
+        steps.append(Step(what, lambda: drop_publication(connection, settings.publication)))
     # The spool is removed last: its readers name the outputs whose state has to be removed.
     for name, store in stores.items():
         steps += _plan_state(config, name, store)
@@ -137,11 +135,6 @@ def _has_state(store: Store) -> bool:
         or store.get_commands()
         or store.get_index_builds()
     )
-
-
-def _drop_publication(connection: psycopg.Connection[Any], name: str) -> None:
-    with translated(connection, f"drop publication {name!r}"):
-        connection.execute(sql.SQL("drop publication if exists {}").format(sql.Identifier(name)))
 
 
 def _remove_spool(path: Path) -> None:

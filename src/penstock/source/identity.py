@@ -70,6 +70,21 @@ _PARTS = """
 """
 
 
+_RESERVED = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    all analyse analyze and any array as asc asymmetric authorization binary both case cast check collate collation
+    column concurrently constraint create cross current_catalog current_date current_role current_schema
+    current_time current_timestamp current_user default deferrable desc distinct do else end except false fetch for
+    foreign freeze from full grant group having ilike in initially inner intersect into is isnull join lateral
+    leading left like limit localtime localtimestamp natural not notnull null offset on only or order outer overlaps
+    placing primary references returning right select session_user similar some symmetric system_user table
+    tablesample then to trailing true union unique user using variadic verbose when where window with
+        """,
+    )
+)
+"""Words that are no names without quotes: `pg_get_keywords()`, of all versions."""
 _MOST_STATEMENTS = 5
 """A remedy with more of them becomes a loop."""
 _FULL = """do $$ declare leaf regclass; begin for leaf in select t.relid from pg_partition_tree({}) t \
@@ -230,7 +245,8 @@ def load_partitions(connection: psycopg.Connection[Any], table_oids: Sequence[in
 
 def quote_if_needed(name: str) -> str:
     """A name as a person would type it: quoted only if necessary."""
-    return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else quote_identifier(name)
+    is_plain = re.fullmatch(r"[a-z_][a-z0-9_]*", name) is not None and name not in _RESERVED
+    return name if is_plain else quote_identifier(name)
 
 
 def _statements(partitions: Partitions, wanted: frozenset[int] | None) -> tuple[str, ...]:

@@ -12,12 +12,19 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.errors import ConfigError, IdentitiesDiffer, PublicationMissing, ServerUnavailable, SourceError
-from penstock.source.catalog import load_tables
+from penstock.errors import (
+    ConfigError,
+    IdentitiesDiffer,
+    NotIdentified,
+    PublicationMissing,
+    ServerUnavailable,
+    SourceError,
+)
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import Place, translated
 from penstock.source.identity import judge_identity, load_partitions
 from penstock.source.patterns import TableName, select_tables
+from penstock.source.unidentified import find_unidentified
 
 SCHEMAS_SINCE = 150000
 GENERATED_SINCE = 180000
@@ -136,18 +143,6 @@ _CANDIDATES = """
     order by n.nspname, c.relname
 """
 
-_STORED = """
-    select t.name, s.oid::int8
-    from unnest(%s::text[]) as t (name)
-    join pg_catalog.pg_class c on true
-    join pg_catalog.pg_namespace n on n.oid = c.relnamespace and n.nspname || '.' || c.relname = t.name
-    cross join lateral (
-        select c.oid union select p.relid from pg_catalog.pg_partition_tree(c.oid) p where p.isleaf
-    ) part
-    join pg_catalog.pg_class s on s.oid = part.oid and s.relkind = 'r'
-"""
-"""The tables that store rows: the table itself, or the leaves of a partitioned one."""
-
 _ROOTS = """
     select c.oid::int8
     from pg_catalog.pg_class c
@@ -205,6 +200,8 @@ class EnsuredPublication:
     """Tables that are members of a managed publication now."""
     refused: Mapping[str, SourceError] = field(default_factory=dict[str, SourceError])
     """Tables that the server did not add or remove, with its reason: another owner, dropped meanwhile, locked."""
+    left_out: Mapping[str, NotIdentified] = field(default_factory=dict[str, NotIdentified])
+    """Tables that match and are not published, so that the server does not reject their updates and deletes."""
 
 
 def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publication | None:
@@ -281,6 +278,12 @@ def create_publication(
     return require_publication(connection, name)
 
 
+def drop_publication(connection: psycopg.Connection[Any], name: str) -> None:
+    """Drop a publication, if it exists."""
+    with translated(connection, f"drop publication {name!r}"):
+        connection.execute(sql.SQL("drop publication if exists {}").format(sql.Identifier(name)))
+
+
 def ensure_publication(
     connection: psycopg.Connection[Any],
     name: str,
@@ -291,10 +294,12 @@ def ensure_publication(
     via_root: bool = True,
     generated_columns: bool | None = None,
     later: Collection[str] = (),
+    unidentified: Collection[str] = (),
 ) -> EnsuredPublication:
     """Make a publication contain exactly the tables that match the patterns; with `manage=False` only inspect it.
 
-    A table that the server refuses does not keep the others out. Tables in `later` are not added this time.
+    A table whose updates and deletes the server would reject is left out, or removed, unless `unidentified` has its
+    name. A table that the server refuses does not keep the others out. Tables in `later` are not added this time.
     `generated_columns` says whether stored generated columns are published; None leaves it as it is.
     Column lists and row filters of tables that stay are left alone, and so are published schemas. A partition is a
     member itself only if a pattern matches it and none matches a table above it. Call this before creating the slot.
@@ -309,7 +314,7 @@ def ensure_publication(
             hint="Remove source.generated_columns from the config.",
         )
     # By oid: tables may be renamed between two queries.
-    wanted = _find_tables(connection, patterns, exclude)
+    wanted, left_out = _publishable(connection, publication, patterns, exclude, generated_columns, unidentified)
     created = publication is None
     members: dict[int, TableName] = {}
     if publication is None:
@@ -356,7 +361,53 @@ def ensure_publication(
         removed=tuple(str(table) for table in removed),
         members=frozenset(str(table) for table in now),
         refused=refused,
+        left_out=left_out,
     )
+
+
+def find_left_out(
+    connection: psycopg.Connection[Any],
+    publication: Publication | None,
+    patterns: Sequence[str],
+    exclude: Sequence[str] = (),
+    *,
+    generated_columns: bool | None = None,
+    unidentified: Collection[str] = (),
+) -> Mapping[str, NotIdentified]:
+    """The tables that match and that `ensure_publication` would not publish."""
+    return _publishable(connection, publication, patterns, exclude, generated_columns, unidentified)[1]
+
+
+def _publishable(
+    connection: psycopg.Connection[Any],
+    publication: Publication | None,
+    patterns: Sequence[str],
+    exclude: Sequence[str],
+    generated_columns: bool | None,
+    unidentified: Collection[str],
+) -> tuple[dict[int, TableName], dict[str, NotIdentified]]:
+    """The tables to publish, by oid, and those that are left out."""
+    wanted = _find_tables(connection, patterns, exclude)
+    if generated_columns is None:
+        generated_columns = publication is not None and publication.generated_columns
+    named = {oid for oid, table in wanted.items() if str(table) in unidentified}
+    found = find_unidentified(
+        connection,
+        wanted.keys() - named,
+        generated_columns=generated_columns,
+        listed=tables_with_column_list(connection, publication),
+    )
+    left_out = {str(wanted[oid]): error for oid, error in found.items()}
+    return {oid: table for oid, table in wanted.items() if oid not in found}, left_out
+
+
+def tables_with_column_list(connection: psycopg.Connection[Any], publication: Publication | None) -> frozenset[int]:
+    """The members of a publication whose columns are listed."""
+    if publication is None or connection.info.server_version < SCHEMAS_SINCE:
+        return frozenset()
+    statement = "select prrelid::int8 from pg_catalog.pg_publication_rel where prpubid = %s and prattrs is not null"
+    with translated(connection, "read column lists"), connection.cursor(row_factory=tuple_row) as cursor:
+        return frozenset(oid for (oid,) in cursor.execute(statement, [publication.oid]).fetchall())
 
 
 def _publish_generated(connection: psycopg.Connection[Any], name: str, generated: bool) -> None:
@@ -412,14 +463,6 @@ def _find_tables(
     names = {str(table) for table in chosen}
     found = {table: candidates[table] for table in chosen}
     return {oid: table for table, (oid, above) in found.items() if not names.intersection(above)}
-
-
-def without_identity(connection: psycopg.Connection[Any], tables: Iterable[str]) -> list[str]:
-    """The tables whose updates and deletes the server refuses once they are published."""
-    with translated(connection, "read replica identities"), connection.cursor(row_factory=tuple_row) as cursor:
-        stored = cursor.execute(_STORED, [list(tables)]).fetchall()
-    catalog = load_tables(connection, {oid for _, oid in stored})
-    return sorted({name for name, oid in stored if oid in catalog and not catalog[oid].has_identity})
 
 
 def identity_problems(connection: psycopg.Connection[Any], tables: Iterable[str]) -> dict[str, IdentitiesDiffer]:

@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests.integration.cli.support import BOTH, ONE, PATIENCE, Site, check_discreet
@@ -200,12 +201,95 @@ def test_a_table_that_only_a_copy_helps_is_told_so(site: Site):
     assert again.returncode == 0, again.stderr
 
 
-def test_a_table_whose_updates_the_server_will_refuse_is_named(site: Site):
-    site.database.execute("create table keyless (id int, note text)")
-    assert "  public.keyless  would be copied; NO REPLICA IDENTITY" in site.run("run", "--plan").stdout
+def test_a_table_whose_updates_the_server_would_reject_is_left_out_until_its_remedy_is_run(site: Site):
+    site.database.execute("create table keyless (id int, note text); insert into keyless values (1, 'a')")
+    remedy = "Run: alter table public.keyless replica identity full;"
+    plan = site.run("run", "--plan").stdout
+    assert "  public.keyless  WOULD BE LEFT OUT: public.keyless is left out: it has no replica identity" in plan
+    assert "would be created, for 3 tables" in plan
+    check = site.run("check", "--json")
+    assert check.returncode == 0, check.stdout
+    (finding,) = [each for each in json.loads(check.stdout)["checks"] if each["id"] == "replica_identity"]
+    assert (finding["severity"], finding["subjects"]) == ("warning", ["public.keyless"])
     result = site.run("run", "--once")
     assert result.returncode == 0, result.stderr
-    assert "tables that are published without a replica identity: public.keyless" in result.stderr
+    assert f"{remedy}\n" in result.stderr
+    site.database.execute("update keyless set note = 'b'; delete from keyless where id = 2")
+    status = json.loads(site.run("status", "--json").stdout)
+    (left_out,) = status["source"]["left_out"]
+    assert (left_out["table"], left_out["solution"].endswith(remedy)) == ("public.keyless", True)
+    assert remedy in " ".join(site.run("status").stdout.split())
+    # a person may name it
+    site.configure(more='[tables."public.keyless"]\npublish_without_identity = true')
+    assert "public.keyless  would be copied; NO REPLICA IDENTITY" in site.run("run", "--plan").stdout
+    assert site.run("run", "--once", "-q").returncode == 0
+    assert site.phases()["public.keyless"] == "ready"
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+        site.database.execute("update keyless set note = 'c'")
+    # who takes that back gets a table that can be written
+    site.configure()
+    assert site.run("run", "--once", "-q").returncode == 0
+    site.database.execute("update keyless set note = 'd'")
+    assert "public.keyless" not in site.phases()
+    site.database.execute(left_out["solution"].partition("Run: ")[2])
+    assert site.run("run", "--once", "-q").returncode == 0
+    assert site.rows("keyless") == [(1, "d")]
+    assert json.loads(site.run("status", "--json").stdout)["source"]["left_out"] == []
+
+
+def created(site: Site) -> list[Any]:
+    """What a pipeline has created on the server."""
+    found = "select slot_name::text from pg_replication_slots where database = current_database()"
+    return site.database.execute(f"{found} union all select pubname::text from pg_publication")
+
+
+def test_a_start_that_cannot_work_is_refused_and_leaves_nothing_behind(site: Site):
+    """`check`, `run --plan` and `run` agree."""
+    (site.folder / "lake").write_text("a file where the folder should be")
+    before = sorted(path.name for path in site.folder.iterdir())
+    check = site.run("check", "--json")
+    assert check.returncode == 1
+    (finding,) = [each for each in json.loads(check.stdout)["checks"] if each["id"] == "destination"]
+    assert (finding["severity"], finding["status"]) == ("critical", "failed")
+    plan = site.run("run", "--plan")
+    assert plan.returncode == 1
+    assert f"WOULD FAIL   {finding['what']}. {finding['remedy']}" in plan.stdout
+    assert sorted(path.name for path in site.folder.iterdir()) == before
+    result = site.run("run", "--once")
+    assert result.returncode == 1
+    assert f"the start is refused: {finding['what']}" in result.stderr
+    check_discreet(site, result.stderr)
+    assert created(site) == []
+    (site.folder / "lake").unlink()
+    assert site.run("check").returncode == 0
+    assert not (site.folder / "lake").exists()
+    assert site.run("run", "--once", "-q").returncode == 0
+    assert len(created(site)) == 2
+
+
+def test_check_names_the_privileges_that_a_start_needs_and_its_remedies_work(site: Site):
+    database, role = site.database, f"r_{site.database.name}"
+    database.execute(f"create role {role} login replication password 'secret'; create role owner_{role}")
+    database.execute(f"grant usage on schema public to {role}; grant select on all tables in schema public to {role}")
+    database.execute(f"alter table orders owner to owner_{role}")
+    url = database.server.dsn(database.name, user=role, password="secret")
+    try:
+        for what in ("may not create publications", "does not own 3 tables"):
+            check = site.run("check", "--json", environment={"SOURCE_URL": url})
+            assert check.returncode == 1, check.stdout
+            (finding,) = [each for each in json.loads(check.stdout)["checks"] if each["severity"] == "critical"]
+            assert (finding["id"], what in finding["what"]) == ("publication_privileges", True)
+            assert "WOULD FAIL" in site.run("run", "--plan", environment={"SOURCE_URL": url}).stdout
+            run = site.run("run", "--once", environment={"SOURCE_URL": url})
+            assert (run.returncode, finding["remedy"] in run.stderr) == (1, True), run.stderr
+            assert created(site) == []
+            database.execute(finding["remedy"].removeprefix("Run: "))
+        # the others belong to a superuser, which no remedy makes the role a member of
+        result = site.run("run", "--once", environment={"SOURCE_URL": url})
+        assert list(site.phases()) == ["public.orders"], result.stderr
+        assert site.run("teardown", "--yes", environment={"SOURCE_URL": url}).returncode == 0
+    finally:
+        database.execute(f"drop owned by {role}, owner_{role}; drop role {role}, owner_{role}")
 
 
 def test_a_table_whose_key_a_setting_would_change_is_named(site: Site):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -51,6 +52,7 @@ from penstock.destinations.refusals import (
     unusable,
     while_mounted,
 )
+from penstock.durable import restored_folders
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
@@ -143,6 +145,18 @@ class DeltaDestination:
     def marker(self) -> Path | None:
         """The file that shows that the lake's disk is mounted; None in an object store."""
         return self._storage.local_path(_MARKER)
+
+    def probe(self) -> None:
+        """See `ProbedDestination`."""
+        local = self._storage.local_path("")
+        probe = f"_penstock_probe-{uuid.uuid4().hex}"
+        with self._writable(), nullcontext() if local is None else restored_folders(local):
+            self._read_marker()
+            try:
+                self._storage.put_if_absent(probe, b"probe")
+                self._require_conditional_puts(probe, b"probe")
+            finally:
+                self._storage.delete([probe])
 
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
@@ -336,22 +350,35 @@ class DeltaDestination:
 
     def _mark(self) -> None:
         """Raise an error if the lake cannot be written safely, or was written by a newer version."""
-        try:
-            stored = self._storage.get(_MARKER)
-            found = FORMAT if stored is None else json.loads(stored)["format"]
-            if found > FORMAT:
-                raise unusable(
-                    f"{self._storage.url} was written by a newer version (format {found})", hint="Run that version."
-                )
-            content = json.dumps({"format": found}).encode()
+        with self._writable():
+            stored = self._read_marker()
+            content = json.dumps({"format": FORMAT if stored is None else stored}).encode()
             if stored is None:
                 self._storage.put_if_absent(_MARKER, content)
-            # The object exists now; a store that creates it again would let two writers commit the same version.
-            if self._storage.put_if_absent(_MARKER, content):
-                raise unusable(
-                    f"{self._storage.url}: the store overwrites existing objects in conditional puts",
-                    hint="Use a store that honours conditional puts (If-None-Match: *), as S3 does.",
-                )
+            self._require_conditional_puts(_MARKER, content)
+
+    def _read_marker(self) -> int | None:
+        """Return the format of the lake; None if it is new."""
+        stored = self._storage.get(_MARKER)
+        found = None if stored is None else int(json.loads(stored)["format"])
+        if found is not None and found > FORMAT:
+            raise unusable(
+                f"{self._storage.url} was written by a newer version (format {found})", hint="Run that version."
+            )
+        return found
+
+    def _require_conditional_puts(self, path: str, content: bytes) -> None:
+        """The object exists; a store that creates it again would let two writers commit the same version."""
+        if self._storage.put_if_absent(path, content):
+            raise unusable(
+                f"{self._storage.url}: the store overwrites existing objects in conditional puts",
+                hint="Use a store that honours conditional puts (If-None-Match: *), as S3 does.",
+            )
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise unusable(
                 f"{self._storage.url} cannot be written: {error.strerror}",

@@ -6,8 +6,9 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from penstock.destinations.refusals import (
     unusable,
     while_mounted,
 )
+from penstock.durable import probe_folder
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
@@ -119,23 +121,21 @@ class ParquetDestination:
         """The file that shows that the folder's disk is mounted."""
         return self._root.marker
 
+    def probe(self) -> None:
+        """See `ProbedDestination`."""
+        with self._usable():
+            probe_folder(self._root.path)
+            if self._root.marker.exists():
+                self._check_format()
+
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self._context = context
         require_same_folder(self.marker, context.store)
-        try:
+        with self._usable():
             make_folder(self._root.path)
             put_if_absent(self._root.marker, json.dumps({"format": FORMAT}))
-            found = json.loads(self._root.marker.read_text())["format"]
-        except OSError as error:
-            raise unusable(
-                f"{self._root.path} cannot be written: {error.strerror}",
-                hint="The folder must be writable, on a file system that has hard links.",
-            ) from error
-        if found > FORMAT:
-            raise unusable(
-                f"{self._root.path} was written by a newer version (format {found})", hint="Run that version."
-            )
+            self._check_format()
         for folder in self._root.tables():
             owner = folder.owner()
             generations = folder.generations()
@@ -147,6 +147,23 @@ class ParquetDestination:
         for folder, owner, current in self._root.readable():
             if owner.pipeline_id == context.pipeline_id and self._is_of_this_server(current):
                 self._rows[current.origin().table_id] = folder
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise unusable(
+                f"{self._root.path} cannot be written: {error.strerror}",
+                hint="The folder must be writable, on a file system that has hard links.",
+            ) from error
+
+    def _check_format(self) -> None:
+        found = json.loads(self._root.marker.read_text())["format"]
+        if found > FORMAT:
+            raise unusable(
+                f"{self._root.path} was written by a newer version (format {found})", hint="Run that version."
+            )
 
     @while_mounted
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:

@@ -11,22 +11,27 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from penstock.changes.transform import Transforms
+from penstock.errors import NotIdentified
 from penstock.schema import PostgresType
 from penstock.source.catalog import load_tables, load_types
 from penstock.source.columns import CatalogTable
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import translated
 from penstock.source.patterns import TablePattern
 from penstock.source.preflight.report import Severity
 from penstock.source.publications import (
     Publication,
     PublishedTable,
+    find_left_out,
     find_tables,
     inspect_publication,
     published_attnums,
     published_tables,
+    tables_with_column_list,
 )
 from penstock.source.slots import Slot, inspect_slot
+from penstock.source.unidentified import find_unidentified
 from penstock.values import TypeSettings
 
 _SETTINGS = "select name, setting, unit from pg_catalog.pg_settings"
@@ -59,12 +64,18 @@ class Request:
     manage_publication: bool = False
     failover_slot: bool | None = None
     """As configured."""
+    unidentified: frozenset[str] = frozenset()
+    """Tables that a managed publication has although the server then rejects their updates and deletes."""
+    generated_columns: bool | None = None
+    """Whether the next start publishes stored generated columns; None leaves the publication as it is."""
+    ddl_trigger: DdlTrigger | None = None
+    """The trigger that a start creates."""
     needs_slot: bool = False
-    """Tables or indexes exist that need every change from the slot on."""
+    """True if tables were copied, whose changes only the slot has."""
+    recreates_slot: bool = False
+    """True if a start creates a lost slot again."""
     types: TypeSettings = field(default_factory=TypeSettings)
     transforms: Transforms = field(default_factory=Transforms)
-    generated_columns: bool = False
-    """The next start publishes stored generated columns."""
     schema_changes: Mapping[str, str] = field(default_factory=dict[str, str])
     """How tables follow changes of their schemas, for people: by name, and under `""` all others."""
 
@@ -147,12 +158,57 @@ class Context:
         return None if name is None else inspect_slot(self.connection, name)
 
     @cached_property
+    def members(self) -> frozenset[int]:
+        """The tables that are published now."""
+        if self.publication is None:
+            return frozenset()
+        return frozenset(table.oid for table in published_tables(self.connection, self.publication.name))
+
+    @cached_property
+    def left_out(self) -> Mapping[str, NotIdentified]:
+        """The tables that a start would not publish, so that their updates and deletes are not rejected."""
+        request = self.request
+        if not request.manage_publication:
+            return {}
+        return find_left_out(
+            self.connection,
+            self.publication,
+            self._patterns,
+            request.exclude,
+            generated_columns=request.generated_columns,
+            unidentified=request.unidentified,
+        )
+
+    @cached_property
+    def rejecting(self) -> Mapping[str, NotIdentified]:
+        """The tables that are or would be published although the server then rejects their updates and deletes."""
+        generated = self.request.generated_columns
+        if generated is None:
+            generated = self.publication is not None and self.publication.generated_columns
+        found = find_unidentified(
+            self.connection,
+            [subject.published.oid for subject in self.subjects],
+            generated_columns=generated,
+            listed=tables_with_column_list(self.connection, self.publication),
+        )
+        return {error.table: error for error in found.values()}
+
+    @cached_property
     def subjects(self) -> tuple[Subject, ...]:
-        """The published tables; without a publication, those that match the patterns, or all."""
+        """The tables that are published, or would be after a start."""
+        return tuple(subject for subject in self.matching if str(subject) not in self.left_out)
+
+    @cached_property
+    def matching(self) -> tuple[Subject, ...]:
+        """The published tables, and those that match the patterns (or all tables, without patterns) if Penstock
+        chooses what is published; also those that are left out."""
+        published: list[PublishedTable] = []
         if self.publication is not None:
             published = published_tables(self.connection, self.publication.name)
-        else:
-            published = self._candidates()
+        if self.publication is None or self.request.manage_publication:
+            known = {table.oid for table in published}
+            published += [table for table in self._candidates() if table.oid not in known]
+            published.sort(key=lambda table: (table.namespace, table.name))
         tables = load_tables(self.connection, [table.oid for table in published])
         roots = [table.oid for table in published if table.kind == "p"]
         leaves: dict[int, list[int]] = {}
@@ -170,14 +226,14 @@ class Context:
             )
         return tuple(subjects)
 
-    @cached_property
+    @property
     def names(self) -> frozenset[str]:
-        """The tables that are published, or would be after a start."""
-        known = {str(subject) for subject in self.subjects}
-        if self.request.manage_publication or self.publication is None:
-            found = find_tables(self.connection, self.request.patterns or ("*",), self.request.exclude)
-            known |= {str(table) for table in found}
-        return frozenset(known)
+        """The tables that are published, or match."""
+        return frozenset(str(subject) for subject in self.matching)
+
+    @property
+    def _patterns(self) -> tuple[str, ...]:
+        return self.request.patterns or ("*",)
 
     @cached_property
     def types(self) -> Mapping[int, PostgresType]:
@@ -202,6 +258,6 @@ class Context:
         return tuple(attribute.attnum for attribute in catalog.live_attributes if not attribute.generated)
 
     def _candidates(self) -> list[PublishedTable]:
-        names = find_tables(self.connection, self.request.patterns or ("*",), self.request.exclude)
+        names = find_tables(self.connection, self._patterns, self.request.exclude)
         rows = self.rows(_OIDS, [table.namespace for table in names], [table.name for table in names])
         return [PublishedTable(oid, namespace, name, kind, None, None) for oid, namespace, name, kind in rows]

@@ -63,9 +63,15 @@ class Report:
         return tuple(check for check in self.checks if check.status is not Status.PASSED)
 
     @property
+    def critical(self) -> tuple[Check, ...]:
+        return tuple(
+            each for each in self.checks if each.severity is Severity.CRITICAL and each.status is Status.FAILED
+        )
+
+    @property
     def ready(self) -> bool:
         """True if no critical check failed; checks that could not run do not count."""
-        return not any(check.severity is Severity.CRITICAL and check.status is Status.FAILED for check in self.checks)
+        return not self.critical
 
     def find(self, id_: str) -> Check | None:
         """The finding of a check; None if it did not apply."""

@@ -10,7 +10,7 @@ import psycopg
 from penstock.errors import PenstockError
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import from_exception
-from penstock.source.preflight import server, tables
+from penstock.source.preflight import privileges, server, tables
 from penstock.source.preflight.context import Context, Request
 from penstock.source.preflight.report import Check, Report, Severity, failed, passed, unknown
 
@@ -18,6 +18,7 @@ __all__ = ["Request", "run_preflight"]
 
 ALL_CHECKS: Mapping[str, Callable[[Context], Iterator[Check]]] = {
     **server.CHECKS,
+    **privileges.CHECKS,
     **tables.CHECKS,
     **server.SLOT_CHECKS,
 }

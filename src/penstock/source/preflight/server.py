@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.errors import ConfigError, PenstockError, SlotMissing, SourceError
+from penstock.errors import ConfigError, PenstockError, SlotLost, SlotMissing, SourceError
 from penstock.lsn import Lsn, distance
 from penstock.source.connections import Role, connect_replication
 from penstock.source.lineage import identify_system
@@ -260,12 +260,17 @@ def check_slot(context: Context) -> Iterator[Check]:
     try:
         check_slot_name(name)
         slot = require_usable(context.slot, name, database=context.connection.info.dbname)
-    except SlotMissing as error:
-        if context.request.needs_slot:
-            what = f"slot {name!r} does not exist, and with it changes of tables that were already copied are lost"
+    except (SlotMissing, SlotLost) as error:
+        request = context.request
+        is_missing = isinstance(error, SlotMissing)
+        what = f"{error}, and with it changes of tables that were already copied are lost" if is_missing else str(error)
+        if is_missing and not request.needs_slot:
+            yield passed("slot", f"slot {name!r} does not exist; Penstock creates it at the first start")
+        elif request.recreates_slot:
+            remedy = 'Run: penstock run; with on_lost_slot = "recreate" it copies every table again.'
+            yield failed("slot", Severity.WARNING, what, remedy)
+        else:
             yield failed("slot", Severity.CRITICAL, what, error.hint)
-            return
-        yield passed("slot", f"slot {name!r} does not exist; Penstock creates it at the first start")
         return
     except (SourceError, ConfigError) as error:
         yield failed("slot", Severity.CRITICAL, str(error), error.hint)
@@ -280,9 +285,9 @@ def check_slot(context: Context) -> Iterator[Check]:
     elif slot.wal_status == "unreserved":
         yield failed(
             "slot",
-            Severity.CRITICAL,
+            Severity.WARNING,  # critical would keep the pipeline from starting, which is the remedy
             f"slot {name!r} is about to be lost: the next checkpoint removes WAL that the slot needs",
-            "Start the pipeline now, or raise max_slot_wal_keep_size.",
+            "Run: penstock run.",
         )
     else:
         yield passed("slot", f"slot {name!r} is ready, at {slot.confirmed_flush_lsn}")

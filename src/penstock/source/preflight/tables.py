@@ -1,16 +1,16 @@
 """Checks of the publication and its tables.
 
-The critical ones protect *other* sessions: once a table without a replica identity is published, the server refuses
-their updates and deletes.
+Some protect *other* sessions: once a table without a replica identity is published, the server rejects their updates
+and deletes. A publication that Penstock manages leaves such tables out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from penstock.changes.segment import inexact_keys
-from penstock.errors import ConfigError, for_table
+from penstock.errors import ConfigError, NotIdentified, for_table
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
 from penstock.source.catalog import schema_from_catalog
 from penstock.source.columns import CatalogTable
@@ -18,6 +18,8 @@ from penstock.source.identity import quote_if_needed
 from penstock.source.patterns import TableName, select_tables
 from penstock.source.preflight.context import Context, Subject
 from penstock.source.preflight.report import Check, Severity, counted, failed, listed, passed
+from penstock.source.publications import published_tables
+from penstock.source.unidentified import REJECTS_UNSENT_SINCE
 from penstock.values import codec_for
 
 _UNPUBLISHABLE = """
@@ -46,7 +48,6 @@ _UNREADABLE = """
        )
 """
 
-_REJECTS_UNSENT_SINCE = 180000
 _STRINGS = ("text", "varchar", "bpchar", "name", "char", "json", "jsonb", "uuid", "citext")
 
 
@@ -67,17 +68,17 @@ def check_publication(context: Context) -> Iterator[Check]:
                 "publication", Severity.CRITICAL, f"publication {name!r} does not exist", f"Create it: {statement}"
             )
         return
-    if not context.subjects:
+    names = [str(table) for table in published_tables(context.connection, name)]
+    if context.request.manage_publication:
+        yield passed("publication", f"publication {name!r} has {counted(names)}; Penstock adds and removes some", names)
+    elif not names:
         yield failed(
             "publication",
             Severity.CRITICAL,
             f"publication {name!r} has no tables",
-            "Set source.tables to patterns that match tables; Penstock then adds them."
-            if context.request.manage_publication
-            else f"Add some: alter publication {quote_if_needed(name)} add table …;",
+            f"Add some: alter publication {quote_if_needed(name)} add table …;",
         )
     else:
-        names = [str(subject) for subject in context.subjects]
         scope = " (for all tables)" if publication.all_tables else ""
         yield passed("publication", f"publication {name!r} has {counted(names)}{scope}", names)
 
@@ -105,14 +106,15 @@ def check_patterns(context: Context) -> Iterator[Check]:
     request = context.request
     if not request.patterns:
         return
-    subjects = [TableName(subject.published.namespace, subject.published.name) for subject in context.subjects]
+    subjects = [TableName(subject.published.namespace, subject.published.name) for subject in context.matching]
     chosen = select_tables(subjects, request.patterns, request.exclude)
     lost = [pattern for pattern in request.patterns if not select_tables(subjects, [pattern], request.exclude)]
     if lost:
-        where = "is published" if context.publication is not None else "can be published"
+        where = "can be published" if request.manage_publication or context.publication is None else "is published"
         yield failed(
             "table_patterns",
-            Severity.CRITICAL,
+            # Penstock adds a table that matches later.
+            Severity.WARNING if request.manage_publication and chosen else Severity.CRITICAL,
             f"no table that {where} matches {listed(lost)}",
             "Check the schema, name and case of the pattern."
             if request.manage_publication
@@ -203,17 +205,30 @@ def check_identity(context: Context) -> Iterator[Check]:
     """Can updates and deletes be replicated, and does the server still accept them once the table is published?"""
     if context.publication is not None and not context.publication.operations & {"update", "delete"}:
         return
-    without = _stored_tables(context, lambda table: not table.has_identity)
-    if without:
+    bare = [error for error in context.rejecting.values() if not error.only_generated]
+    left_out = [error for error in context.left_out.values() if not error.only_generated]
+    if bare:
+        names = _parts(bare)
+        by_name = context.request.manage_publication
         yield failed(
             "replica_identity",
-            context.severity,
-            f"{counted(without)} without a replica identity; publishing makes the server reject updates and "
-            f"deletes on such tables: {listed(without)}",
-            _identity_remedy(context, without),
-            without,
+            Severity.WARNING if by_name else context.severity,
+            f"{counted(names)} without a replica identity{', published because the config says so' * by_name}; "
+            f"publishing makes the server reject updates and deletes on such tables: {listed(names)}",
+            _run_all(bare),
+            names,
         )
-    elif context.subjects:
+    if left_out:
+        names = _parts(left_out)
+        yield failed(
+            "replica_identity",
+            Severity.WARNING,
+            f"{counted(names)} without a replica identity, left out because publishing would make the server reject "
+            f"updates and deletes on such tables: {listed(names)}",
+            _run_all(left_out),
+            names,
+        )
+    if context.subjects and not bare and not left_out:
         yield passed("replica_identity", "every table has a replica identity")
     full = _stored_tables(context, lambda table: table.replica_identity is ReplicaIdentity.FULL)
     if full:
@@ -229,14 +244,14 @@ def check_identity(context: Context) -> Iterator[Check]:
 
 def check_partition_identity(context: Context) -> Iterator[Check]:
     """Do the partitions of a table identify its rows alike?"""
-    roots = [subject for subject in context.subjects if subject.catalog.partitions is not None]
+    roots = [subject for subject in context.matching if subject.catalog.partitions is not None]
     judged = {str(subject): subject.catalog.row_identity for subject in roots}
     problems = {name: identity.problem for name, identity in judged.items() if identity.problem is not None}
     if problems:
         statements = [each for name in problems for each in judged[name].statements]
         yield failed(
             "partition_identity",
-            context.severity,
+            context.severity if problems.keys() - context.left_out.keys() else Severity.WARNING,
             "; ".join(problem.message for problem in problems.values()),
             f"Run: {' '.join(statements)}",
             list(problems),
@@ -331,37 +346,33 @@ def check_generated_identity(context: Context) -> Iterator[Check]:
     publication = context.publication
     if publication is not None and not publication.operations & {"update", "delete"}:
         return
-    rejects = context.connection.info.server_version >= _REJECTS_UNSENT_SINCE
-    unsent = {"v"} if publication is not None and publication.generated_columns else {"s", "v"}
+    rejected = [error for error in context.rejecting.values() if error.only_generated]
+    left_out = [error for error in context.left_out.values() if error.only_generated]
+    what = "with generated columns in the replica identity that are not published"
+    for errors, severity, ending in (
+        (rejected, context.severity, "; publishing makes the server reject updates and deletes on such tables"),
+        (left_out, Severity.WARNING, ", left out because the server would reject updates and deletes on such tables"),
+    ):
+        if errors:
+            names = _parts(errors)
+            sentence = f"{counted(names)} {what}{ending}: {listed(names)}"
+            yield failed("generated_identity", severity, sentence, _run_all(errors), names)
+    if context.version < REJECTS_UNSENT_SINCE:
+        listed_columns = {subject.published.oid for subject in context.subjects if subject.published.column_attnums}
 
-    def is_concerned(table: CatalogTable) -> bool:
-        identity = set(table.identity_attnums)
-        if rejects and table.replica_identity is ReplicaIdentity.FULL:
-            identity = {attribute.attnum for attribute in table.live_attributes}
-        return any(each.generated in unsent and each.attnum in identity for each in table.live_attributes)
+        def is_concerned(table: CatalogTable) -> bool:
+            identity = set(table.identity_attnums)
+            return any(each.generated and each.attnum in identity for each in table.live_attributes)
 
-    listed_columns = {subject.published.oid for subject in context.subjects if subject.published.column_attnums}
-    names = _stored_tables(context, lambda table: table.oid not in listed_columns and is_concerned(table))
-    if not names:
-        return
-    what = f"{counted(names)} with generated columns in the replica identity that are not published"
-    if rejects:
-        yield failed(
-            "generated_identity",
-            context.severity,
-            f"{what}; publishing makes the server reject updates and deletes on such tables: {listed(names)}",
-            "For stored columns, run: alter publication … set (publish_generated_columns = stored); "
-            "for virtual ones, add a primary key and run: alter table … replica identity default;",
-            names,
-        )
-    else:
-        yield failed(
-            "generated_identity",
-            Severity.WARNING,
-            f"{what}; updates and deletes make Penstock copy such tables again: {listed(names)}",
-            "Run: alter table … replica identity full;",
-            names,
-        )
+        names = _stored_tables(context, lambda table: table.oid not in listed_columns and is_concerned(table))
+        if names:
+            yield failed(
+                "generated_identity",
+                Severity.WARNING,
+                f"{counted(names)} {what}; updates and deletes make Penstock copy such tables again: {listed(names)}",
+                "Run: alter table … replica identity full;",
+                names,
+            )
 
 
 def check_types(context: Context) -> Iterator[Check]:
@@ -491,23 +502,16 @@ def _stored_tables(context: Context, wanted: Callable[[CatalogTable], bool]) -> 
     return sorted(str(table) for table in tables.values() if wanted(table))
 
 
-def _identity_remedy(context: Context, without: list[str]) -> str:
-    """What gives these tables a replica identity; of partitions, one that fits the whole table."""
-    leaves: set[str] = set()
-    statements: list[str] = []
-    for subject in context.subjects:
-        missing = {str(table) for table in subject.stored if not table.has_identity}
-        if subject.catalog.partitions is not None and missing:
-            leaves |= missing
-            statements += subject.catalog.row_identity.statements
-    remedies: list[str] = []
-    if set(without) - leaves:
-        remedies.append(
-            "Add a primary key, or run: alter table … replica identity using index …; or: replica identity full;"
-        )
-    if statements:
-        remedies.append(f"{'For partitions, run' if remedies else 'Run'}: {' '.join(statements)}")
-    return " ".join(remedies)
+def _parts(errors: Sequence[NotIdentified]) -> list[str]:
+    """The tables that store rows: of a partitioned table its leaves, because their identity counts."""
+    return sorted({part for error in errors for part in error.parts})
+
+
+def _run_all(errors: Sequence[NotIdentified]) -> str:
+    """All remedies, with the statements last."""
+    others = list(dict.fromkeys(error.remedy for error in errors if not error.statements))
+    statements = [statement for error in errors for statement in error.statements]
+    return " ".join([*others, *([f"Run: {' '.join(statements)}"] if statements else [])])
 
 
 def _identity_of(subject: Subject) -> set[int]:
