@@ -73,6 +73,9 @@ class RunningOutput(ABC):
         self.lifecycle = lifecycle
         self.refresh_wanted = threading.Event()
         """Set when a command asks to refresh the publication."""
+        if store.is_paused():
+            lifecycle.pause()
+            logger.warning("output is paused: run penstock resume to continue output=%s", output)
         self._threads: list[threading.Thread] = []
         self._commands: list[Command] = []
         self._pauses: list[Command] = []
@@ -119,7 +122,7 @@ class RunningOutput(ABC):
         self.lifecycle.stop.set()
         while not self.join(REMINDER_SECONDS):
             logger.warning("output is still finishing its current batch output=%s", self.output)
-        # Without an answer, the next process would carry out a pause and start paused.
+        # The next process starts paused because the store says so.
         with suppress(PenstockError):
             while self._pauses:
                 self.store.answer_command(self._pauses[0].number, CommandStatus.DONE)

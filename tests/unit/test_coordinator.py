@@ -291,7 +291,7 @@ def test_a_pause_is_answered_when_the_batch_is_finished(outputs: list[Fake]) -> 
 
 
 @pytest.mark.usefixtures("stream")
-def test_a_pause_ends_with_its_process_also_if_that_ends_before_the_batch(outputs: list[Fake]) -> None:
+def test_a_pause_outlasts_its_process_also_if_that_ends_before_the_batch(outputs: list[Fake]) -> None:
     store = outputs[0].store
     with Coordinator(outputs) as coordinator:
         first, _ = coordinator
@@ -299,5 +299,11 @@ def test_a_pause_ends_with_its_process_also_if_that_ends_before_the_batch(output
             asked = store.add_command(CommandKind.PAUSE)
             wait_for(lambda: first.lifecycle.paused, "the pause")
             coordinator.shutdown()
-    # Otherwise the next process would take it over, and begin paused.
     assert store.get_command(asked.number).status is CommandStatus.DONE
+    with Coordinator(outputs) as coordinator:
+        first, second = coordinator
+        assert (first.lifecycle.paused, second.lifecycle.paused) == (True, False)
+        store.add_command(CommandKind.RESUME)
+        wait_for(lambda: not first.lifecycle.paused, "the end of the pause")
+    with Coordinator(outputs) as coordinator:
+        assert not next(iter(coordinator)).lifecycle.paused

@@ -67,10 +67,10 @@ def pause(
     wait: Wait = WAIT_SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Stop writing changes to the destination until `penstock resume` or a restart.
+    """Stop writing changes to the destination until `penstock resume`.
 
-    If the pipeline is stopped, it starts paused. Changes are still captured up to the spool's limit; beyond it, the
-    server keeps them.
+    A pause outlasts restarts; if the pipeline is stopped, it starts paused. Changes are still captured up to the
+    spool's limit; beyond it, the server keeps them.
     """
     _send(config_path, CommandKind.PAUSE, "paused; run `penstock resume` to continue", output, wait, as_json)
 

@@ -116,8 +116,8 @@ def _watch(running: Running, ending: Ending, display: Display, *, once: bool) ->
         ready = once and running.is_ready()
         if once and any(output.paused for output in running.outputs):
             raise PenstockError(
-                "the pipeline was paused by a command, so it cannot catch up",
-                hint="Run it again: the pause ended with this process.",
+                "the pipeline is paused, so it cannot catch up",
+                hint="Run: penstock resume. Then run it again.",
             )
         if ready:
             target = target or running.current_position()

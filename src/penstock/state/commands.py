@@ -44,6 +44,10 @@ class CommandKind(StrEnum):
         return cls.UNKNOWN
 
 
+_SWITCHES = (CommandKind.PAUSE, CommandKind.RESUME)
+"""Commands whose last one is state: it is never forgotten."""
+
+
 class CommandStatus(StrEnum):
     """The status of a command: pending → accepted → done or refused; or refused at once."""
 
@@ -159,6 +163,15 @@ class CommandStore(StoreCore):
         """Return all commands, oldest first; at least 100 answered ones are kept. Reads the database."""
         return self.read(lambda transaction: [_to_command(record) for record in transaction.rows(CommandRecord)])
 
+    def is_paused(self) -> bool:
+        """Return True if the last request to pause or resume was to pause. A restart does not end a pause."""
+        asked = [
+            command
+            for command in self.get_commands()
+            if command.kind in _SWITCHES and command.status is not CommandStatus.REFUSED
+        ]
+        return bool(asked) and asked[-1].kind is CommandKind.PAUSE
+
 
 def _has_open(transaction: Transaction) -> bool:
     statuses = (CommandStatus.PENDING, CommandStatus.ACCEPTED)
@@ -167,7 +180,10 @@ def _has_open(transaction: Transaction) -> bool:
 
 def _forget_old(transaction: Transaction) -> None:
     answered = [record for record in transaction.rows(CommandRecord) if _to_command(record).answered]
+    switches = [record for record in answered if record.kind in _SWITCHES and record.status == CommandStatus.DONE]
     for record in answered[:-KEPT_ANSWERS]:
+        if record in switches[-1:]:
+            continue
         transaction.delete(CommandRecord, number=record.number)
 
 

@@ -475,6 +475,12 @@ def test_two_destinations_share_a_slot(site: Site):
     process.kill()
     process.wait(PATIENCE)
     site.database.execute("delete from orders where id % 2 = 0; update items set note = note || '!' where id < 50")
+    # The pause is still in force.
+    refused = site.run("run", "--once")
+    assert refused.returncode == 1
+    assert "the pipeline is paused" in refused.stderr
+    assert site.rows("nothing", "second") == []
+    assert site.run("resume", "--wait", "0").returncode == 0
     again = site.run("run", "--once")
     assert again.returncode == 0, again.stderr
     check_discreet(site, again.stderr)
