@@ -39,6 +39,8 @@ from penstock.state import LeaseInfo
 
 STYLES = {"ready": "green", "seeded": "green", "errored": "bold red"}
 """Of phases and of the status of an index; all others are yellow."""
+UNHEALTHY = 3
+"""The exit status if something needs attention."""
 _EVERY_SECONDS = 2.0
 
 
@@ -53,8 +55,9 @@ def status(
 ) -> None:
     """Show the state of a pipeline: phases, rows, lag, slot, and what to do about stopped tables.
 
-    Works whether the pipeline runs or not; changes nothing. The exit status is 0 if the state could be read, whatever
-    it is. With --watch --json, prints one object per line.
+    Works whether the pipeline runs or not; changes nothing. The exit status is 0 if all is well, and 3 if something
+    needs attention: the pipeline does not run, the source is unreachable, the slot is lost, or a table has stopped.
+    With --watch --json, prints one object per line.
 
     Examples:
 
@@ -65,7 +68,10 @@ def status(
     with configured(config_path) as config:
         require_shared_state(config)
         if not watch:
-            _print(pipeline_status(config, output), as_json=as_json, indent=2)
+            found = pipeline_status(config, output)
+            _print(found, as_json=as_json, indent=2)
+            if found.problems:
+                raise typer.Exit(UNHEALTHY)
             return
         with Ending() as ending, ending.interruptible():
             _watch(config, output, seconds, as_json=as_json)
@@ -201,6 +207,8 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
     else:
         state = "not running" if has_run else "has not run yet"
         yield Text.assemble(("pipeline  ", "bold"), found.pipeline, ", ", (state, "yellow"))
+        if found.last_run is not None:
+            yield Text(f"          the last run {found.last_run}")
     source = found.source
     if source.error is None:
         yield Text.assemble(
@@ -209,6 +217,10 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
     else:
         yield Text.assemble(("source    ", "bold"), (source.error, "bold red"))
         yield Text(f"          {source.hint}")
+    if source.unreachable_since is not None:
+        yield Text.assemble(
+            ("source    ", "bold"), (f"unreachable since {source.unreachable_since}, retrying", "bold red")
+        )
     if source.slot is not None:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
     for blocker in source.long_transactions:
@@ -242,7 +254,11 @@ def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:
 
 def _output(output: OutputStatus, *, is_running: bool) -> str:
     parts = [f"at {output.position or 'the beginning'}"]
-    if is_running:
+    if output.error is not None:
+        parts.append(f"stopped: {output.error}")
+    elif not is_running:
+        parts += ["paused"] if output.paused else []
+    else:
         parts.append("paused" if output.paused else "streaming")
     if output.changes_per_second is not None:
         parts.append(f"{output.changes_per_second:,.0f} changes/s")
@@ -253,8 +269,8 @@ def _output(output: OutputStatus, *, is_running: bool) -> str:
 
 
 def _tables(found: list[TableStatus], *, several: bool) -> Table:
-    titles = ("table", *["output"] * several, "phase", "rows", "size", "position")
-    table = make_table(*titles, right=("rows", "size"))
+    titles = ("table", *["output"] * several, "phase", "rows", "size", "position", "lag")
+    table = make_table(*titles, right=("rows", "size", "lag"))
     for each in found:
         table.add_row(
             Text(each.table),
@@ -263,6 +279,7 @@ def _tables(found: list[TableStatus], *, several: bool) -> Table:
             Text("" if each.rows is None else f"~{each.rows:,}"),
             Text("" if each.bytes is None else format_bytes(each.bytes)),
             Text(each.position or ""),
+            Text("" if each.lag_bytes is None else format_bytes(each.lag_bytes)),
         )
     return table
 

@@ -20,6 +20,8 @@ from penstock.source.lineage import flushed_position
 
 _SAMPLE_SECONDS = 1.0
 _SAMPLES = 10_000
+_LOST_SECONDS = 15.0
+"""A server that gave no sample for this long is unreachable, although no error says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class LagWatch:
     def __init__(self, source: SourceSettings) -> None:
         self._source = source
         self._lag = Lag()
+        self._sampled_at = time.time()
+        self._has_failed = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lag", daemon=True)
@@ -79,6 +83,13 @@ class LagWatch:
         with self._lock:
             return self._lag.behind(time.time(), applied, last_commit_time)
 
+    @property
+    def lost_since(self) -> float | None:
+        """When the server last answered, as Unix time, if it no longer does; None if it does."""
+        with self._lock:
+            is_lost = self._has_failed or time.time() - self._sampled_at > _LOST_SECONDS
+            return self._sampled_at if is_lost else None
+
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
@@ -86,6 +97,10 @@ class LagWatch:
                     while not self._stop.wait(_SAMPLE_SECONDS):
                         position = flushed_position(connection)
                         with self._lock:
-                            self._lag.add(time.time(), position)
+                            self._sampled_at = time.time()
+                            self._has_failed = False
+                            self._lag.add(self._sampled_at, position)
             except SourceError:
+                with self._lock:
+                    self._has_failed = True
                 self._stop.wait(5)  # the pipeline's own connections report what is wrong

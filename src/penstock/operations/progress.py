@@ -9,7 +9,8 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,12 +90,16 @@ class OutputLook:
     indexes: Mapping[str, IndexBuild] = field(default_factory=dict[str, IndexBuild])
     error: str | None = None
     """What stopped the output, while others keep running."""
+    source_lost_since: float | None = None
+    """When the source last answered, as Unix time, if it no longer does: the lag is unknown then."""
 
     @property
     def line(self) -> str:
         """The status in one line."""
         lag = "unknown"
-        if self.behind is not None:
+        if self.source_lost_since is not None:
+            lag = f"unknown, source unreachable since {format_time(self.source_lost_since)}"
+        elif self.behind is not None:
             lag = f"{format_bytes(self.behind.bytes)}, {format_seconds(self.behind.seconds)}"
         if self.error is not None:
             return f"stopped: {self.error}"
@@ -116,9 +121,19 @@ class OutputLook:
             "changes": self.changes,
             "changes_per_second": round(self.changes_per_second, 1),
             "position": str(self.applied),
-            "lag_bytes": None if self.behind is None else self.behind.bytes,
-            "lag_seconds": None if self.behind is None else round(self.behind.seconds, 1),
+            "lag_bytes": None if self.lag is None else self.lag.bytes,
+            "lag_seconds": None if self.lag is None else round(self.lag.seconds, 1),
+            **(
+                {}
+                if self.source_lost_since is None
+                else {"source_unreachable_since": format_time(self.source_lost_since)}
+            ),
         }
+
+    @property
+    def lag(self) -> Behind | None:
+        """The lag; None if it is unknown, also because the source no longer answers."""
+        return self.behind if self.source_lost_since is None else None
 
 
 class Progress:
@@ -130,12 +145,14 @@ class Progress:
         behind: Callable[[ApplyStatus], Behind | None],
         *,
         prefix: str = "",
+        lost_since: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefix` is put before notices, to name one of several outputs."""
+        """`prefix` is put before notices, to name one of several outputs; `lost_since` is when the source went away."""
         self._pipeline = pipeline
         self._behind = behind
         self._prefix = prefix
+        self._lost_since = lost_since
         self._clock = clock
         self._ids: dict[str, int] = {}
         self._phases: dict[str, TableReplicationPhase] = {}
@@ -180,6 +197,7 @@ class Progress:
             behind=self._behind(status),
             indexes=indexes,
             error=_message(self._pipeline.error),
+            source_lost_since=self._lost_since(),
         )
         return notices, look
 
@@ -296,6 +314,12 @@ class LastLook:
     """By table; includes phases that are not stored."""
     copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     """By table: the copies in progress."""
+    error: str | None = None
+    """What stopped the output, while others keep running."""
+    source_lost_since: float | None = None
+    """Unix time, if the source no longer answers."""
+    ended: str | None = None
+    """Why the run ended; None while it runs, and if it was killed."""
 
 
 class StatusFile:
@@ -320,6 +344,15 @@ class StatusFile:
         except OSError as error:
             logger.debug("status file not written error=%s", error)
 
+    def end(self, reason: str) -> None:
+        """Add why the run ended. Does nothing if there is no status yet."""
+        try:
+            if looks := self.read():
+                ended = {output: asdict(replace(look, ended=reason)) for output, look in looks.items()}
+                replace_file(self._path, ended)
+        except OSError as error:
+            logger.debug("status file not written error=%s", error)
+
     def read(self) -> dict[str, LastLook]:
         """The last status by output; empty if there is no valid file."""
         try:
@@ -335,8 +368,10 @@ class StatusFile:
             changes=look.changes,
             changes_per_second=round(look.changes_per_second, 1),
             position=str(look.applied),
-            lag_bytes=None if look.behind is None else look.behind.bytes,
-            lag_seconds=None if look.behind is None else round(look.behind.seconds, 1),
+            lag_bytes=None if look.lag is None else look.lag.bytes,
+            lag_seconds=None if look.lag is None else round(look.lag.seconds, 1),
+            error=look.error,
+            source_lost_since=look.source_lost_since,
             phases={table: phase.name for table, phase in look.phases.items()},
             copies={copy.table: copy_facts(copy) for copy in look.copies},
         )
@@ -345,6 +380,11 @@ class StatusFile:
 def _stopped(table: str, phase: Errored) -> str:
     remedy = for_table(phase.solution or "", table)
     return f"stopped {table}: {phase.reason.removeprefix(f'{table}: ')}{'. ' if remedy else ''}{remedy}"
+
+
+def format_time(seconds: float) -> str:
+    """A Unix time, for people and machines."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def describe_plan(progress: CopyProgress) -> str:

@@ -23,8 +23,9 @@ from penstock.documents import Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
 from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
-from penstock.errors import Retry
+from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn, reaches
+from penstock.observe import scrub
 from penstock.operations.lag import LagWatch
 from penstock.operations.progress import Notice, OutputLook, Progress, StatusFile
 from penstock.operations.readiness import require_ready
@@ -61,6 +62,7 @@ class Running:
                 output,
                 lambda status: lag.behind(status.applied, status.last_commit_time),
                 prefix=self.named(output, ""),
+                lost_since=lambda: lag.lost_since,
             )
             for output in coordinator
         ]
@@ -150,6 +152,22 @@ def started(config: Config, ending: Ending | None = None, say: Say = say_nothing
     `say` receives sentences for people.
     """
     ending = ending or Ending()
+    status_file = StatusFile(config.pipeline.spool.path)
+    try:
+        with _started(config, ending, say) as running:
+            yield running
+    except PenstockError as error:
+        status_file.end(scrub(f"error: {error.message}", config.secrets))
+        raise
+    except Exception as error:
+        status_file.end(f"unexpected {type(error).__name__}")
+        raise
+    else:
+        status_file.end("a signal stopped it" if ending.stop.is_set() else "it had finished")
+
+
+@contextmanager
+def _started(config: Config, ending: Ending, say: Say) -> Iterator[Running]:
     destinations = {output.name: config.create_destination(output) for output in config.outputs}
     sink = None if config.documents is None else config.documents.create_sink()
     with ExitStack() as stack:

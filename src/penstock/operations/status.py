@@ -7,7 +7,7 @@ does not answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ from penstock.documents.quarantine import open_quarantine
 from penstock.errors import RESYNC, Retry, ServerUnavailable, SourceError
 from penstock.lsn import Lsn, distance, furthest
 from penstock.observe import scrub
-from penstock.operations.progress import LastLook, StatusFile
+from penstock.operations.progress import LastLook, StatusFile, format_time
 from penstock.operations.stores import every_chosen_output, existing_store, running, table_names
 from penstock.output import RunningOutput
 from penstock.source import Role, connect
@@ -92,6 +92,8 @@ class SourceStatus:
     error: str | None = None
     """Why it does not answer; the rest is unknown then."""
     hint: str | None = None
+    unreachable_since: str | None = None
+    """When it last answered the process that runs the pipeline, if it no longer does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class TableStatus(TableState):
     bytes: int | None = None
     copy: Mapping[str, Any] | None = None
     """The progress of its copy, if there is one."""
+    lag_bytes: int | None = None
+    """How far the table is behind the server; None if that is unknown, and during its copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,8 @@ class OutputStatus:
     lag_seconds: float | None
     changes_per_second: float | None
     """None if it does not run on this machine."""
+    error: str | None = None
+    """What stopped it, while the process still runs."""
     tables: tuple[TableStatus, ...] = ()
     indexes: tuple[IndexState, ...] = ()
     """Of the documents output; the sink is not queried."""
@@ -184,6 +190,10 @@ class PipelineStatus:
     outputs: tuple[OutputStatus, ...]
     forgotten: Mapping[str, str] = field(default_factory=dict[str, str])
     """Positions of outputs that are no longer in the config: the slot still waits for them."""
+    last_run: str | None = None
+    """Why the last run on this machine ended; None while the pipeline runs, and if it never ran here."""
+    problems: tuple[str, ...] = ()
+    """What needs attention; `penstock status` exits with 3 if there is something."""
     driver: LeaseInfo | None = field(repr=False, default=None)
 
 
@@ -197,14 +207,43 @@ def pipeline_status(
     source, sizes, server = _ask_source(config, sorted(table_ids))
     looks = StatusFile(config.pipeline.spool.path).read()
     driver = next((each.driver for each in known if each.driver is not None), None)
-    return PipelineStatus(
+    now = time.time()
+    live = [each for each in looks.values() if driver is not None and now - each.at < FRESH_SECONDS]
+    lost = next((each.source_lost_since for each in live if each.source_lost_since is not None), None)
+    found = PipelineStatus(
         pipeline=config.pipeline.id,
         running=driver_facts(driver),
-        source=source,
-        outputs=tuple(_output(each, looks.get(each.name), sizes, server, time.time()) for each in known),
+        source=replace(source, unreachable_since=None if lost is None else format_time(lost)),
+        outputs=tuple(_output(each, looks.get(each.name), sizes, server, now) for each in known),
         forgotten=_forgotten(config),
+        last_run=None if driver is not None else _last_run(looks),
         driver=driver,
     )
+    return replace(found, problems=tuple(_problems(found)))
+
+
+def _last_run(looks: Mapping[str, LastLook]) -> str | None:
+    if not looks:
+        return None
+    last = max(looks.values(), key=lambda each: each.at)
+    if last.ended is None:
+        return f"ended without giving a reason after {format_time(last.at)}: killed, or the machine stopped"
+    return f"ended after {format_time(last.at)}: {last.ended}"
+
+
+def _problems(found: PipelineStatus) -> Iterator[str]:
+    has_run = any(output.position or output.tables for output in found.outputs)
+    if found.running is None:
+        yield "the pipeline is not running"
+    if found.source.error is not None or found.source.unreachable_since is not None:
+        yield "the source is unreachable"
+    slot = found.source.slot
+    if slot is not None and (slot.lost or slot.wal_status == "unreserved" or (has_run and not slot.exists)):
+        yield f"slot {slot.name} is lost or about to be"
+    for output in found.outputs:
+        if output.error is not None:
+            yield f"output {output.output} has stopped"
+        yield from (f"{table.table} has stopped" for table in output.tables if table.error is not None)
 
 
 def status_facts(found: PipelineStatus) -> dict[str, Any]:
@@ -277,6 +316,7 @@ class _Stored:
     progress: Lsn | None = None
     tables: Sequence[TableState] = ()
     indexes: Sequence[IndexState] = ()
+    paused: bool = False
     phases_known: bool = False
     """The phases are those of the running process, not those that it stored."""
 
@@ -286,9 +326,11 @@ def _stored(config: Config, output: OutputChoice | DocumentsChoice, opened: Runn
         if store is None:
             return _Stored(output.name)
         if isinstance(output, DocumentsChoice):
-            return _Stored(output.name, running(store), _progress(store), indexes=stored_indexes(config, store))
+            indexes = stored_indexes(config, store)
+            return _Stored(output.name, running(store), _progress(store), indexes=indexes, paused=store.is_paused())
         tables = table_states(config, output, store, opened)
-        return _Stored(output.name, running(store), _progress(store), tables, phases_known=opened is not None)
+        known = _Stored(output.name, running(store), _progress(store), tables, paused=store.is_paused())
+        return replace(known, phases_known=opened is not None)
 
 
 def _forgotten(config: Config) -> dict[str, str]:
@@ -361,12 +403,19 @@ def _output(
     lag_bytes, lag_seconds = _lag(stored, look, live, server, now)
     return OutputStatus(
         output=stored.name,
-        paused=live is not None and live.paused,
+        paused=stored.paused if live is None else live.paused,
         position=None if stored.progress is None else str(stored.progress),
         lag_bytes=lag_bytes,
         lag_seconds=lag_seconds,
         changes_per_second=None if live is None else live.changes_per_second,
-        tables=tuple(_table(state, live, sizes.get(state.id), stored.phases_known) for state in stored.tables),
+        error=None if live is None else live.error,
+        tables=tuple(
+            replace(
+                _table(state, live, sizes.get(state.id), stored.phases_known),
+                lag_bytes=_table_lag(state, lag_bytes, server),
+            )
+            for state in stored.tables
+        ),
         indexes=tuple(stored.indexes),
     )
 
@@ -374,10 +423,12 @@ def _output(
 def _lag(
     stored: _Stored, look: LastLook | None, live: LastLook | None, server: Lsn | None, now: float
 ) -> tuple[int | None, float | None]:
-    """The lag from the status file, or from the server's position.
+    """The lag from the status file, or from the server's position; unknown if the server does not answer.
 
     A stopped pipeline lags by the age of its last status, plus the lag at that time.
     """
+    if server is None:
+        return None, None
     if live is not None and live.lag_bytes is not None:
         return live.lag_bytes, live.lag_seconds
     size = _distance(stored.progress, server)
@@ -386,6 +437,13 @@ def _lag(
     if size is None or look is None or stored.driver is not None:
         return size, None
     return size, round(max(0.0, now - look.at) + (look.lag_seconds or 0.0), 1)
+
+
+def _table_lag(state: TableState, of_output: int | None, server: Lsn | None) -> int | None:
+    """The lag of a table: that of its output, unless the table has stopped."""
+    if state.error is not None:
+        return None if state.position is None else _distance(Lsn.parse(state.position), server)
+    return of_output if state.position is not None else None
 
 
 def _table(state: TableState, live: LastLook | None, size: TableSize | None, phase_known: bool) -> TableStatus:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from penstock.testing.postgres import PostgresServer
+from tests.conftest import Database
 from tests.integration.cli.support import BOTH, PATIENCE, Site, check_discreet
 
 
 def look(site: Site, *arguments: str) -> dict[str, Any]:
     result = site.run("status", "--json", *arguments)
-    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert result.returncode == (3 if found["problems"] else 0), result.stderr
     check_discreet(site, result.stdout + result.stderr)
-    return json.loads(result.stdout)
+    return found
 
 
 def tables(found: dict[str, Any], output: int = 0) -> dict[str, dict[str, Any]]:
@@ -78,6 +83,7 @@ def test_lag_is_known_whether_it_runs_or_not(site: Site):
 
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
+    assert look(site)["last_run"].endswith(": a signal stopped it")
     site.database.execute("insert into nothing select i, 'n' from generate_series(1, 1000) i")
     found = look(site)
     output = found["outputs"][0]
@@ -90,7 +96,8 @@ def test_lag_is_known_whether_it_runs_or_not(site: Site):
     assert "not being read" in site.run("status").stdout
 
     away = site.run("status", environment={"SOURCE_URL": "postgresql://postgres:hunter2secret@127.0.0.1:1/shop"})
-    assert away.returncode == 0
+    assert away.returncode == 3
+    assert "; lag unknown" in away.stdout
     assert "cannot connect (127.0.0.1:1/shop)" in away.stdout
     assert "keeps trying" not in away.stdout
     assert "public.orders" in away.stdout
@@ -103,6 +110,7 @@ def test_a_table_that_stopped_is_explained_and_one_of_several_outputs_can_be_ask
     site.configure(more='[types]\nout_of_range = "error"', destination=BOTH)
     assert site.run("run", "--once", "-q").returncode == 1
     found = look(site)
+    assert found["problems"] == ["the pipeline is not running", *["public.strange has stopped"] * 2]
     assert [output["output"] for output in found["outputs"]] == ["tables", "second"]
     for number in (0, 1):
         assert tables(found, number)["public.strange"]["error"]["command"] == "rollback"
@@ -133,3 +141,36 @@ def test_a_look_does_not_wait_for_ddl(site: Site):
         found = look(site)
     assert tables(found)["public.orders"]["rows"] is None
     assert found["source"]["error"] is None
+
+
+def test_a_source_that_is_away_and_a_run_that_was_killed_are_said_as_such(
+    make_server: Callable[..., PostgresServer], tmp_path: Path
+):
+    server = make_server()
+    site = Site(Database(server, server.create_database()), tmp_path)
+    site.database.execute("create table t (id int primary key, note text)")
+    site.configure()
+    process = site.start("run", "--status-every", "0.5")
+    site.wait_output(process, "1 of 1 table ready; ")
+    deadline = time.monotonic() + PATIENCE
+    while (found := look(site))["problems"] or found["outputs"][0]["lag_bytes"] is None:
+        assert time.monotonic() < deadline, found
+    assert tables(found)["public.t"]["lag_bytes"] == found["outputs"][0]["lag_bytes"]
+    server.stop("immediate")
+    site.wait_output(process, "lag unknown, source unreachable since ")
+    while (found := look(site))["source"]["unreachable_since"] is None:
+        assert time.monotonic() < deadline, found
+    (output,) = found["outputs"]
+    assert (output["lag_bytes"], output["lag_seconds"], output["tables"][0]["lag_bytes"]) == (None, None, None)
+    assert found["problems"] == ["the source is unreachable"]
+    text = site.run("status").stdout
+    assert f"source    unreachable since {found['source']['unreachable_since']}, retrying" in text
+    assert "; lag unknown" in text
+    server.start()
+    while look(site)["problems"]:
+        assert time.monotonic() < deadline, site.output(process)
+    process.kill()
+    process.wait(PATIENCE)
+    while (found := look(site))["running"] is not None:
+        assert time.monotonic() < deadline, found
+    assert found["last_run"].startswith("ended without giving a reason after ")
