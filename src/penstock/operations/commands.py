@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import Config, DocumentsChoice, OutputChoice
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SlotLost, SlotMissing, SourceError
 from penstock.operations.stores import choose_tables, chosen_outputs, every_chosen_output, existing_store, running
+from penstock.source import Role, connect
+from penstock.source.slots import inspect_slot, require_usable
 from penstock.state import Command, CommandKind, Store
+from penstock.stream import OnLostSlot, needs_every_change
 
 WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -46,10 +49,26 @@ def send_command(
                     hint="Start it with `penstock run`.",
                 )
             driver = running(store)
+            if driver is None and kind is CommandKind.RESYNC:
+                _require_slot(config, store)
             command = store.add_command(kind, choose_tables(config, store, tables), options=dict(options or {}))
             if driver is not None:
                 command = _await_answer(store, command, wait)
         yield Sent(each.name, command, driver is not None)
+
+
+def _require_slot(config: Config, store: Store) -> None:
+    """Raise if the next start, which would carry out the command, is refused because the slot is lost."""
+    settings = config.pipeline
+    if settings.on_lost_slot is OnLostSlot.RECREATE or not needs_every_change(store):
+        return
+    try:
+        with connect(settings.source, Role.CATALOG) as connection:
+            require_usable(inspect_slot(connection, settings.slot), settings.slot, database=connection.info.dbname)
+    except (SlotMissing, SlotLost):
+        raise
+    except SourceError:
+        return  # whether the slot is lost shows at the start
 
 
 def _await_answer(store: Store, command: Command, seconds: float) -> Command:

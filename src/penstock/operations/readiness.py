@@ -35,12 +35,12 @@ def check_pipeline(config: Config) -> Report:
 def require_ready(config: Config) -> None:
     """Before the first start, raise `NotReady` if it would fail or harm the source: nothing was created there yet.
 
-    A pipeline that has a slot resumes instead: the server retains WAL for it, and a table that cannot be followed stops
-    alone.
+    A pipeline that has a slot or tables resumes instead: the server retains WAL for it, and a table that cannot be
+    followed stops alone.
     """
     settings = config.pipeline
     with connect(settings.source, Role.CATALOG) as connection:
-        if inspect_slot(connection, settings.slot) is not None:
+        if inspect_slot(connection, settings.slot) is not None or source_request(config).needs_slot:
             return
     for finding in check_pipeline(config).critical:
         raise NotReady(f"the start is refused: {finding.what}", hint=finding.remedy)

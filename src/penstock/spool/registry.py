@@ -122,7 +122,7 @@ class Holds:
         if hold is None:
             raise SpoolError(f"no hold on table {table_id} for {reader!r}")
         if hold.broken:
-            raise HoldBroken(f"the changes kept for table {table_id} exceeded copy_max_bytes", table_id=table_id)
+            raise HoldBroken("the changes kept during the copy exceeded spool.copy_max_bytes", table_id=table_id)
         return hold.begin
 
     def wait_confirmed(self, reader: str, table_id: int, timeout: float) -> Lsn:

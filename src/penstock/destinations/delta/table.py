@@ -26,6 +26,7 @@ from penstock.destinations.delta.snapshot import Application, Snapshot, Verdict
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import WrittenFiles
 from penstock.destinations.refusals import busy, fenced_copy, foreign_table, not_copied, other_lineage, rejected
+from penstock.errors import RESYNC
 from penstock.lsn import Lsn, furthest, reaches
 
 _FOLDER = "_penstock/tables"
@@ -206,7 +207,7 @@ class LakeTable:
             raise rejected(
                 self.name,
                 "another program has written to the table",
-                hint="Stop the other writer, then copy the table again: a table has one writer.",
+                hint=f"A table has one writer: stop the other one, then copy the table again: {RESYNC}.",
             )
         return verdict
 

@@ -24,7 +24,7 @@ from pyroaring import BitMap64
 
 from penstock.destinations.delta.actions import VectorDescriptor
 from penstock.destinations.delta.storage import Storage
-from penstock.errors import PenstockError, TableRejected
+from penstock.errors import RESYNC, PenstockError, TableRejected
 
 INLINE, BY_UUID, BY_PATH = "i", "u", "p"
 _MAGIC = struct.pack("<I", 1681511377)
@@ -211,5 +211,5 @@ def _padded(data: bytes) -> bytes:
 def _broken(where: str, what: str) -> PenstockError:
     return TableRejected(
         f"deletion vector: {where} {what}",
-        hint="Another program changed the table's files: copy the table again.",
+        hint=f"Another program changed the table's files. Copy the table again: {RESYNC}.",
     )
