@@ -151,7 +151,6 @@ class ServerUnavailable(SourceError):
 
     retry = Retry.TIMED
     default_hint = "Check that the server is running and that the host and port are correct."
-    hint_for_one_try: ClassVar[str] = default_hint
 
 
 class AuthenticationFailed(SourceError):

@@ -14,7 +14,7 @@ import penstock
 from penstock.cli.main import app
 
 SOURCE = Path(penstock.__file__).parent
-_NAMES = {"hint", "default_hint", "hint_for_one_try", "remedy"}
+_NAMES = {"hint", "default_hint", "remedy"}
 
 
 def texts(node: ast.expr) -> str:

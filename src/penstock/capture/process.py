@@ -28,7 +28,6 @@ from typing import Any
 from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Reading
 from penstock.errors import CaptureStopped, PenstockError, Retry, SpoolDiskFull
 from penstock.lsn import Lsn, reaches
-from penstock.observe.logs import TextFormatter
 from penstock.retry import Backoff
 from penstock.spool.folder import is_disk_full
 
@@ -209,9 +208,7 @@ def run_child() -> int:
     """The child's main function."""
     # Imported modules stay until the end: keep them out of garbage collection.
     gc.freeze()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(TextFormatter())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToParent()])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings: CaptureSettings = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))
     stop = threading.Event()
@@ -266,7 +263,15 @@ def _write_status(status: CaptureStatus) -> None:
     )
 
 
+class _ToParent(logging.Handler):
+    """Sends log lines to the parent, which logs them in its own format and above its progress."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _write_line({"log": self.format(record), "level": record.levelno, "logger": record.name})
+
+
 def _write_line(record: dict[str, Any]) -> None:
+    # One write: several threads log.
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
@@ -279,6 +284,9 @@ def _read_report(line: bytes) -> CaptureStatus | PenstockError | None:
     if not isinstance(record, dict):
         return None
     try:
+        if "log" in record:
+            logging.getLogger(record["logger"]).log(record["level"], "%s", record["log"])
+            return None
         if "error" in record:
             return _load(record["error"])
         return CaptureStatus(

@@ -80,9 +80,16 @@ def findings_table(findings: Iterable[Check], width: int) -> Table:
 
 def _print(report: Report) -> None:
     console = wide_console()
-    console.print(findings_table(report.checks, console.width))
+    # The most serious last, next to the summary, where a terminal shows them.
+    console.print(findings_table(sorted(report.checks, key=_weight), console.width))
     console.print()
     console.print(_summary(report))
+
+
+def _weight(finding: Check) -> int:
+    if finding.status is Status.PASSED:
+        return 0
+    return {Severity.INFO: 1, Severity.WARNING: 2, Severity.CRITICAL: 3}[finding.severity]
 
 
 def _label(finding: Check) -> Text:
@@ -104,4 +111,5 @@ def _summary(report: Report) -> Text:
     found = ", ".join(_count(number, severity) for severity, number in count.items() if number) or "no findings"
     if report.ready:
         return Text(f"{report.location} is ready ({found})", style="green")
-    return Text(f"{report.location} is not ready ({found})", style="bold red")
+    names = ", ".join(dict.fromkeys(finding.id for finding in report.critical))
+    return Text(f"{report.location} is not ready ({found}): {names}", style="bold red")

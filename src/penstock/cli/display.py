@@ -284,7 +284,11 @@ def _bars(copies: Sequence[tuple[str, CopyProgress]], *, wide: bool) -> Table:
         left = copy.seconds_left
         # Everything is read, and is being made durable.
         remaining = "finishing" if copy.fraction == 1.0 else "" if left is None else f"{format_seconds(left)} left"
-        percent, rows = f"{copy.fraction:.0%}", f"{copy.rows_done:,} rows"
+        # A range counts when it is whole: of a small table, which has one, nothing is known before.
+        percent, rows = (
+            f"{copy.fraction:.0%}" if copy.ranges_done or copy.ranges > 1 else "reading",
+            f"{copy.rows_done:,} rows",
+        )
         size = f"{format_bytes(copy.bytes_done)} of {format_bytes(copy.bytes)}"
         ranges = f"{copy.ranges_done}/{copy.ranges} ranges"
         more = (percent, ranges, rows, size, remaining) if wide else (percent, remaining)

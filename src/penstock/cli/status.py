@@ -17,7 +17,7 @@ from rich.text import Text
 from penstock.cli.display import echo, make_table, print_unwrapped, wide_console
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, configured
 from penstock.config import Config, OutputChoice
-from penstock.config.units import format_bytes, format_seconds
+from penstock.config.units import count_of, format_bytes, format_seconds
 from penstock.errors import PenstockError, for_table, in_command
 from penstock.observe import scrub
 from penstock.operations.signals import Ended, Ending
@@ -180,7 +180,7 @@ def _watch(config: Config, output: str | None, seconds: float, *, as_json: bool)
             if not as_json:
                 echo()
             time.sleep(seconds)
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         try:
             while True:
                 live.update(render(pipeline_status(config, output)), refresh=True)
@@ -322,7 +322,7 @@ def _summary(config: Config, driver: LeaseInfo | None, found: Sequence[TableStat
     if not found and driver is None:
         return Text(f"{name} has not run yet")
     ready = sum(each.phase == "ready" for each in found)
-    count = f"{ready} of {len(found)} tables ready"
+    count = f"{ready} of {count_of(len(found), 'table')} ready"
     if driver is None:
         return Text(f"{name} is not running; {count}", style="yellow")
     return Text(f"{name} is run by {driver}; {count}")

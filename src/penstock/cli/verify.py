@@ -199,7 +199,7 @@ def _column_line(difference: ColumnDifference) -> str:
 
 
 def _line(difference: Difference) -> str:
-    key = _pairs(difference.key) or "a row"
+    key = _pairs(difference.key) or "one row"
     line = f"{difference.kind.value:<8} {key}"
     if difference.kind is Kind.CHANGED:
         line += f": {', '.join(difference.columns)}"

@@ -18,7 +18,7 @@ from penstock.config import Config, DocumentsChoice, IndexChoice, OutputChoice
 from penstock.destinations.base import FolderDestination
 from penstock.documents.mapping import fingerprint, is_built_from
 from penstock.documents.quarantine import open_quarantine
-from penstock.errors import RESYNC, Retry, ServerUnavailable, SourceError
+from penstock.errors import RESYNC, Retry, SourceError
 from penstock.lsn import Lsn, distance, furthest
 from penstock.observe import scrub
 from penstock.operations.progress import LastLook, StatusFile, format_time
@@ -173,11 +173,11 @@ class OutputStatus:
     lag_seconds: float | None
     changes_per_second: float | None
     """None if it does not run on this machine."""
-    error: str | None = None
-    """What stopped it, while the process still runs."""
     tables: tuple[TableStatus, ...] = ()
     indexes: tuple[IndexState, ...] = ()
     """Of the documents output; the sink is not queried."""
+    error: str | None = None
+    """What stopped it, while the process still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +369,7 @@ def _ask_source(config: Config, table_ids: Sequence[int]) -> tuple[SourceStatus,
         )
         return found, sizes, server
     except SourceError as error:
-        hint = error.hint_for_one_try if isinstance(error, ServerUnavailable) else error.hint
-        return SourceStatus(source.location, error=error.message, hint=hint), {}, None
+        return SourceStatus(source.location, error=error.message, hint=error.hint), {}, None
 
 
 def _sizes(connection: psycopg.Connection[Any], table_ids: Sequence[int]) -> Mapping[int, TableSize]:

@@ -12,8 +12,9 @@ def test_a_pause_that_was_noted_before_does_not_make_once_wait_for_ever(site: Si
     assert site.run("pause").returncode == 0
     paused = site.run("run", "--once", "-q")
     assert paused.returncode == 1
-    assert "paused by a command" in paused.stderr
-    assert "Run it again" in paused.stderr
+    assert "the pipeline is paused" in paused.stderr
+    assert "Run: penstock resume." in paused.stderr
+    assert site.run("resume").returncode == 0
     site.database.execute("insert into orders values (9000, 'late')")
     assert site.run("run", "--once", "-q").returncode == 0
     assert site.rows("orders") == site.source_rows("orders")

@@ -27,6 +27,14 @@ def make_capture():
     return process.CaptureProcess(CaptureSettings(source, "slot", "publication", SpoolSettings(Path("unused"))))
 
 
+def test_log_lines_of_capture_are_logged_by_its_parent(caplog: pytest.LogCaptureFixture) -> None:
+    line = b'{"log": "slot is slow slot=shop", "level": 30, "logger": "penstock.capture.session"}'
+    assert process._read_report(line) is None
+    assert [(each.name, each.levelname, each.message) for each in caplog.records] == [
+        ("penstock.capture.session", "WARNING", "slot is slow slot=shop")
+    ]
+
+
 def test_a_child_that_dies_at_once_is_an_error_and_not_the_supervisors_end(monkeypatch):
     monkeypatch.setattr(process.subprocess, "Popen", _DeadChild)
     monkeypatch.setattr(process, "FRUITLESS_RESTARTS", 2)

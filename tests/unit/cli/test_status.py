@@ -30,7 +30,7 @@ from penstock.state import Catchup, DataSync, FinishedCopy, Init, LeaseInfo, Mem
 NOW = datetime(2026, 11, 15, 11, 0, tzinfo=UTC)
 DRIVER = LeaseInfo(1, "vm", 42, NOW, NOW, gone=False)
 SLOT = SlotStatus("shop", True, 7, "0/10", 0, 2048, "reserved")
-READY = TableStatus("public.a", 1, "tables", "ready", "0/10", None, rows=1000, bytes=81920)
+READY = TableStatus("public.a", 1, "tables", "ready", "0/10", None, rows=1000, bytes=81920, lag_bytes=300)
 COPYING = TableStatus("public.b", 2, "tables", "data_sync", None, None, copy={"fraction": 0.45, "rows_done": 1234})
 OUTPUT = OutputStatus("tables", False, "0/10", 300, 1.5, 43.0, (READY, COPYING))
 STATUS = PipelineStatus("shop", {"pid": 42}, SourceStatus("h:1/d", "18.6", "0/20", SLOT), (OUTPUT,), driver=DRIVER)
@@ -49,8 +49,8 @@ def test_a_running_pipeline() -> None:
         "slot      shop: read by server process 7, at 0/10, retains 2.0 kB of WAL on the server",
         "output    at 0/10; streaming; 43 changes/s; lag 300 B, 1.5 s",
         "",
-        "table     phase                               rows     size  position",
-        "public.a  ready                             ~1,000  80.0 kB  0/10",
+        "table     phase                               rows     size  position    lag",
+        "public.a  ready                             ~1,000  80.0 kB  0/10      300 B",
         "public.b  data_sync 45%, 1,234 rows copied",
     ]
 

@@ -35,7 +35,7 @@ def test_people_see_counts_keys_and_columns(capsys: pytest.CaptureFixture[str]) 
         "shop.orders  DIFFERENT: 1 missing, 1 extra, 22 changed; 9 equal",
         "  changed  region='eu' id=17: note, paid",
         "  missing  region=NULL id=18",
-        "  extra    a row",
+        "  extra    one row",
         '    destination: note="it\'s"',
         "  and 21 rows more",
         "shop.visits  not compared: it is being copied",

@@ -114,7 +114,7 @@ def check_patterns(context: Context) -> Iterator[Check]:
         yield failed(
             "table_patterns",
             # Penstock adds a table that matches later.
-            Severity.WARNING if request.manage_publication and chosen else Severity.CRITICAL,
+            Severity.WARNING if request.manage_publication else Severity.CRITICAL,
             f"no table that {where} matches {listed(lost)}",
             "Check the schema, name and case of the pattern."
             if request.manage_publication
