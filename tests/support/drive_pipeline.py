@@ -56,6 +56,8 @@ class DriveSettings:
     id: str = "e2e"
     """Also the name of the publication."""
     tables: tuple[str, ...] = ("public.*",)
+    unidentified: tuple[str, ...] = ()
+    """Tables that are published although they have no replica identity."""
     destination: str = "parquet"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of the destination; `path` defaults to `lake` in the folder."""
@@ -139,6 +141,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
             slot=settings.slot,
             spool=SpoolSettings(folder / "spool", min_free_bytes=0),
             tables=settings.tables,
+            unidentified=frozenset(settings.unidentified),
             batches=BatchSettings(interval=settings.interval, max_rows=settings.max_rows),
             error_hold=ErrorHold(time=timedelta(seconds=settings.error_hold)),
             copy=CopySettings(max_bytes_per_second=settings.copy_bytes_per_second),

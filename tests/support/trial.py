@@ -212,14 +212,14 @@ class _Trial:
         self._database = server.create_database()
         self._dsn = server.dsn(self._database)
         self._report = TrialReport(settings.seed)
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            samples = available_samples(connection)
+        self._tables = plan_tables(Random(f"{settings.seed}-tables"), samples, settings.size)
         self._pipelines = [self._make_pipeline(folder, number) for number in range(settings.pipelines)]
 
     def run(self, stack: ExitStack) -> TrialReport:
         settings, report = self._settings, self._report
-        with psycopg.connect(self._dsn, autocommit=True) as connection:
-            samples = available_samples(connection)
-        tables = plan_tables(Random(f"{settings.seed}-tables"), samples, settings.size)
-        writers = Writers(self._dsn, Random(f"{settings.seed}-writes"), tables, settings.size, ddl=settings.ddl)
+        writers = Writers(self._dsn, Random(f"{settings.seed}-writes"), self._tables, settings.size, ddl=settings.ddl)
         for pipeline in self._pipelines:
             stack.callback(pipeline.close)
             pipeline.start()
@@ -244,6 +244,7 @@ class _Trial:
                 dsn=self._dsn,
                 folder=str(own),
                 tables=tuple(f"{schema}.*" for schema in SCHEMAS),
+                unidentified=tuple(f"public.{table.name}" for table in self._tables if table.insert_only),
                 slot=f"trial_{number}_{self._database[-12:]}",
                 id=f"trial{number}",
                 destination=self._settings.destination,

@@ -76,9 +76,10 @@ class Site:
     def output(self, process: Command) -> str:
         return (self.folder / f"stderr-{self.processes.index(process)}").read_text()
 
-    def wait_output(self, process: Command, text: str) -> None:
+    def wait_output(self, process: Command, text: str, *, after: int = 0) -> None:
+        """Wait until a process has written a text, `after` some characters."""
         deadline = time.monotonic() + PATIENCE
-        while text not in self.output(process):
+        while text not in self.output(process)[after:]:
             assert process.poll() is None, self.output(process)
             assert time.monotonic() < deadline, self.output(process)
             time.sleep(0.05)

@@ -59,6 +59,7 @@ def test_a_role_without_the_privilege_is_told_what_to_do(site: Site):
     site.database.execute(f"create role {role} login replication password 'reader'")
     try:
         site.database.execute("create publication shop for all tables")
+        site.database.execute(f"grant select on all tables in schema public to {role}")
         configure(site, wanted=True)
         path = site.folder / "penstock.toml"
         path.write_text(path.read_text().replace("[source]", "[source]\nmanage_publication = false"))
