@@ -364,6 +364,8 @@ class _Trial:
                 return command is not None and command.answered
 
             pipeline.wait_for("an answer to the resync", lambda _: is_answered())
+            # What is seen may be from before the answer.
+            self._wait_looks(pipeline)
 
 
 def _read_back(driven: DriveSettings) -> ReadBack:
