@@ -188,6 +188,8 @@ def _address() -> bytes:
                         command,
                         cwd=Path(__file__).parents[1],
                         pass_fds=[listener.fileno()],
+                        # A thread of its own would not survive a fork.
+                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                         stdin=subprocess.PIPE,
                         start_new_session=True,
                     )
