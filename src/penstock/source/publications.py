@@ -28,6 +28,7 @@ from penstock.source.unidentified import find_unidentified
 
 SCHEMAS_SINCE = 150000
 GENERATED_SINCE = 180000
+_EXISTS = "42710"
 _ALTER_SECONDS = 10.0
 """How long tables are tried one by one, at most, each time that a publication is brought up to date."""
 
@@ -323,7 +324,19 @@ def ensure_publication(
                 connection, name, list(wanted.values()), via_root=via_root, generated_columns=generated_columns
             )
             members = wanted
-        except SourceError:
+        except SourceError as error:
+            if error.facts.get("sqlstate") == _EXISTS:
+                # A process that was killed had sent the same statement, and its session ended only now.
+                return ensure_publication(
+                    connection,
+                    name,
+                    patterns,
+                    exclude,
+                    via_root=via_root,
+                    generated_columns=generated_columns,
+                    later=later,
+                    unidentified=unidentified,
+                )
             # Perhaps because of one table: they are added one by one below. Otherwise this raises the same error.
             publication = create_publication(
                 connection, name, [], via_root=via_root, generated_columns=generated_columns

@@ -401,3 +401,21 @@ def test_membership_and_a_refresh_wait_for_no_lock_of_a_table(any_database: Any,
         ensured = ensure_publication(connection, "pub", ["public.*"])
         assert (ensured.added, ensured.refused.keys()) == (("public.e",), {"public.d"})
     assert ensure_publication(connection, "pub", ["public.*"]).added == ("public.d",)
+
+
+def test_a_publication_that_appears_meanwhile_is_used(database: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process was killed after it had sent the statement, and its session ended later than it did."""
+    database.execute("create table one (id int primary key); create table two (id int primary key)")
+    inspect, looks = publications.inspect_publication, []
+
+    def inspect_too_early(connection: Any, name: str) -> Any:
+        looks.append(inspect(connection, name))
+        if len(looks) == 1:
+            database.execute("create publication pub for table one")
+        return looks[-1]
+
+    monkeypatch.setattr(publications, "inspect_publication", inspect_too_early)
+    with psycopg.connect(database.dsn, autocommit=True) as connection:
+        ensured = publications.ensure_publication(connection, "pub", ["public.*"])
+    assert not ensured.created
+    assert ensured.members == {"public.one", "public.two"}
