@@ -54,6 +54,7 @@ from penstock.source.slots import (
     drop_slot,
     inspect_slot,
     require_usable,
+    wait_until_created,
 )
 from penstock.spool import Holds, Readers, SpoolReader, SpoolSettings
 from penstock.spool.folder import SpoolFolder
@@ -422,7 +423,7 @@ class _Opening:
     def _prepare_slot(self, connection: psycopg.Connection[Any], outputs: Mapping[str, Store]) -> Slot:
         """Return the slot, created at the first start; a lost slot is an error, or everything is copied again."""
         settings = self._settings
-        slot = inspect_slot(connection, settings.slot)
+        slot = wait_until_created(connection, settings.slot)
         if slot is not None and not slot.lost:
             require_usable(slot, settings.slot, database=connection.info.dbname)
             return self._with_failover(connection, slot)

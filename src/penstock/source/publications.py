@@ -28,7 +28,6 @@ from penstock.source.unidentified import find_unidentified
 
 SCHEMAS_SINCE = 150000
 GENERATED_SINCE = 180000
-_EXISTS = "42710"
 _ALTER_SECONDS = 10.0
 """How long tables are tried one by one, at most, each time that a publication is brought up to date."""
 
@@ -324,8 +323,8 @@ def ensure_publication(
                 connection, name, list(wanted.values()), via_root=via_root, generated_columns=generated_columns
             )
             members = wanted
-        except SourceError as error:
-            if error.facts.get("sqlstate") == _EXISTS:
+        except SourceError:
+            if inspect_publication(connection, name) is not None:
                 # A process that was killed had sent the same statement, and its session ended only now.
                 return ensure_publication(
                     connection,

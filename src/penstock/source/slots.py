@@ -34,6 +34,8 @@ PLUGIN = "pgoutput"
 _NAME = re.compile(r"[a-z0-9_]{1,63}")
 _QUERY_CANCELLED = "57014"
 FAILOVER_SINCE = 170000
+_CREATION_SECONDS = 0.1
+"""How often a slot is inspected that another session creates."""
 _REPORT_SECONDS = (2.0, 10.0)
 """When transactions that block the creation of a slot are first reported, and how often after that."""
 
@@ -242,6 +244,22 @@ def drop_slot(
                 raise
             logger.debug("slot is in use slot=%s pid=%s", name, error.facts.get("pid"))
             sleep(min(backoff.next_delay(), max(0.0, remaining)))
+
+
+def wait_until_created(connection: psycopg.Connection[Any], name: str) -> Slot | None:
+    """Return a slot; None if it does not exist. Waits while another session creates it.
+
+    That session may belong to a process that was killed: it waits for open transactions all the same.
+    """
+    is_told = False
+    while (slot := inspect_slot(connection, name)) is not None and slot.plugin is not None:
+        if slot.confirmed_flush_lsn is not None or slot.lost:
+            break
+        if not is_told:
+            is_told = True
+            logger.warning("waiting for the session that creates the slot slot=%s pid=%s", name, slot.active_pid)
+        time.sleep(_CREATION_SECONDS)
+    return slot
 
 
 def require_usable(slot: Slot | None, name: str, *, database: str | None = None) -> Slot:

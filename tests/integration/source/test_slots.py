@@ -25,7 +25,15 @@ from penstock.errors import (
 )
 from penstock.source import Role, SourceSettings, connect, connect_replication
 from penstock.source.faults import Place, from_notice, from_result
-from penstock.source.slots import Slot, create_slot, drop_slot, find_blockers, inspect_slot, require_usable
+from penstock.source.slots import (
+    Slot,
+    create_slot,
+    drop_slot,
+    find_blockers,
+    inspect_slot,
+    require_usable,
+    wait_until_created,
+)
 from penstock.testing.postgres import PostgresServer
 
 Connection = psycopg.Connection[Any]
@@ -257,3 +265,30 @@ def test_slot_for_two_phase_commits_is_refused():
     slot = Slot("two", "pgoutput", "postgres", False, None, None, None, "reserved", two_phase=True)
     with pytest.raises(SlotUnusable, match="two-phase"):
         require_usable(slot, "two")
+
+
+def test_a_slot_that_another_session_creates_is_waited_for(
+    any_database: Any, connection: Connection, slot_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The session of a process that was killed creates it, when open transactions have ended."""
+    with psycopg.connect(any_database.dsn) as blocker, psycopg.connect(any_database.dsn, autocommit=True) as other:
+        blocker.execute("create table changed (id int)")
+        arguments = [slot_name, "pgoutput"]
+        creating = threading.Thread(
+            target=other.execute, args=["select pg_create_logical_replication_slot(%s, %s)", arguments]
+        )
+        creating.start()
+        while inspect_slot(connection, slot_name) is None:
+            time.sleep(0.01)
+        found: list[Slot | None] = []
+        waiting = threading.Thread(target=lambda: found.append(wait_until_created(connection, slot_name)))
+        waiting.start()
+        while "waiting for the session that creates the slot" not in caplog.text:
+            time.sleep(0.01)
+        assert not found
+        blocker.commit()
+        creating.join()
+        waiting.join()
+    assert found[0] is not None
+    assert found[0].confirmed_flush_lsn is not None
+    drop_slot(connection, slot_name)
