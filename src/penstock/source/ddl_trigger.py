@@ -395,7 +395,7 @@ class DdlTrigger:
         }
         for function, (arguments, result) in signatures.items():
             name = sql.Identifier(SCHEMA, function)
-            # Dropped first, so that it belongs to this role, whoever created the earlier one.
+            # Dropped first, so that it belongs to this role, not to the one that created it earlier.
             yield sql.SQL("drop function if exists {}").format(name)
             yield sql.SQL(
                 "create function {name}({arguments}) returns {result} language plpgsql "

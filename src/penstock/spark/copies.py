@@ -63,7 +63,7 @@ class Turns:
             ticket = (size, next(self._numbers))
             heapq.heappush(self._waiting, ticket)
             try:
-                # The limit may grow, and nobody announces it.
+                # The limit may grow without notice.
                 while not self._changed.wait_for(lambda: self._closed or self._is_next(ticket), _LOOK_SECONDS):
                     pass
                 if self._closed:

@@ -167,7 +167,7 @@ def test_a_transaction_of_gigabytes_is_written_in_pieces(monkeypatch: pytest.Mon
 
 
 def peak_of(folder: Path, mode: str, count: int) -> int:
-    """The most memory of Arrow that it takes to insert so many rows in one transaction, and to update them in it."""
+    """Return the peak memory of Arrow when one transaction inserts `count` rows and updates them."""
     source = ScriptedSource(folder / "segments", segment_rows=250)
     destination = DeltaDestination(folder / "lake", maintenance=False, mode=mode)
     destination.startup(make_context())
