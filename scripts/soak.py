@@ -2,7 +2,7 @@
 
     scripts/soak.py                  the full counts of every stage
     scripts/soak.py --minutes 20     as much as fits; each stage gets its share of the time
-    scripts/soak.py --stage trials   only some stages; --seed 7 repeats the seeds of a run
+    scripts/soak.py --stage trials   only some stages; --seed 7 repeats the seeds of a run, --count 9 runs 9 units
 
 Every stage is a pytest process of its own. For a failed stage the tests and the command that repeats it are printed. A
 stage that takes far longer than its share is stopped, which counts as a failure: it may hang.
@@ -123,7 +123,7 @@ STAGES = (
         _soak("tests/e2e/test_oracle.py"), {"PENSTOCK_SOAK_SEEDS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("trials", "pipelines with writers and kills", 60, 0.25, 25, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_trials.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
-    Stage("delta trials", "pipelines into Delta, with writers and kills", 56, 0.20, 40, 5, lambda count, seed: Run(
+    Stage("delta trials", "pipelines into Delta, with writers and kills", 200, 0.20, 40, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_delta.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("model", "worlds of the hand-over model", len(SCENARIOS), 0.15, 90, 5, _model),
     Stage("failpoints", "rounds over all points", 10, 0.10, 110, 5, _failpoints),
@@ -178,6 +178,7 @@ def main(arguments: list[str]) -> int:
         choices=[stage.name for stage in STAGES],
         help="run only this stage; may be repeated",
     )
+    parser.add_argument("--count", type=int, default=None, help="units per stage, whatever the time limit")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     stages = [stage for stage in STAGES if given.stage is None or stage.name in given.stage]
@@ -185,7 +186,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results: list[StageResult] = []
     for stage in stages:
-        results.append(_run(stage, seed, _share(stage, stages, given.minutes)))
+        results.append(_run(stage, seed, _share(stage, stages, given.minutes), given.count))
         with PAGE.open("a") as page:
             page.write(_row(results[-1], seed))
         _print_failures(results[-1])
@@ -198,8 +199,8 @@ def _share(stage: Stage, stages: list[Stage], minutes: float | None) -> float | 
     return None if minutes is None else 60 * minutes * stage.share / sum(each.share for each in stages)
 
 
-def _run(stage: Stage, seed: int, seconds: float | None) -> StageResult:
-    count = stage.count(seconds)
+def _run(stage: Stage, seed: int, seconds: float | None, count: int | None) -> StageResult:
+    count = count or stage.count(seconds)
     run = stage.run(count, seed)
     print(f"soak: {stage.name}: {count} {stage.unit}", flush=True)
     when, begun = datetime.now(UTC), time.monotonic()

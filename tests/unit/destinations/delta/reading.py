@@ -60,7 +60,13 @@ def replay_history(lake: Path, schema: TableSchema) -> list[dict[str, Any]] | No
     source, versions = state.layout.source, state.layout.versions
     current = {column.attnum: column.name for column in source.columns}
     mirror = MirrorTable(source)
-    for change in sorted(table.to_pylist(), key=lambda row: (row["_commit_lsn"], row["_ordinal"])):
+    changes = sorted(table.to_pylist(), key=lambda row: (row["_commit_lsn"], row["_ordinal"]))
+    if len(versions) > 1:
+        # A column that was added with a default has values in earlier rows which no change carries, so old rows that
+        # the server sends may match none of them. A copy has these values.
+        copies = [index for index, change in enumerate(changes) if change["_op"] == "resync"]
+        changes = changes[copies[-1] if copies else 0 :]
+    for change in changes:
         # A column is followed by its number; what a column that is gone had is not told.
         of_row = versions[change["_schema_version"] - 1]
         names = {each.lake_name: current[each.attnum] for each in of_row if each.attnum in current}
