@@ -289,11 +289,11 @@ class DdlTrigger:
         return functions is not None or trigger is not None
 
     def fires(self, connection: psycopg.Connection[Any]) -> bool:
-        """True if the event triggers exist and are enabled."""
+        """True if the event triggers exist and fire in every session."""
         names = [self.name, self.rewrite_name]
         with translated(connection, "check the DDL trigger"):
             found = connection.execute(
-                "select from pg_catalog.pg_event_trigger where evtname = any(%s) and evtenabled <> 'D'", [names]
+                "select from pg_catalog.pg_event_trigger where evtname = any(%s) and evtenabled = 'A'", [names]
             )
             return len(found.fetchall()) == len(names)
 
@@ -409,6 +409,8 @@ class DdlTrigger:
             yield sql.SQL(
                 "create event trigger {name} on {event} when tag in ({tags}) execute function {schema}.{name}()"
             ).format(name=name, event=event, schema=schema, tags=sql.SQL(", ").join(map(sql.Literal, tags)))
+            # Also with session_replication_role = replica, as subscriptions and some migration tools have it.
+            yield sql.SQL("alter event trigger {} enable always").format(name)
 
 
 def message_prefix(slot: str) -> str:

@@ -101,6 +101,15 @@ def test_ddl_on_a_published_table_is_recorded(
     check_same(sent, after)
 
 
+def test_ddl_of_sessions_with_the_replica_role_is_recorded(
+    connection: psycopg.Connection[Any], trigger: DdlTrigger
+) -> None:
+    connection.execute("set session_replication_role = replica")
+    connection.execute("alter table public.t drop column b, add column b int")
+    (sent,) = announced(connection, trigger)
+    check_same(sent, described(connection, "public.t"))
+
+
 def rewritten(connection: psycopg.Connection[Any], trigger: DdlTrigger) -> list[str]:
     """The tables whose rows were rewritten, as the slot got it."""
     rows = connection.execute(
