@@ -64,7 +64,7 @@ from penstock.workers import (
     TableSync,
     TableSyncView,
 )
-from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings, was_followed
+from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings
 from penstock.workers.failures import Policies, errored
 
 __all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "RunningTables", "TablesOutput", "TablesSettings"]
@@ -321,7 +321,8 @@ class RunningTables(RunningOutput):
             rules = self._transforms.in_force(table_id, name)
             stored = known[table_id].rules if table_id in known else None
             is_known = rules is None or (stored is not None and stored.table == rules.table)
-            if not is_known and not was_followed(self._board.phase(table_id)):
+            # Not during a copy, which stores the shape of its snapshot: this reading may be later.
+            if not is_known and isinstance(self._board.phase(table_id), Init | None):
                 found[table_id] = replace(
                     known.get(table_id, shape), rules=rules, known_as=self._policies.known_as(table_id)
                 )

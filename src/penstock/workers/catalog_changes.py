@@ -81,9 +81,11 @@ class CatalogChanges:
 
     def notice(self, shapes: Mapping[int, TableShape], leaves: Mapping[int, Mapping[int, Lsn]]) -> None:
         """Copy tables again whose rows changed without a word in the stream since their copy or the last look."""
-        known = self._store.get_table_shapes()
         # A changed row may stop a table before its cause is seen here: the row has values that the stream never sent.
+        # Phases come first: a copy stores its shape before its table is followed. In the other order, a copy that ends
+        # in between would seem to have none, and what happened since its snapshot would go unnoticed.
         followed = {table_id for table_id, phase in self._board.phases().items() if was_followed(phase)}
+        known = self._store.get_table_shapes()
         processed: dict[int, TableShape] = {}
         changed: set[int] = set()
         for table_id in followed & shapes.keys():
