@@ -51,6 +51,18 @@ _IN_PARTITIONS = f"""
     join pg_catalog.pg_attribute m on m.attrelid = b.id and m.attname = a.attname and m.atthasmissing
 """  # noqa: S608 (a constant)
 
+AS_OLD = """
+    {a}.xmin = s.xmin and {a}.cmin = s.cmin and {a}.xmax = '0' and s.xmax = '0' and exists (
+        select from pg_catalog.pg_inherits h
+        where h.inhrelid = s.attrelid and h.cmin::text::int8 > s.cmin::text::int8
+    )
+"""
+"""Whether an attribute `{a}` of a partition is as old as the partition, whose system column -1 is `s`.
+
+Within a transaction only the numbers of commands tell, and they are fragile: a DROP that is rolled back leaves its own
+in all rows, and recovery after a crash or on a standby sets all of them to 0. The row that makes the table a partition
+is written by a later command, so a 0 there gives recovery away. In doubt false."""
+
 BACKFILLED = rf"""
     a.atthasmissing or a.attidentity <> '' or a.attgenerated <> '' or exists (
         select from pg_catalog.pg_attrdef d
@@ -78,7 +90,7 @@ MISSING = f"""
             join pg_catalog.pg_class c on c.oid = o.id and c.relkind = 'r'
             join pg_catalog.pg_attribute n on n.attrelid = o.id and n.attname = a.attname and not n.atthasmissing
             join pg_catalog.pg_attribute s on s.attrelid = o.id and s.attnum = -1
-            where not (n.xmin = s.xmin and n.cmin = s.cmin)
+            where not ({AS_OLD.format(a="n")})
         )
     ))
 """

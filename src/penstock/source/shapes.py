@@ -16,6 +16,7 @@ from psycopg.rows import tuple_row
 
 from penstock.changes.transform import RuledColumn, RulesInForce, Transforms
 from penstock.lsn import Lsn, is_in
+from penstock.source.columns import AS_OLD
 from penstock.source.faults import translated
 
 _FIRST_OWN_OID = 16384
@@ -28,7 +29,7 @@ _SHAPES = f"""
         union all
         select tree.root, i.inhrelid, tree.links || ' ' || i.xmin::text, tree.born and exists (
             select from pg_catalog.pg_attribute s join pg_catalog.pg_attribute a on a.attrelid = s.attrelid
-            where s.attrelid = i.inhrelid and s.attnum = -1 and a.attnum > 0 and a.xmin = s.xmin and a.cmin = s.cmin
+            where s.attrelid = i.inhrelid and s.attnum = -1 and a.attnum > 0 and {AS_OLD.format(a="a")}
         )
         from tree
         join pg_catalog.pg_class p on p.oid = tree.id and p.relkind = 'p'
@@ -95,7 +96,7 @@ class HeapShape(NamedTuple):
     links: str
     """The versions of the catalog rows that make it a partition: other ones if it was detached and attached again."""
     born: bool
-    """It was created as what it is; false of a leaf that was attached later, or with a table above it."""
+    """It was created as what it is; false of a leaf that was attached later, or with a table above it, and in doubt."""
     columns: str
     """The versions of its columns in the catalog, by attribute number."""
     name: str
