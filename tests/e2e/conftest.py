@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.support import Stream
 from tests.integration.conftest import quick_captures
+from tests.support.disks import CannotMount, SmallDisk
 
 __all__ = ["quick_captures"]
 
@@ -37,14 +37,11 @@ def own_stream(make_server, tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 24 MB of which all but 2 MB can be taken away and given back."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("a small disk needs root to mount it")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def small_disk(tmp_path) -> Iterator[SmallDisk]:
+    """A disk of 24 MB of which all can be taken away and given back."""
+    try:
+        disk = SmallDisk(tmp_path / "disk")
+    except CannotMount as why:
+        pytest.skip(str(why))
+    with disk:
+        yield disk

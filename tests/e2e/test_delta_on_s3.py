@@ -30,8 +30,8 @@ from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import wait_for
 from tests.e2e.test_delta import pipeline_into, wait_applied, wait_ready
-from tests.e2e.test_faults import Proxy
 from tests.support.planned_tables import Size, plan_tables
+from tests.support.proxy import Proxy
 from tests.support.readback import check_equal
 from tests.support.s3 import S3Server
 from tests.support.samples import available_samples

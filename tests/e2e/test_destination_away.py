@@ -6,10 +6,8 @@ No table stops, none is copied again, and all catch up when it is back. An objec
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import LakeReadBack
 from tests.e2e.support import Background, current_position, updates_of_both, wait_for
 from tests.e2e.test_delta import pipeline_into, wait_applied, wait_ready
-from tests.e2e.test_faults import Proxy
+from tests.support.disks import SmallDisk
+from tests.support.proxy import Proxy
 from tests.support.readback import check_equal
 from tests.support.s3 import S3Server
 
@@ -31,25 +30,18 @@ AWAY_RATE = int(os.environ.get("PENSTOCK_SOAK_AWAY_RATE", "5000"))
 
 
 def test_a_disk_that_is_full_read_only_or_unmounted_stops_no_table(
-    database: Any, tmp_path: Path, small_disk: Path, caplog: Any
+    database: Any, tmp_path: Path, small_disk: SmallDisk, caplog: Any
 ) -> None:
     caplog.set_level("INFO", "penstock.destinations")
     with database.connect() as connection:
         for table in "ab":
             connection.execute(f"create table {table} (id int primary key, n int)")
             connection.execute(f"insert into {table} select n, 0 from generate_series(1, 100) n")
-    lake, filler = small_disk / "lake", small_disk / "filler"
+    lake, elsewhere = small_disk.folder / "lake", small_disk.folder / "elsewhere"
 
-    def fill() -> None:
-        with filler.open("wb", buffering=0) as file:
-            try:
-                while file.write(bytes(4096)):
-                    pass
-            except OSError:
-                pass
-
-    def remount(how: str) -> Callable[[], object]:
-        return lambda: subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
+    def make_read_only() -> None:
+        # A file that is open for writing prevents it.
+        wait_for(small_disk.make_read_only, "the disk to be read-only")
 
     def waits() -> int:
         return caplog.text.count("apply failed, retrying")
@@ -59,9 +51,9 @@ def test_a_disk_that_is_full_read_only_or_unmounted_stops_no_table(
         wait_ready(pipeline, 2)
         with Background(database, updates_of_both()):
             for leave, come_back in (
-                (fill, filler.unlink),
-                (remount("ro"), remount("rw")),
-                (lambda: lake.rename(small_disk / "elsewhere"), lambda: (small_disk / "elsewhere").rename(lake)),
+                (small_disk.fill, small_disk.free),
+                (make_read_only, small_disk.make_writable),
+                (lambda: lake.rename(elsewhere), lambda: elsewhere.rename(lake)),
             ):
                 before, applied = waits(), pipeline.status.changes
                 wait_for(lambda applied=applied: pipeline.status.changes > applied, "changes to flow")

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import socket
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -27,98 +23,15 @@ from penstock.errors import (
 from penstock.lsn import Lsn
 from tests.e2e.support import PUBLICATION, Stream, Writers, wait_for, watch_connection, write_rows
 from tests.support.oracle import capture_until
-
-
-class Link:
-    """A connection through the proxy. Each direction has its thread: one that is full does not hold up another."""
-
-    def __init__(self, client: socket.socket, server: socket.socket) -> None:
-        self._ends = (client, server)
-        self.abandoned = False
-        directions = ((client, server), (server, client))
-        self._threads = [threading.Thread(target=self._forward, args=each, name="link") for each in directions]
-        for each in self._threads:
-            each.start()
-
-    def cut(self) -> None:
-        for each in self._ends:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.cut()
-        for each in self._threads:
-            each.join()
-        for each in self._ends:
-            each.close()
-
-    def _forward(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while content := source.recv(1 << 16):
-                if not self.abandoned:
-                    target.sendall(content)
-        if not self.abandoned:
-            self.cut()
-
-
-class Proxy:
-    """Between capture and the server: can cut all connections, refuse new ones, or swallow what is sent."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._links: list[Link] = []
-        self._lock = threading.Lock()
-        self.refuse = False
-        self.attempts: list[float] = []
-        """When somebody tried to connect."""
-        self._thread = threading.Thread(target=self._accept, name="proxy")
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return self._listener.getsockname()[1]
-
-    def cut(self) -> None:
-        """Break all connections, as a network does: without a word."""
-        with self._lock:
-            for each in self._links:
-                each.cut()
-
-    def abandon(self) -> None:
-        """Forward nothing more on the connections that are there, without closing them."""
-        with self._lock:
-            for each in self._links:
-                each.abandoned = True
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-        for each in self._links:
-            each.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                self.attempts.append(time.monotonic())
-                if self.refuse:
-                    client.close()
-                else:
-                    self._links.append(Link(client, socket.create_connection(("127.0.0.1", self._target))))
+from tests.support.proxy import Proxy
 
 
 @pytest.fixture
 def proxy(stream) -> Iterator[Proxy]:
     """The stream's captures connect through it."""
-    made = Proxy(stream.database.server.port)
-    stream.url = stream.database.dsn.replace(f":{stream.database.server.port}/", f":{made.port}/")
-    yield made
-    made.close()
+    with Proxy(stream.database.server.port) as made:
+        stream.url = made.dsn(stream.database.dsn)
+        yield made
 
 
 def outcome(capture: CaptureProcess) -> PenstockError:
@@ -200,9 +113,8 @@ def test_retries_get_rarer_and_quick_again_after_progress(stream, proxy):
 def test_connection_that_falls_silent_is_made_again(own_stream):
     """Open at our side, gone at the other, as behind a router that forgot it: nothing but time tells."""
     stream = own_stream(wal_sender_timeout="2s")
-    proxy = Proxy(stream.database.server.port)
-    try:
-        stream.url = stream.database.dsn.replace(f":{stream.database.server.port}/", f":{proxy.port}/")
+    with Proxy(stream.database.server.port) as proxy:
+        stream.url = proxy.dsn(stream.database.dsn)
         stream.slot()
         with CaptureProcess(stream.settings()) as capture:
             write_rows(stream, 5, 5)
@@ -212,8 +124,6 @@ def test_connection_that_falls_silent_is_made_again(own_stream):
             stream.wait_captured(capture, stream.flushed_position())
             assert capture.restarts == 0
         stream.check()
-    finally:
-        proxy.close()
 
 
 @pytest.mark.trap(6)

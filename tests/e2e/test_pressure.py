@@ -151,8 +151,8 @@ def test_full_disk_is_waited_for(own_stream, small_disk, min_free_bytes, streami
     """Full beyond the server's patience: said, the connection kept, and nothing lost when there is room again."""
     stream = own_stream(wal_sender_timeout="2s")
     stream.slot()
-    stream.folder = small_disk
-    filler = small_disk / "filler"
+    stream.folder = small_disk.folder
+    filler = small_disk.folder / "filler"
     filler.write_bytes(bytes(21 << 20))
     settings = stream.settings(
         work_mem="64kB", streaming=streaming, queue_bytes=200_000, spool={"min_free_bytes": min_free_bytes}
