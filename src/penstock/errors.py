@@ -44,6 +44,7 @@ a secret or the value of a cell.
     │   └── HoldBroken              the changes kept for a copy exceeded their budget
     ├── StateError                  phases, positions and the rest of the stored state
     │   ├── StateUnusable           a store that cannot be opened, read or written
+    │   │   └── StateUnavailable    locked by another program, or on a disk that is full or disconnected: retried
     │   ├── StateNewer              written by a newer version of Penstock
     │   ├── LeaseHeld               another process, named, runs this pipeline: retried
     │   ├── LeaseLost               another process took over; this one stops writing
@@ -390,6 +391,16 @@ class StateUnusable(StateError):
     """The state store cannot be opened, read or written."""
 
     default_hint = "Check the state URL, that its folder exists and is writable, and that the disk has free space."
+
+
+class StateUnavailable(StateUnusable):
+    """The state cannot be read or written now: another program locks it, or its disk is full or disconnected."""
+
+    retry = Retry.TIMED
+    default_hint = (
+        "End the program that locks the state, or check its disk. Penstock retries until its lease expires after 30 "
+        "seconds, and then stops; when the state can be written again, run: penstock run."
+    )
 
 
 class StateNewer(StateError):

@@ -29,7 +29,7 @@ from penstock.capture.engine import Capture, CaptureSettings, CaptureStatus, Rea
 from penstock.errors import CaptureStopped, PenstockError, Retry, SpoolDiskFull
 from penstock.lsn import Lsn, reaches
 from penstock.retry import Backoff
-from penstock.spool.folder import is_disk_full
+from penstock.spool.folder import naming_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,8 @@ def run_child() -> int:
     """The child's main function."""
     # Imported modules stay until the end: keep them out of garbage collection.
     gc.freeze()
-    logging.basicConfig(level=logging.WARNING, handlers=[_ToParent()])
+    # The parent adds the level and the name.
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToParent()], format="%(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings: CaptureSettings = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))
     stop = threading.Event()
@@ -228,14 +229,12 @@ def run_child() -> int:
     signal.signal(signal.SIGTERM, terminate)
     threading.Thread(target=_exit_with_parent, daemon=True, name="parent").start()
     try:
-        Capture(settings, stop, report).run()
+        with naming_full_disk(settings.spool.path):
+            Capture(settings, stop, report).run()
     except PenstockError as error:
         _write_line({"error": _dump(error)})
         return 1
     except Exception as error:
-        if isinstance(error, OSError) and is_disk_full(error):
-            _write_line({"error": _dump(SpoolDiskFull(f"no room on the disk of {settings.spool.path}"))})
-            return 1
         # Neither its text nor a traceback: libraries quote values in their messages.
         frames = traceback.extract_tb(error.__traceback__)
         where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-8:]))

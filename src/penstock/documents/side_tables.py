@@ -25,10 +25,10 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from penstock.documents.statements import as_literal, run_statement
-from penstock.errors import StateUnusable
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.state.opening import file_beside
+from penstock.state.sqlite import unusable
 
 SCHEMA = "penstock_documents"
 _BUSY_SECONDS = 10.0
@@ -244,7 +244,7 @@ class SqliteTables:
             try:
                 yield
             except sqlite3.Error as error:
-                raise StateUnusable(f"cannot {doing} in {str(self._path)!r}: {error}") from None
+                raise unusable(f"cannot {doing} in {str(self._path)!r}", error) from None
 
 
 def _unqualified(text: str) -> str:

@@ -22,12 +22,14 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.durable import sync_folder
+from penstock.errors import SpoolDiskFull
 from penstock.private import private_folder
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,17 @@ def append(path: Path, *parts: bytes) -> None:
 def is_disk_full(error: OSError) -> bool:
     """True if a write failed because the disk is full."""
     return error.errno in _FULL
+
+
+@contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Raise `SpoolDiskFull` instead of the error of a write for which the disk of a spool has no room."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise SpoolDiskFull(f"no room on the disk of {folder}") from None
 
 
 class Stopping(Exception):

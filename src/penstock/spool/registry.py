@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.durable import sync_folder
 from penstock.errors import ConfigError, HoldBroken, PositionGone, SpoolError
 from penstock.lsn import Lsn, earliest, reaches
-from penstock.spool.folder import SpoolFolder, read_file, replace_file
+from penstock.spool.folder import SpoolFolder, naming_full_disk, read_file, replace_file
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -49,7 +49,7 @@ class Readers:
                     f"reader {name!r} would begin at {position}, but entries before {released['position']} are deleted",
                     position=position,
                 )
-            replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
+            self._write(name, position)
         return position
 
     @contextmanager
@@ -72,7 +72,7 @@ class Readers:
         if known is None:
             raise SpoolError(f"reader {name!r} is not registered in this spool")
         if not reaches(known, position):
-            replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
+            self._write(name, position)
 
     def unregister(self, name: str) -> None:
         """Remove a reader: what only it needed will be deleted and acknowledged."""
@@ -94,6 +94,10 @@ class Readers:
         positions = self.positions().values()
         return earliest(*positions) if positions else None
 
+    def _write(self, name: str, position: Lsn) -> None:
+        with naming_full_disk(self._folder.root):
+            replace_file(self._folder.readers / f"{name}.json", {"position": str(position)}, durable=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Hold:
@@ -114,7 +118,8 @@ class Holds:
 
     def request(self, reader: str, table_id: int) -> None:
         """Request that a table's changes are kept from now on; the writer confirms with the position."""
-        self._write(Hold(reader, table_id, None), durable=True)
+        with naming_full_disk(self._folder.root):
+            self._write(Hold(reader, table_id, None), durable=True)
 
     def confirmed(self, reader: str, table_id: int) -> Lsn | None:
         """The position from which the table's changes are kept; None if the writer has not answered yet."""

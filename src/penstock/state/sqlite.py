@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import StateUnusable
+from penstock.errors import StateUnavailable, StateUnusable
 from penstock.lsn import Lsn
 from penstock.private import private_file
 from penstock.state.records import ColumnKind, ResultT, Transaction
@@ -26,6 +26,13 @@ from penstock.state.store import Store
 APPLICATION_ID = 0x50454E53
 """Marks the file as ours (`PENS`)."""
 BUSY_SECONDS = 10.0
+_PASSING = frozenset(
+    {
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL),
+        *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
+    }
+)
+"""Results that concern the disk or other programs, and not the file's contents."""
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +170,15 @@ class SqliteDatabase:
         try:
             yield
         except sqlite3.Error as error:
-            raise StateUnusable(f"cannot {doing} the state in {self._path}: {error}") from error
+            raise unusable(f"cannot {doing} the state in {self._path}", error) from error
+
+
+def unusable(what: str, error: sqlite3.Error) -> StateUnusable:
+    """Return the named error; `what` failed."""
+    # Errors of the sqlite3 module itself have no code. The low byte of a code is its class.
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    is_passing = code is not None and code & 0xFF in _PASSING
+    return (StateUnavailable if is_passing else StateUnusable)(f"{what}: {error}")
 
 
 def _own_file(path: Path) -> Path:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.changes.segment import segment_layout
 from penstock.changes.steps import Message, Segment, Truncation
-from penstock.errors import HoldBroken, PositionGone, SpoolCorrupt, SpoolError, SpoolInUse
+from penstock.errors import HoldBroken, PositionGone, SpoolCorrupt, SpoolDiskFull, SpoolError, SpoolInUse
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import Column, PostgresType, TableSchema
 from penstock.source.lineage import Ancestry, Lineage
@@ -278,6 +278,23 @@ def test_a_full_disk_does_not_keep_room_from_being_made(tiny_disk):
     writer.tick()
     assert holds.confirmed("lake", 2) is not None
     writer.close()
+
+
+def test_a_reader_that_meets_a_full_disk_may_try_again(tiny_disk):
+    readers, holds = SpoolReader(tiny_disk / "spool").readers, Holds(SpoolFolder(tiny_disk / "spool"))
+    readers.register("lake", Lsn(100))
+    filler = fill(tiny_disk, but=0)
+    for write in (
+        lambda: readers.advance("lake", Lsn(108)),
+        lambda: readers.register("other", Lsn(100)),
+        lambda: holds.request("lake", 2),
+    ):
+        with pytest.raises(SpoolDiskFull):
+            write()
+    assert readers.positions() == {"lake": 100}
+    filler.unlink()
+    readers.advance("lake", Lsn(108))
+    assert readers.positions() == {"lake": 108}
 
 
 def test_a_position_that_was_put_off_goes_with_its_connection(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, LeaseHeld, StateNewer, StateUnusable
+from penstock.errors import ConfigError, LeaseHeld, StateNewer, StateUnavailable, StateUnusable
 from penstock.state import Init, MemoryStore, SqliteStore, open_store
 from penstock.state.sql import Migration, load_migrations
 from penstock.state.sqlite import SqliteDatabase
@@ -103,10 +103,24 @@ def test_a_file_that_somebody_locks_is_an_error_in_time(tmp_path: Path) -> None:
     with SqliteStore(path, busy_seconds=0.01) as store, closing(sqlite3.connect(path)) as other:
         store.acquire_lease()
         other.execute("begin immediate")
-        with pytest.raises(StateUnusable, match="locked"):
+        with pytest.raises(StateUnavailable, match="locked"):
             store.update_table_replication_state(1, Init())
         other.execute("rollback")
         store.update_table_replication_state(1, Init())
+
+
+def test_a_full_disk_is_an_error_that_time_heals(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    with SqliteStore(path) as store:
+        store.acquire_lease()
+        assert isinstance(store.database, SqliteDatabase)
+        connection = store.database._open_connection()
+        (pages,) = connection.execute("pragma page_count").fetchone()
+        connection.execute(f"pragma max_page_count = {pages}")
+        with pytest.raises(StateUnavailable, match="full"):
+            store.update_table_replication_state(1, Init("x" * 100_000))
+        connection.execute(f"pragma max_page_count = {2 * pages + 100}")
+        store.update_table_replication_state(1, Init("x" * 100_000))
 
 
 def test_every_commit_is_synced_and_readers_do_not_wait(tmp_path: Path) -> None:
