@@ -347,11 +347,13 @@ class _Opening:
                 # After the slot is created: from here on every DDL change of a table is in the stream.
                 settings.trigger.announce(connection)
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
-            was_reset = [self._refuse_gap(name, store, confirmed) for name, store in outputs.items()]
+            for name, store in outputs.items():
+                self._refuse_gap(name, store, confirmed)
         folder = SpoolFolder(settings.spool.path)
-        captured = SpoolReader(settings.spool.path).captured if any(was_reset) else None
+        captured = SpoolReader(settings.spool.path).captured
         if captured is not None and not reaches(captured, confirmed):
-            # The slot has moved past the spool as well, so capture could not continue there.
+            # No output needs it any more: the pipeline has run on another machine since, or the outputs were reset.
+            logger.warning("discarding captured changes that the slot has passed captured=%s", captured)
             folder.discard()
         Holds(folder).release_all()
         return self._register(Readers(folder), outputs, confirmed)
@@ -460,14 +462,14 @@ class _Opening:
             replication.finish()
         return require_usable(inspect_slot(connection, slot.name), slot.name)
 
-    def _refuse_gap(self, name: str, store: Store, confirmed: Lsn) -> bool:
+    def _refuse_gap(self, name: str, store: Store, confirmed: Lsn) -> None:
         """Refuse an output that is behind the slot: the stream ran without it, or the slot was moved by hand.
 
-        With `on_lost_slot = "recreate"` reset it instead and return True.
+        With `on_lost_slot = "recreate"` reset it instead.
         """
         stored = store.get_replication_progress()
         if stored is None or reaches(stored, confirmed) or not needs_every_change(store):
-            return False
+            return
         if self._settings.on_lost_slot is OnLostSlot.ERROR:
             raise SlotLost(
                 f"slot {self._settings.slot!r} is at {confirmed}, but {name!r} has changes only up to {stored}: "
@@ -476,7 +478,6 @@ class _Opening:
             )
         logger.error("changes were lost; copying every table again output=%s slot=%s", name, self._settings.slot)
         store.reset_replication()
-        return True
 
     def _register(self, readers: Readers, outputs: Mapping[str, Store], confirmed: Lsn) -> dict[str, Lsn]:
         """Register all outputs in the spool; return where each of them starts to read."""

@@ -1,7 +1,8 @@
 """A pipeline in a process of its own, so that it can be killed: `python -m tests.support.drive_pipeline FILE`.
 
 The file holds `DriveSettings` as JSON; `tests.support.pipeline_process` writes it. Ten times a second a line of JSON
-on standard output reports the pipeline's progress. SIGTERM stops it cleanly.
+on standard output reports the pipeline's progress. Lines of standard input order faults of the destination (`_obey`).
+SIGTERM stops it cleanly.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import coordinator as coordination
+from penstock import failpoints
 from penstock.copy import CopySettings
 from penstock.destinations.delta import planner
 from penstock.destinations.registry import create_destination
@@ -27,12 +29,13 @@ from penstock.documents.output import DocumentsOutput, DocumentsSettings, Runnin
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import parse_specification
-from penstock.errors import TableBusy
+from penstock.errors import DestinationUnavailable, TableBusy
 from penstock.output import RunningOutput
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
-from penstock.state import open_store
-from penstock.stream import StreamSettings
+from penstock.state import Store, open_store
+from penstock.state.lease import DEFAULT_TTL
+from penstock.stream import OnLostSlot, StreamSettings
 from penstock.tables import RunningTables, TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
@@ -82,6 +85,10 @@ class DriveSettings:
     """`type` and options of an OpenSearch sink; empty for a `FileSink` in the folder."""
     documents: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of `DocumentsSettings`, without the policies."""
+    state: str | None = None
+    """The URL of the state; None for a file in the folder."""
+    on_lost_slot: str = OnLostSlot.ERROR.value
+    lease_seconds: float = DEFAULT_TTL
 
     @property
     def lake(self) -> Path:
@@ -95,7 +102,7 @@ class DriveSettings:
 
     @property
     def state_url(self) -> str:
-        return f"sqlite:///{Path(self.folder) / 'state.db'}"
+        return self.state or f"sqlite:///{Path(self.folder) / 'state.db'}"
 
     def write(self, path: Path) -> None:
         """Write them for the process to read."""
@@ -117,6 +124,8 @@ def main(path: Path) -> None:
     with _started_tasks(settings) as (tasks, session):
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         output = make_documents(settings, tasks) if settings.indexes else make_pipeline(settings, tasks, session)
+        if isinstance(output, TablesOutput) and isinstance(output.destination, FaultyDestination):
+            threading.Thread(target=_obey, args=(output.destination,), daemon=True).start()
         with CountingCoordinator([output]) as coordinator:
             (running,) = coordinator
             while not stop.wait(_TELL_SECONDS) and not coordinator.wait(0):
@@ -145,8 +154,9 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
             batches=BatchSettings(interval=settings.interval, max_rows=settings.max_rows),
             error_hold=ErrorHold(time=timedelta(seconds=settings.error_hold)),
             copy=CopySettings(max_bytes_per_second=settings.copy_bytes_per_second),
+            on_lost_slot=OnLostSlot(settings.on_lost_slot),
         ),
-        open_store(settings.state_url, settings.id),
+        _open_store(settings),
         destination,
         tasks,
         session,
@@ -180,6 +190,35 @@ def make_documents(settings: DriveSettings, tasks: Any) -> DocumentsOutput:
 def _make_sink(settings: DriveSettings) -> Sink:
     options = dict(settings.sink)
     return create_sink(options.pop("type"), options) if options else FileSink(settings.sink_file)
+
+
+def _open_store(settings: DriveSettings) -> Store:
+    store = open_store(settings.state_url, settings.id)
+    acquire = store.acquire_lease
+    store.acquire_lease = lambda **options: acquire(ttl=settings.lease_seconds, **options)
+    return store
+
+
+def _obey(destination: FaultyDestination) -> None:
+    """Carry out the orders of `PipelineProcess.order` until standard input ends."""
+    away = DestinationUnavailable("by order")
+    for line in sys.stdin:
+        order, argument = json.loads(line)
+        match order:
+            case "fail_before":
+                destination.fail_before("write_events", away, times=argument)
+            case "fail_after":
+                destination.fail_after("write_events", away, times=argument)
+            case "slow":
+                destination.slow("write_events", argument)
+            case "reject":
+                written = [call.tables for call in destination.calls if call.method == "write_events"]
+                for table in written[-1] if written else ():
+                    destination.reject(table, TableBusy("by order", table=table), times=argument)
+            case "arm":
+                failpoints.arm(argument)
+            case _:
+                raise ValueError(f"unknown order {order!r}")
 
 
 @contextmanager

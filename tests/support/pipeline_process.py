@@ -128,6 +128,13 @@ class PipelineProcess:
                 raise PipelineEnded("processes of a killed driver did not end")
         return True
 
+    def order(self, order: str, argument: object) -> None:
+        """Order a fault of the destination, or its end (`tests.support.drive_pipeline`); ignored if it has ended."""
+        if self._process is not None and self.running:
+            # Unbuffered: data left in a buffer when the process is gone would fail again on close.
+            with suppress(BrokenPipeError):
+                os.write(self._process.stdin.fileno(), json.dumps([order, argument]).encode() + b"\n")
+
     def wait_ended(self, timeout: float = HANG_SECONDS) -> int:
         """Wait until the driver ends and return its exit code, negative for a signal."""
         assert self._process is not None

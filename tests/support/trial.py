@@ -1,24 +1,29 @@
-"""A trial: pipelines replicate random writes while processes are killed; in the end the destination equals the source.
+"""A trial: pipelines replicate random writes through kills and faults; in the end the destination equals the source.
 
     python -m tests.support.trial --seed 7 --kills 6 --destination delta --master 'local[2]' --ddl structure
+    python -m tests.support.trial --seed 7 --kills 0 --faults 8
 
-The seed determines the tables, the statements and their order, the victims of kills, and the number of statements
-before each kill. How far a pipeline is at that moment depends on the machine, so a failing seed fails again often, but
-not always. Victims are the pipeline's processes and the backends of writers; the server then ends all sessions and
-recovers. A pipeline that has ended is restarted, as a supervisor would do.
+The seed determines the tables, the statements and their order, the victims of kills, the faults
+(`tests.support.faults`), and the number of statements before each of them. How far a pipeline is at that moment depends
+on the machine, so a failing seed fails again often, but not always. Victims are the pipeline's processes and the
+backends of writers; the server then ends all sessions and recovers. A pipeline that has ended is restarted, as a
+supervisor would do.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -26,17 +31,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import psycopg
 import pyarrow as pa
 
 from penstock.destinations.parquet import ParquetReader
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, reaches
+from penstock.retry import Backoff
 from penstock.schema import TableSchema
 from penstock.state import open_store
 from penstock.state.commands import CommandKind
 from penstock.testing.postgres import PostgresServer
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.support.drive_pipeline import DriveSettings
+from tests.support.faults import FAULTS, IN_STATE_FILE, IN_STATE_SERVER, SERVER_SETTINGS, open_scene
 from tests.support.oracle import current_position
 from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess
 from tests.support.planned_tables import Size, plan_tables
@@ -93,6 +101,18 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Disturbance:
+    """One fault, and what comes before it."""
+
+    fault: str
+    pipeline: int
+    after: int
+    """The number of statements since all tables were ready."""
+    longer: float
+    """How many times longer it lasts than it must."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrialSettings:
     """The settings of a trial."""
 
@@ -108,6 +128,8 @@ class TrialSettings:
     """Options of the destination."""
     ddl: Ddl = Ddl.NONE
     """What happens to columns."""
+    faults: int | tuple[str, ...] = 0
+    """How many faults come after the kills, or which."""
 
     @property
     def keeps_changes(self) -> bool:
@@ -119,9 +141,11 @@ class TrialSettings:
         """The command that repeats the trial."""
         master = f" --master '{self.master}'" if self.master else ""
         options = f" --options '{json.dumps(self.options)}'" if self.options else ""
+        chosen = self.faults if isinstance(self.faults, int) else shlex.quote(",".join(self.faults))
+        faults = f" --faults {chosen}" if self.faults else ""
         return (
             f"python -m tests.support.trial --seed {self.seed} --kills {self.kills} "
-            f"--pipelines {self.pipelines}{master} --destination {self.destination}{options} --ddl {self.ddl}"
+            f"--pipelines {self.pipelines}{master} --destination {self.destination}{options} --ddl {self.ddl}{faults}"
         )
 
     def plan_kills(self) -> list[Kill]:
@@ -137,6 +161,38 @@ class TrialSettings:
             after = random.choice([0, 30, 100, 300]) + random.randrange(60)
             kills.append(Kill(victim, random.randrange(self.pipelines), milestone, after))
         return kills
+
+    def plan_faults(self) -> list[Disturbance]:
+        """Plan the faults from the seed; trials with consecutive seeds strike all of them, one after the other."""
+        random = Random(f"{self.seed}-faults")
+        if isinstance(self.faults, int):
+            names = [
+                name for _, name in zip(range(self.faults), self._faults_from(self.seed * self.faults), strict=False)
+            ]
+            random.shuffle(names)
+        else:
+            names = list(self.faults)
+        return [
+            Disturbance(
+                name,
+                random.randrange(self.pipelines),
+                after=random.randrange(100),
+                longer=random.uniform(1.0, 2.0) if isinstance(self.faults, int) else 1.0,
+            )
+            for name in names
+        ]
+
+    @property
+    def has_state_server(self) -> bool:
+        """True if the state of pipelines is in a server of its own; in trials without faults it never is."""
+        return bool(self.faults) and self.seed % 2 == 1
+
+    def _faults_from(self, first: int) -> Iterator[str]:
+        """Yield the faults that fit, again and again, from the one with this number on."""
+        unfit = {"jvm stopped"} if self.master is None else set[str]()
+        unfit |= IN_STATE_FILE if self.has_state_server else IN_STATE_SERVER
+        names = [name for name in FAULTS if name not in unfit]
+        return itertools.cycle(names[first % len(names) :] + names[: first % len(names)])
 
 
 @dataclass(slots=True)
@@ -159,6 +215,13 @@ class TrialReport:
     changes: int = 0
     restructured: Counter[str] = field(default_factory=Counter[str])
     """What was done to whole tables."""
+    faults: Counter[str] = field(default_factory=Counter[str])
+    """The number of faults, by name."""
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    """Faults that this machine does not allow."""
+    recoveries: list[float] = field(default_factory=list[float])
+    """The seconds from the end of each fault until every change before it was applied and all tables were ready."""
+    timeline: list[str] = field(default_factory=list[str])
 
 
 def run_trial(
@@ -168,13 +231,15 @@ def run_trial(
     server: PostgresServer | None = None,
 ) -> TrialReport:
     """Run a trial; an error carries the command that repeats it. `server` crashes, so no other test may use it."""
-    try:
-        with ExitStack() as stack:
-            server = server or stack.enter_context(PostgresServer())
-            return _Trial(settings, server, folder).run(stack)
-    except BaseException as error:
-        error.add_note(f"to see it again: {settings.command}")
-        raise
+    with ExitStack() as stack:
+        own = SERVER_SETTINGS if settings.faults else {}
+        server = server or stack.enter_context(PostgresServer(settings=own))
+        timeline: list[str] = []
+        try:
+            return _Trial(settings, server, folder, stack, timeline).run()
+        except BaseException as error:
+            error.add_note("\n".join([*timeline, f"to see it again: {settings.command}"]))
+            raise
 
 
 def run_trials(
@@ -190,15 +255,26 @@ def run_trials(
         try:
             reports.append(run_trial(settings, place))
         except Exception as error:
-            failures.append(f"{settings.command}\n{type(error).__name__}: {error}")
+            notes = "\n".join(getattr(error, "__notes__", ()))
+            failures.append(f"{settings.command}\n{type(error).__name__}: {error}\n{notes}")
             continue
         shutil.rmtree(place)
-    kills = sum((report.kills for report in reports), Counter[str]())
     note("seeds", f"{trials[0].seed}–{trials[-1].seed}")
-    note("kills", f"{kills.total()} ({', '.join(f'{name} {count}' for name, count in kills.most_common())})")
-    for name in ("statements", "resyncs", "rows", "changes"):
+    note("equal", f"{len(reports)} of {len(trials)}")
+    note("kills", _tally(report.kills for report in reports))
+    for name in ("starts", "statements", "resyncs", "rows", "changes"):
         note(name, sum(getattr(report, name) for report in reports))
+    recoveries = [seconds for report in reports for seconds in report.recoveries]
+    if recoveries:
+        note("faults", _tally(report.faults for report in reports))
+        note("recovery", ", ".join(f"p{each} {np.percentile(recoveries, each):.1f} s" for each in (50, 99)))
+        note("not possible here", _tally(report.skipped for report in reports))
     assert not failures, "\n".join(failures)
+
+
+def _tally(counts: Iterable[Counter[str]]) -> str:
+    total = sum(counts, Counter[str]())
+    return f"{total.total()} ({', '.join(f'{name} {count}' for name, count in total.most_common())})"
 
 
 class _Trial:
@@ -207,26 +283,40 @@ class _Trial:
         settings: TrialSettings,
         server: PostgresServer,
         folder: Path,
+        stack: ExitStack,
+        timeline: list[str],
     ) -> None:
+        """`stack` closes what the trial opens; `timeline` receives what happens."""
         self._settings = settings
         self._database = server.create_database()
         self._dsn = server.dsn(self._database)
-        self._report = TrialReport(settings.seed)
+        self._report = TrialReport(settings.seed, timeline=timeline)
+        self._begun = time.monotonic()
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             samples = available_samples(connection)
         self._tables = plan_tables(Random(f"{settings.seed}-tables"), samples, settings.size)
-        self._pipelines = [self._make_pipeline(folder, number) for number in range(settings.pipelines)]
+        driven = [self._driven(folder, number) for number in range(settings.pipelines)]
+        self._scenes = [
+            stack.enter_context(
+                open_scene(each, server, Random(f"{settings.seed}-scene"), with_state_server=settings.has_state_server)
+            )
+            for each in (driven if settings.faults else ())
+        ]
+        self._pipelines = [each.pipeline for each in self._scenes] or [PipelineProcess(each) for each in driven]
+        for pipeline in self._pipelines:
+            stack.callback(pipeline.close)
 
-    def run(self, stack: ExitStack) -> TrialReport:
+    def run(self) -> TrialReport:
         settings, report = self._settings, self._report
         writers = Writers(self._dsn, Random(f"{settings.seed}-writes"), self._tables, settings.size, ddl=settings.ddl)
         for pipeline in self._pipelines:
-            stack.callback(pipeline.close)
             pipeline.start()
         with writers:
             for kill in settings.plan_kills():
                 self._strike(kill, writers)
-            # Changes must also stream after the last kill.
+            for disturbance in settings.plan_faults():
+                self._disturb(disturbance, writers)
+            # Changes must also stream after the last of them.
             for pipeline in self._pipelines:
                 self._settle(pipeline)
             writers.wait_for_actions(writers.actions + 100)
@@ -234,26 +324,30 @@ class _Trial:
         report.reconnects, report.restructured = writers.reconnects, writers.restructured
         self._finish()
         report.starts = sum(pipeline.starts for pipeline in self._pipelines)
+        self._tell(f"equal: {report.rows} rows, {report.changes} changes, {report.starts} starts")
         return report
 
-    def _make_pipeline(self, folder: Path, number: int) -> PipelineProcess:
+    def _driven(self, folder: Path, number: int) -> DriveSettings:
         own = folder / f"pipeline-{number}"
         own.mkdir(parents=True)
-        return PipelineProcess(
-            DriveSettings(
-                dsn=self._dsn,
-                folder=str(own),
-                tables=tuple(f"{schema}.*" for schema in SCHEMAS),
-                unidentified=tuple(f"public.{table.name}" for table in self._tables if table.insert_only),
-                slot=f"trial_{number}_{self._database[-12:]}",
-                id=f"trial{number}",
-                destination=self._settings.destination,
-                options=self._settings.options,
-                master=self._settings.master,
-                # Delta tables are rewritten within the batch in one pipeline, by themselves in the other.
-                rewrite_bytes=(None, 0)[(self._settings.seed + number) % 2],
-            )
+        return DriveSettings(
+            dsn=self._dsn,
+            folder=str(own),
+            tables=tuple(f"{schema}.*" for schema in SCHEMAS),
+            unidentified=tuple(f"public.{table.name}" for table in self._tables if table.insert_only),
+            slot=f"trial_{number}_{self._database[-12:]}",
+            id=f"trial{number}",
+            destination=self._settings.destination,
+            options=self._settings.options,
+            master=self._settings.master,
+            # Delta tables are rewritten within the batch in one pipeline, by themselves in the other.
+            rewrite_bytes=(None, 0)[(self._settings.seed + number) % 2],
         )
+
+    def _tell(self, what: str) -> None:
+        line = f"seed {self._settings.seed}, {time.monotonic() - self._begun:6.1f} s: {what}"
+        self._report.timeline.append(line)
+        print(line, file=sys.stderr, flush=True)
 
     def _strike(self, kill: Kill, writers: Writers) -> None:
         pipeline = self._pipelines[kill.pipeline]
@@ -274,8 +368,48 @@ class _Trial:
             struck = pipeline.kill(Part(kill.victim.value))
         if struck:
             self._report.kills[kill.victim.value] += 1
+            self._tell(f"killed {kill.victim.value}")
         else:
             self._report.missed += 1
+
+    def _disturb(self, disturbance: Disturbance, writers: Writers) -> None:
+        """Strike a fault while the writers write, heal it, and wait until changes flow again."""
+        scene, fault = self._scenes[disturbance.pipeline], FAULTS[disturbance.fault]
+        if not fault.can_strike(scene):
+            self._report.skipped[fault.name] += 1
+            return
+        self._settle(scene.pipeline)
+        writers.wait_for_actions(writers.actions + disturbance.after)
+        starts, struck = scene.pipeline.starts, time.monotonic()
+        with fault.strike(scene):
+            until = struck + fault.seconds * disturbance.longer
+            self._supervise(scene.pipeline, lambda: time.monotonic() >= until)
+        healed = time.monotonic()
+        end, ready = scene.position(), dict.fromkeys(self._columns(), "ready")
+
+        def is_recovered() -> bool:
+            seen = scene.pipeline.seen
+            return seen.applied is not None and reaches(seen.applied, end) and seen.phases == ready
+
+        self._supervise(scene.pipeline, is_recovered)
+        seconds = time.monotonic() - healed
+        self._report.faults[fault.name] += 1
+        self._report.recoveries.append(seconds)
+        self._tell(
+            f"{fault.name} for {healed - struck:.1f} s, changes flow {seconds:.1f} s later, "
+            f"{scene.pipeline.starts - starts} restarts"
+        )
+
+    def _supervise(self, pipeline: PipelineProcess, is_done: Callable[[], bool]) -> None:
+        """Restart the pipeline whenever it has ended, until something is done."""
+        deadline, backoff = time.monotonic() + 2 * HANG_SECONDS, Backoff(first=0.1, longest=2.0)
+        while not is_done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"changes do not flow again; the pipeline is at {pipeline.seen}")
+            if not pipeline.running:
+                time.sleep(backoff.next_delay())
+                pipeline.start()
+            time.sleep(0.01)
 
     def _revive(self) -> None:
         for pipeline in self._pipelines:
@@ -399,6 +533,10 @@ def _kill_one(backends: list[int]) -> bool:
     return True
 
 
+def _parse_faults(text: str) -> int | tuple[str, ...]:
+    return int(text) if text.isdecimal() else tuple(each.strip() for each in text.split(","))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one trial and print its report as JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.trial", description=__doc__)
@@ -411,6 +549,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--destination", choices=["parquet", "delta"], default="parquet")
     parser.add_argument("--options", type=json.loads, default={}, help="options of the destination, as JSON")
     parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)
+    parser.add_argument(
+        "--faults", type=_parse_faults, default=0, help=f"how many, or which, with commas: {', '.join(FAULTS)}"
+    )
     given = parser.parse_args(arguments)
     settings = TrialSettings(
         given.seed,
@@ -420,6 +561,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         destination=given.destination,
         options=given.options,
         ddl=Ddl(given.ddl),
+        faults=given.faults,
     )
     with tempfile.TemporaryDirectory(prefix="penstock-trial-") as folder:
         report = run_trial(settings, Path(folder))
