@@ -125,6 +125,9 @@ STAGES = (
         _soak("tests/e2e/test_trials.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("delta trials", "pipelines into Delta, with writers and kills", 200, 0.20, 40, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_delta.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
+    Stage("faults", "faults of every kind, each trial with two kills", 120, 0.50, 20, 20, lambda count, seed: Run(
+        _soak("tests/e2e/test_fault_trials.py"),
+        {"PENSTOCK_SOAK_FAULTS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("model", "worlds of the hand-over model", len(SCENARIOS), 0.15, 90, 5, _model),
     Stage("failpoints", "rounds over all points", 10, 0.10, 110, 5, _failpoints),
     Stage("300 tables", "seconds of changes", 1800, 0.15, 1.2, 60, lambda count, seed: Run(

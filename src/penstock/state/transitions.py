@@ -7,7 +7,7 @@ raises `IllegalTransition`. Nothing here reads a clock, a store or a server.
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from penstock.errors import RESYNC, IllegalTransition, Retry
 from penstock.lsn import Lsn, furthest, reaches
@@ -26,6 +26,8 @@ from penstock.state.phases import (
     stored_form,
 )
 
+LONGEST_RETRY_SECONDS = 300.0
+"""No retry is planned for later than this."""
 _RESYNC = f"Copy the table again: {RESYNC}."
 _TOO_LATE = f"The table held back progress for too long. Fix the cause, then copy the table again: {RESYNC}."
 
@@ -157,7 +159,10 @@ def retry_is_due(current: TableReplicationPhase, now: datetime) -> bool:
     if not isinstance(current, Errored) or current.position_lost:
         return False
     policy = current.retry_policy
-    return policy.retry is Retry.TIMED and policy.next_retry is not None and policy.next_retry <= now
+    if policy.retry is not Retry.TIMED or policy.next_retry is None:
+        return False
+    # A retry that lies further ahead was planned before the clock was set back.
+    return not now < policy.next_retry <= now + timedelta(seconds=LONGEST_RETRY_SECONDS)
 
 
 def resync(reason: str | None = None) -> Init:

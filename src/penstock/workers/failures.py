@@ -16,7 +16,7 @@ from penstock.lsn import Lsn
 from penstock.retry import Backoff
 from penstock.source.faults import Place, from_exception
 from penstock.state import Errored, RetryPolicy, TableReplicationPhase
-from penstock.state.transitions import fail
+from penstock.state.transitions import LONGEST_RETRY_SECONDS, fail
 
 _LOSES_KEPT_ROWS = "The copy replaces the rows of former partitions that the destination has kept."
 
@@ -164,7 +164,7 @@ def errored(
     attempts = after.attempts + 1 if after else 0
     policy = RetryPolicy()
     if timed or named.retry is Retry.TIMED:
-        delay = Backoff(first=1.0, longest=300.0, attempt=attempts).next_delay()
+        delay = Backoff(first=1.0, longest=LONGEST_RETRY_SECONDS, attempt=attempts).next_delay()
         policy = RetryPolicy(Retry.TIMED, now() + timedelta(seconds=delay))
     return fail(
         current,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, LeaseHeld, StateNewer, StateUnavailable, StateUnusable
+from penstock.errors import ConfigError, LeaseHeld, LeaseLost, StateNewer, StateUnavailable, StateUnusable
 from penstock.state import Init, MemoryStore, SqliteStore, open_store
+from penstock.state import sqlite as sqlite_module
 from penstock.state.sql import Migration, load_migrations
 from penstock.state.sqlite import SqliteDatabase
 
@@ -121,6 +123,29 @@ def test_a_full_disk_is_an_error_that_time_heals(tmp_path: Path) -> None:
             store.update_table_replication_state(1, Init("x" * 100_000))
         connection.execute(f"pragma max_page_count = {2 * pages + 100}")
         store.update_table_replication_state(1, Init("x" * 100_000))
+
+
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_a_clock_that_jumps_leaves_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    class Jumped(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(hours=hours)
+
+    path = tmp_path / "x.db"
+    with SqliteStore(path) as store, SqliteStore(path) as other:
+        lease = store.acquire_lease()
+        monkeypatch.setattr(sqlite_module, "datetime", Jumped)
+        store.update_table_replication_state(1, Init())
+        if hours < 0:
+            with pytest.raises(LeaseHeld):
+                other.acquire_lease()
+        else:
+            # It has expired by the clock that all processes share, and whoever had it is fenced off.
+            other.acquire_lease()
+            with pytest.raises(LeaseLost):
+                store.update_table_replication_state(1, Init())
+            assert lease.lost
 
 
 def test_every_commit_is_synced_and_readers_do_not_wait(tmp_path: Path) -> None:

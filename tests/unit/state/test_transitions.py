@@ -212,6 +212,12 @@ def test_a_retry_is_due_at_its_time_and_never_over_a_gap() -> None:
     assert not transitions.retry_is_due(errored(), NOW)
 
 
+def test_a_clock_that_is_set_back_does_not_put_off_a_retry() -> None:
+    timed = replace(errored(), retry_policy=RetryPolicy(Retry.TIMED, NOW))
+    assert not transitions.retry_is_due(timed, NOW - timedelta(seconds=transitions.LONGEST_RETRY_SECONDS))
+    assert transitions.retry_is_due(timed, NOW - timedelta(hours=1))
+
+
 def test_nonsense_is_refused_when_it_is_made() -> None:
     with pytest.raises(ValueError):
         errored(DataSync(), position=Lsn(1))
