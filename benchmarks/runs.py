@@ -161,6 +161,10 @@ class Run:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def wait_for(self, look: Callable[[], _Seen], what: str, *, seconds: float = 0.1) -> _Seen:
         """Look every so often until there is something true to see, while the process lives."""
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -28,9 +28,8 @@ SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))
 FAULTS_PER_TRIAL = 6
 SMALL = Size(tables=3, columns=6, sessions=3, initial_rows=20)
 IN_FILE = (
-    *("machine stopped", "capture stopped", "sessions terminated", "network cut", "network stalled"),
-    *("spool disk full", "state disk full", "destination loses answers"),
-    *("destination accepts and the driver dies", "table locked", "second driver"),
+    *("capture stopped", "sessions terminated", "network cut", "spool disk full", "state disk full", "table locked"),
+    *("destination loses answers", "destination accepts and the driver dies", "second driver"),
 )
 IN_SERVER = ("state server killed", "server killed", "slot held", "slot dropped", "slot lost", "taken over")
 

@@ -220,16 +220,16 @@ def _walsender_stopped(scene: Scene) -> Iterator[None]:
 # Connections
 
 
-@_fault(2)
+@_fault(1)
 def _sessions_terminated(scene: Scene) -> Iterator[None]:
-    until = time.monotonic() + 2
+    until = time.monotonic() + 1
     while time.monotonic() < until:
         scene.terminate_sessions()
         time.sleep(_POLL_SECONDS)
     yield
 
 
-@_fault(3)
+@_fault(2)
 def _network_cut(scene: Scene) -> Iterator[None]:
     scene.proxy.refuse = True
     scene.proxy.cut()
@@ -251,7 +251,7 @@ def _network_throttled(scene: Scene) -> Iterator[None]:
     scene.proxy.bytes_per_second = None
 
 
-@_fault(4)
+@_fault(3)
 def _network_stalled(scene: Scene) -> Iterator[None]:
     """Nothing arrives for longer than the server waits, and then everything does."""
     scene.proxy.stall()
@@ -281,10 +281,10 @@ def _disk_full(name: str) -> Callable[[Scene], Iterator[None]]:
 
 
 for _name in ("spool", "state", "lake"):
-    _fault(4, needs=lambda scene, name=_name: name in scene.disks)(_disk_full(_name))
+    _fault(3, needs=lambda scene, name=_name: name in scene.disks)(_disk_full(_name))
 
 
-@_fault(4, needs=lambda scene: scene.state_file is not None and "state" in scene.disks)
+@_fault(3, needs=lambda scene: scene.state_file is not None and "state" in scene.disks)
 def _state_read_only(scene: Scene) -> Iterator[None]:
     # SQLite keeps its files open, which prevents a new mount: another mount covers this one.
     path = str(scene.disks["state"].folder)
@@ -331,7 +331,7 @@ def _state_server_killed(scene: Scene) -> Iterator[None]:
 # The destination
 
 
-def _destination(name: str, strike: Sequence[Any], heal: Sequence[Any], seconds: float = 2.0) -> None:
+def _destination(name: str, strike: Sequence[Any], heal: Sequence[Any], seconds: float = 1.0) -> None:
     def obey(scene: Scene) -> Iterator[None]:
         scene.pipeline.order(*strike)
         yield
@@ -342,7 +342,7 @@ def _destination(name: str, strike: Sequence[Any], heal: Sequence[Any], seconds:
 
 
 _destination("destination_failing", ["fail_before", None], ["fail_before", 0])
-_destination("destination_slow", ["slow", 1.0], ["slow", 0.0], 3.0)
+_destination("destination_slow", ["slow", 1.0], ["slow", 0.0], 2.0)
 _destination("destination_loses_answers", ["fail_after", None], ["fail_after", 0])
 _destination("destination_accepts_and_the_driver_dies", ["arm", "after_write=kill"], ["arm", ""])
 _destination("destination_rejects_a_table", ["reject", 2], ["reject", 0])
@@ -415,7 +415,7 @@ def _slot_held(scene: Scene) -> Iterator[None]:
         connection.finish()
 
 
-@_fault(4)
+@_fault(3)
 def _table_locked(scene: Scene) -> Iterator[None]:
     """In ACCESS EXCLUSIVE mode, for longer than a look at the catalog waits for a lock."""
     with psycopg.connect(scene.dsn) as connection:
