@@ -16,6 +16,7 @@ import os
 import secrets
 import select
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ DEFAULT_MAJOR = 18
 MAJORS = (15, 16, 18)
 DSN_VARIABLE = "PENSTOCK_TEST_DSN"
 OPENSEARCH_VARIABLE = "PENSTOCK_TEST_OPENSEARCH"
+_SLOT_SECONDS = 120.0
+"""A guard against hangs."""
 
 # A slow machine is no failure; hangs are caught by the time-out of each test.
 hypothesis_settings.register_profile("penstock", deadline=None, print_blob=True)
@@ -86,6 +89,14 @@ class Database:
             raise
         self.idle.append(connection)
         return rows
+
+    def idle_slot(self, name: str) -> str:
+        """Return the slot's name once no session uses it: that of a capture which has just ended does for a moment."""
+        deadline = time.monotonic() + _SLOT_SECONDS
+        while self.execute("select from pg_replication_slots where slot_name = %s and active", [name]):
+            assert time.monotonic() < deadline, f"slot {name} is still in use"
+            time.sleep(0.01)
+        return name
 
     def close(self) -> None:
         """Close the connections of `execute`."""

@@ -567,7 +567,7 @@ def test_a_lost_slot_is_an_error_or_a_new_beginning(site: Site) -> None:
     with run(output := site.output()):
         site.wait_settled(output)
         before = output.indexes
-    site.database.execute("select pg_drop_replication_slot(%s)", [site.stream_settings().slot])
+    site.database.execute("select pg_drop_replication_slot(%s)", [site.database.idle_slot(site.stream_settings().slot)])
     site.database.execute("delete from w.orders where id = 1")
     site.database.execute("update w.orders set person_id = 3 where id = 2")
     with pytest.raises(SlotMissing), run(site.output()):

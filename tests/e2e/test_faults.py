@@ -215,7 +215,8 @@ def test_slot_that_somebody_else_moved_is_refused(stream):
     write_rows(stream, 5, 5)
     capture_until(stream.settings(), stream.flushed_position())
     write_rows(stream, 5, 5, seed=2)
-    stream.database.execute("select pg_replication_slot_advance(%s, pg_current_wal_lsn())", [slot])
+    idle = stream.database.idle_slot(slot)
+    stream.database.execute("select pg_replication_slot_advance(%s, pg_current_wal_lsn())", [idle])
     with CaptureProcess(stream.settings()) as capture:
         assert isinstance(outcome(capture), SlotUnusable)
 

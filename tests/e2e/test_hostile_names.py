@@ -37,10 +37,7 @@ def test_hostile_names_work_and_are_shown_as_escapes(database: Any, tmp_path: Pa
     try:
         run_all(database, dsn, publication, slot, tmp_path)
     finally:
-        database.execute(
-            "select pg_drop_replication_slot(slot_name) from pg_replication_slots where slot_name = %s", [slot]
-        )
-        database.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)).as_string(None))
+        database.server.drop_database(name)
 
 
 def run_all(database: Any, dsn: str, publication: str, slot: str, folder: Path) -> None:

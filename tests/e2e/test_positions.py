@@ -99,7 +99,7 @@ def committed_ends(stream, slot: str) -> list[tuple[Lsn, Lsn]]:
     rows = stream.database.execute(
         "select data from pg_logical_slot_peek_binary_changes(%s, null, null, 'proto_version', '1',"
         " 'publication_names', %s)",
-        [slot, PUBLICATION],
+        [stream.database.idle_slot(slot), PUBLICATION],
     )
     commits = [bytes(data) for (data,) in rows if bytes(data)[:1] == b"C"]
     return [(Lsn(int.from_bytes(each[2:10], "big")), Lsn(int.from_bytes(each[10:18], "big"))) for each in commits]

@@ -183,7 +183,7 @@ def test_a_slot_that_was_moved_past_the_spool_is_continued_by_a_new_copy(site: S
     with site.outputs("tables") as outputs:
         site.wait_reached(outputs)
     site.database.execute("select pg_logical_emit_message(true, 'test', 'a transaction that the pipeline misses')")
-    slot = pipeline_settings(site.database, site.folder).slot
+    slot = site.database.idle_slot(pipeline_settings(site.database, site.folder).slot)
     site.database.execute("select pg_replication_slot_advance(%s, pg_current_wal_lsn())", [slot])
     with pytest.raises(SlotLost, match="'tables' has changes only up to"):
         site.outputs("tables").start()

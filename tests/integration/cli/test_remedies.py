@@ -37,7 +37,7 @@ def check_equal(site: Site) -> None:
 
 def test_a_lost_slot(site: Site):
     assert site.run("run", "--once", "-q").returncode == 0
-    site.database.execute("select pg_drop_replication_slot(%s)", [site.slot])
+    site.database.execute("select pg_drop_replication_slot(%s)", [site.database.idle_slot(site.slot)])
     site.database.execute("update orders set note = 'while there was no slot'")
     check = site.run("check", "--json")
     (finding,) = [each for each in json.loads(check.stdout)["checks"] if each["id"] == "slot"]
