@@ -84,6 +84,8 @@ class Retry(Enum):
     """Copy the table again: nothing else helps."""
     ALONE = "alone"
     """Write the table's changes by themselves, while other tables continue."""
+    RESTART = "restart"
+    """End the run: this process cannot continue, a new one can."""
     OPERATOR = "operator"
     """Stop and wait for the operator."""
 
@@ -419,6 +421,7 @@ class LeaseHeld(StateError):
 class LeaseLost(StateError):
     """This process does not hold the lease of the pipeline, so its writes are refused."""
 
+    retry = Retry.RESTART
     default_hint = (
         "Another process took over, or this one was disconnected for too long. If no other process runs the pipeline,"
         " run: penstock run."
@@ -513,6 +516,7 @@ class TasksFailed(PenstockError):
 class SparkGone(PenstockError):
     """The Spark JVM ended, so the pipeline cannot run tasks."""
 
+    retry = Retry.RESTART
     default_hint = "Run: penstock run. It resumes where it stopped; the machine's log says whether memory ran out."
 
 

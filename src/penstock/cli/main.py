@@ -1,7 +1,8 @@
 """The program `penstock`: its commands, and how it ends.
 
 Exit status: 0 success, 1 failure (with a message and a hint on stderr, and no traceback for known errors), 2 wrong
-usage, 130 interrupted by Ctrl-C. To add a command, write a function and register it below.
+usage, 75 a run that failed and can succeed later, 130 interrupted by Ctrl-C. To add a command, write a function and
+register it below.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from penstock.cli.report import report
 from penstock.cli.run import run
 from penstock.cli.schema import schema
 from penstock.cli.status import status, tables
+from penstock.cli.systemd import systemd
 from penstock.cli.tail import tail
 from penstock.cli.teardown import teardown
 from penstock.cli.verify import verify
@@ -38,7 +40,8 @@ app = typer.Typer(
     name="penstock",
     help="""Replicate Postgres into lakehouse tables, databases and search documents.
 
-Exit status: 0 success, 1 failure (with a message and a hint on stderr), 2 wrong usage, 130 interrupted by Ctrl-C.
+Exit status: 0 success, 1 failure (with a message and a hint on stderr), 2 wrong usage, 75 a run that failed and can
+succeed later, 130 interrupted by Ctrl-C.
 Commands with --json print machine-readable results to stdout.
 
 Examples:
@@ -61,6 +64,7 @@ app.command("demo", rich_help_panel=_START)(demo)
 app.command("init", rich_help_panel=_START)(init)
 app.add_typer(schema, rich_help_panel=_START)
 app.command("run", rich_help_panel=_RUN)(run)
+app.command("systemd", rich_help_panel=_RUN)(systemd)
 app.command("status", rich_help_panel=_RUN)(status)
 app.command("tables", rich_help_panel=_RUN)(tables)
 app.command("resync", rich_help_panel=_RUN)(resync)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from penstock.cli.display import Display, echo, opened_display, show_running
+from penstock.cli.display import Display, echo, opened_display, show_running, stderr_console
 from penstock.cli.options import DEFAULT_PATH, ConfigPath, Quiet, configured
 from penstock.config import Config
 from penstock.errors import PenstockError
@@ -20,6 +22,7 @@ from penstock.operations.plan import POLLED, Plan, make_plan
 from penstock.operations.polling import run_polling
 from penstock.operations.running import POLL_SECONDS, Running, started
 from penstock.operations.signals import Ending
+from penstock.operations.supervision import Child, Link, Supervisor, child_command, exit_status
 
 _STATUS_SECONDS = 10.0
 
@@ -43,48 +46,111 @@ def run(
         ),
     ] = _STATUS_SECONDS,
     quiet: Quiet = False,
+    supervise: Annotated[
+        bool,
+        typer.Option("--supervise", help="Run in a child process; start it again after a crash or a passing error."),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="With --plan: print JSON. For a run, use penstock --log-format json run."),
     ] = False,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
     """Copy the tables of a source to a destination, build its search indexes, then apply every change.
 
     A new run resumes where the last one stopped. SIGINT and SIGTERM stop it cleanly, with status 0: it finishes the
     current batch, and a copy that is incomplete restarts with the next run. A second run of the same pipeline is
-    refused.
+    refused. Exit status 75 means that a new run can succeed as soon as the cause is gone, such as a server that is
+    down; 1 means that something has to be changed first.
 
     Examples:
 
         penstock run --plan
         penstock run
+        penstock run --supervise
         penstock run --once && echo all tables are copied
         penstock --log-format json run 2> run.jsonl
     """
-    with configured(config_path) as config:
+    if plan and supervise:
+        raise typer.BadParameter("cannot be combined with --plan", param_hint="--supervise")
+    if as_json and not plan:
+        raise typer.BadParameter("needs --plan; for a run, use penstock --log-format json run", param_hint="--json")
+    link = Link() if supervised else None
+    with _reporting_to(link), configured(config_path) as config:
         if plan:
-            found = make_plan(config)
-            for line in [json.dumps(asdict(found), indent=2, ensure_ascii=False)] if as_json else plan_lines(found):
-                echo(line)
-            if found.problems:
-                raise typer.Exit(1)
-            return
-        if as_json:
-            raise typer.BadParameter("needs --plan; for a run, use penstock --log-format json run", param_hint="--json")
-        logs_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
-        with (
-            Ending() as ending,
-            opened_display(quiet=quiet, as_json=logs_json, seconds=status_seconds) as display,
-        ):
-            polling = None if config.documents is None else config.documents.polling
-            if polling is not None:
-                run_polling(config, polling, ending, display.say, once=once)
-            else:
-                _run(config, ending, display, once=once)
+            _show_plan(config, as_json=as_json)
+        elif supervise:
+            _supervise(config, _child_arguments(context, config_path, status_seconds, once=once, quiet=quiet))
+        else:
+            logs_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
+            with (
+                _with_exit_status(config),
+                Ending() as ending,
+                opened_display(quiet=quiet, as_json=logs_json, seconds=status_seconds) as display,
+            ):
+                _run(config, ending, display, link, once=once)
 
 
-def _run(config: Config, ending: Ending, display: Display, *, once: bool) -> None:
+def _show_plan(config: Config, *, as_json: bool) -> None:
+    found = make_plan(config)
+    for line in [json.dumps(asdict(found), indent=2, ensure_ascii=False)] if as_json else plan_lines(found):
+        echo(line)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def _supervise(config: Config, arguments: list[str]) -> None:
+    command = child_command(arguments)
+    with Ending() as ending:
+        end = Supervisor(lambda: Child(command), config.pipeline.spool.path, ending).run()
+        # A child that was killed has not restored it.
+        stderr_console().show_cursor()
+        if end.error is not None:
+            end.error.facts["exit_status"] = end.status
+            raise end.error
+        raise typer.Exit(end.status)
+
+
+def _child_arguments(
+    context: typer.Context, config_path: Path, status_seconds: float, *, once: bool, quiet: bool
+) -> list[str]:
+    every = {} if context.parent is None else context.parent.params
+    before = [f"--{name.replace('_', '-')}={every[name]}" for name in ("log_level", "log_format") if name in every]
+    after = [f"--config={config_path}", f"--status-every={status_seconds}", *["--once"] * once, *["--quiet"] * quiet]
+    return [*before, "run", "--supervised", *after]
+
+
+@contextmanager
+def _with_exit_status(config: Config) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError as error:
+        error.facts["exit_status"] = exit_status(error, config.pipeline.on_lost_slot)
+        raise
+
+
+@contextmanager
+def _reporting_to(link: Link | None) -> Iterator[None]:
+    """Leave errors to the supervisor, if there is one, to be shown once."""
+    try:
+        yield
+    except PenstockError as error:
+        if link is None:
+            raise
+        link.failed(error)
+        raise typer.Exit(error.facts.get("exit_status", 1)) from None
+
+
+def _run(config: Config, ending: Ending, display: Display, link: Link | None, *, once: bool) -> None:
+    polling = None if config.documents is None else config.documents.polling
+    if polling is not None:
+        if link is not None:
+            link.started()
+        run_polling(config, polling, ending, display.say, once=once)
+        return
     with started(config, ending, display.say) as running:
+        if link is not None:
+            link.started()
         caught_up = _watch(running, ending, display, once=once)
         display.say("caught up, stopping" if caught_up else "stopping after the current batch")
         failed = list(running.errored)

@@ -26,6 +26,7 @@ from penstock.operations.status import (
     OutputStatus,
     PipelineStatus,
     SlotStatus,
+    SupervisorStatus,
     TableState,
     TableStatus,
     driver_facts,
@@ -209,6 +210,8 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         yield Text.assemble(("pipeline  ", "bold"), found.pipeline, ", ", (state, "yellow"))
         if found.last_run is not None:
             yield Text(f"          the last run {found.last_run}")
+    if found.supervisor is not None:
+        yield from _supervisor(found.supervisor)
     source = found.source
     if source.error is None:
         yield Text.assemble(
@@ -234,6 +237,14 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         text = f"{forgotten}: no longer in the config, but holds the slot at {position}"
         remedy = f"          penstock teardown --output {forgotten}"
         yield Text.assemble(("output    ", "bold"), (text, "yellow"), f"\n{remedy}")
+
+
+def _supervisor(found: SupervisorStatus) -> Iterator[Text]:
+    yield Text(f"          supervised by process {found.pid}, {count_of(found.restarts, 'restart')}")
+    if found.last_end is not None:
+        yield Text(f"          the run before {found.last_end}")
+    if found.next_start is not None:
+        yield Text(f"          starts again at {found.next_start}", style="yellow")
 
 
 def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:

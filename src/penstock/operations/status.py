@@ -23,6 +23,7 @@ from penstock.lsn import Lsn, distance, furthest
 from penstock.observe import scrub
 from penstock.operations.progress import LastLook, StatusFile, format_time
 from penstock.operations.stores import every_chosen_output, existing_store, running, table_names
+from penstock.operations.supervision import SupervisorFile
 from penstock.output import RunningOutput
 from penstock.source import Role, connect
 from penstock.source.catalog import TableSize, load_sizes
@@ -181,6 +182,19 @@ class OutputStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class SupervisorStatus:
+    """The process that starts the pipeline again whenever it ends (`run --supervise`)."""
+
+    host: str
+    pid: int
+    restarts: int
+    last_end: str | None
+    """Why the run before this one ended, and when."""
+    next_start: str | None
+    """When it starts the pipeline again; None while the pipeline runs."""
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineStatus:
     """The status of a pipeline; the JSON has the same names."""
 
@@ -192,6 +206,8 @@ class PipelineStatus:
     """Positions of outputs that are no longer in the config: the slot still waits for them."""
     last_run: str | None = None
     """Why the last run on this machine ended; None while the pipeline runs, and if it never ran here."""
+    supervisor: SupervisorStatus | None = None
+    """None without one, and if it runs on another machine."""
     problems: tuple[str, ...] = ()
     """What needs attention; `penstock status` exits with 3 if there is something."""
     driver: LeaseInfo | None = field(repr=False, default=None)
@@ -217,6 +233,7 @@ def pipeline_status(
         outputs=tuple(_output(each, looks.get(each.name), sizes, server, now) for each in known),
         forgotten=_forgotten(config),
         last_run=None if driver is not None else _last_run(looks),
+        supervisor=_supervisor(config),
         driver=driver,
     )
     return replace(found, problems=tuple(_problems(found)))
@@ -229,6 +246,20 @@ def _last_run(looks: Mapping[str, LastLook]) -> str | None:
     if last.ended is None:
         return f"ended without giving a reason after {format_time(last.at)}: killed, or the machine stopped"
     return f"ended after {format_time(last.at)}: {last.ended}"
+
+
+def _supervisor(config: Config) -> SupervisorStatus | None:
+    found = SupervisorFile(config.pipeline.spool.path).read()
+    if found is None:
+        return None
+    ended = found.last_end_at and f"ended at {format_time(found.last_end_at)}: "
+    return SupervisorStatus(
+        found.holder.host,
+        found.holder.pid,
+        found.restarts,
+        None if found.last_end is None else scrub(f"{ended}{found.last_end}", config.secrets),
+        None if found.next_start is None else format_time(found.next_start),
+    )
 
 
 def _problems(found: PipelineStatus) -> Iterator[str]:

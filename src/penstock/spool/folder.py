@@ -12,6 +12,7 @@ spool/
   holds/16384.json      tables that are being copied: their changes are kept longer
   open/                 streamed transactions that have not ended
   status.json           the last status that the running process reported, for `penstock status`
+  supervisor.json       the supervisor of that process and its restarts, while there is one
 """
 
 from __future__ import annotations
@@ -168,6 +169,10 @@ class SpoolFolder:
     @property
     def status(self) -> Path:
         return self.root / "status.json"
+
+    @property
+    def supervisor(self) -> Path:
+        return self.root / "supervisor.json"
 
     def entry(self, number: int) -> Path:
         return self.segments / f"{number:012d}"

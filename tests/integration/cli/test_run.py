@@ -101,7 +101,7 @@ def test_ctrl_c_while_spark_copies_ends_well_and_the_next_run_is_whole(site: Sit
 def test_a_server_that_is_not_there_is_told_at_once(site: Site):
     url = "postgresql://postgres:hunter2secret@127.0.0.1:1/shop"
     result = site.run("run", environment={"SOURCE_URL": url})
-    assert result.returncode == 1
+    assert result.returncode == 75
     assert "cannot connect (127.0.0.1:1/shop)" in result.stderr
     assert "keeps trying" not in result.stderr
     assert "hunter2" not in result.stderr
@@ -113,7 +113,7 @@ def test_commands_reach_a_pipeline_that_runs(site: Site):
     site.wait_ready(3)
 
     second = site.run("run")
-    assert second.returncode == 1
+    assert second.returncode == 75
     assert f"is already running: process {process.pid} on " in second.stderr
     assert "Stop the other process" in second.stderr
     check_discreet(site, second.stderr)

@@ -34,7 +34,8 @@ def commands(group: Any = None, before: str = "") -> dict[str, Any]:
 
 
 def options(command: Any) -> set[str]:
-    return {name for parameter in command.params for name in parameter.opts if name.startswith("-")} - {"--help", "-h"}
+    shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+    return {name for parameter in shown for name in parameter.opts if name.startswith("-")} - {"--help", "-h"}
 
 
 def sections() -> dict[str, str]:

@@ -141,7 +141,7 @@ def test_with_several_outputs_a_remedy_names_its_output() -> None:
 
 def test_machines_get_what_people_get() -> None:
     facts = status_facts(STATUS)
-    assert set(facts) == {"pipeline", "running", "source", "outputs", "forgotten", "last_run", "problems"}
+    assert set(facts) == {"pipeline", "running", "source", "outputs", "forgotten", "last_run", "supervisor", "problems"}
     assert facts["outputs"][0]["tables"][1]["copy"]["rows_done"] == 1234
     assert facts["source"]["slot"]["retained_bytes"] == 2048
 
