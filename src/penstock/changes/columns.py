@@ -132,10 +132,19 @@ def concatenate_texts(texts: Sequence[Texts], counts: Sequence[int]) -> dict[str
     }
 
 
+def in_one_piece(table: pa.Table) -> pa.Table:
+    """The table with one chunk per column, and 64-bit offsets where 32 bits might not be enough."""
+    for number, field in enumerate(table.schema):
+        large = _large(field.type)
+        if large != field.type and table.column(number).nbytes > LARGE_BYTES:
+            table = table.set_column(number, field.name, table.column(number).cast(large))
+    return table.combine_chunks()
+
+
 def _read_step(step: Rows, schema: TableSchema, constants: Mapping[str, pa.Scalar]) -> ChangeColumns:
     wanted = {OP, COMMIT_TIME, UNCHANGED, OLD, UNREPRESENTABLE, *field_names(step.schema)}
     tables = [segment.read(_columns(segment, wanted)) for segment in step.segments]
-    table = _in_one_piece(pa.concat_tables(tables, promote_options="default"))
+    table = in_one_piece(pa.concat_tables(tables, promote_options="default"))
     operations = table.column(OP).to_numpy()
     renamed = _renamed(step.schema, schema)
     rows = pa.table({name: table.column(before) for name, before in renamed.items()})
@@ -298,16 +307,7 @@ def _concatenate(parts: Sequence[ChangeColumns], schema: TableSchema) -> ChangeC
 
 
 def _concatenate_tables(tables: Sequence[pa.Table]) -> pa.Table:
-    return _in_one_piece(pa.concat_tables(tables, promote_options="permissive")) if tables else pa.table({})
-
-
-def _in_one_piece(table: pa.Table) -> pa.Table:
-    """The table with one chunk per column, and 64-bit offsets where 32 bits might not be enough."""
-    for number, field in enumerate(table.schema):
-        large = _large(field.type)
-        if large != field.type and table.column(number).nbytes > LARGE_BYTES:
-            table = table.set_column(number, field.name, table.column(number).cast(large))
-    return table.combine_chunks()
+    return in_one_piece(pa.concat_tables(tables, promote_options="permissive")) if tables else pa.table({})
 
 
 def _large(type_: pa.DataType) -> pa.DataType:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.changes.columns import ChangeColumns, concatenate_texts
+from penstock.changes.columns import ChangeColumns, concatenate_texts, in_one_piece
 from penstock.changes.keys import row_keys
 from penstock.changes.segment import Operation, Texts
 
@@ -65,6 +65,16 @@ class NetChanges:
                 found.append(codes)
                 columns.append(name)
         return (np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)), columns
+
+    def split(self, numbers: _Indices) -> tuple[NetChanges, NetChanges]:
+        """The new rows with values from the previous rows of these touched keys, and the other new rows.
+
+        A new row has values of one previous row, at most: all chains of a row begin at the same row.
+        """
+        is_among = np.zeros(self.unknown + 1, np.bool_)
+        is_among[self.table.num_rows + numbers] = True
+        taken = np.logical_or.reduce([is_among[found] for found in self.origins.values()])
+        return self._filtered(taken), self._filtered(~taken)
 
     def located(self, before: KnownRows) -> NetChanges:
         """Append `before`, the wanted rows, to `table`; values that are not among them become unknown.
@@ -149,7 +159,7 @@ class NetChanges:
             return self.table, self.texts
         names = [name for name in self.table.column_names if name in more.table.column_names]
         added = more.table.select(names).cast(pa.schema([self.table.schema.field(name) for name in names]))
-        table = pa.concat_tables([self.table, added], promote_options="default").combine_chunks()
+        table = in_one_piece(pa.concat_tables([self.table, added], promote_options="default"))
         return table, concatenate_texts([self.texts, more.texts], [self.table.num_rows, len(more.numbers)])
 
 

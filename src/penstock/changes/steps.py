@@ -51,6 +51,8 @@ class Segment:
     """No change in the file comes after this key; in the spool, that of the last change."""
     unrepresentable: int = 0
     """Rows with cells whose type cannot hold them; their texts are in `_unrepresentable`."""
+    memory: int = 0
+    """Bytes of the rows when they are read; `bytes` says little about it, because the file is compressed."""
     after: Lsn | None = None
     """Changes before this boundary are left out; None if there are none in the file."""
     until: Lsn | None = None

@@ -175,6 +175,7 @@ class SpoolWriter:
                 first=first,
                 last=last,
                 unrepresentable=count_unrepresentable(rows),
+                memory=rows.nbytes,
             )
         )
 

@@ -87,6 +87,7 @@ def test_what_is_published_can_be_read(writer, reader):
     assert [type(step) for step in first.steps] == [Truncation, Message, Segment]
     assert first.steps[1].content == b"\x00\xff"
     assert reader.read(second.steps[0]).equals(rows(schema(2), 108))
+    assert second.steps[0].memory == rows(schema(2), 108).nbytes
     assert reader.schema(second.steps[0]) == schema(2)
     assert (first.begin, first.end, second.begin, second.end) == (100, 108, 108, 116)
     assert reader.captured == Lsn(116)

@@ -124,11 +124,14 @@ def iterate_data_file(
         present = [name for name in schema.names if name in file.schema_arrow.names]
         alive = pa.array(dead.alive(file.metadata.num_rows)) if len(dead) else None
         start = 0
-        # Without any column there would be no rows to count.
-        for batch in file.iter_batches(_BATCH_ROWS, columns=present or file.schema_arrow.names[:1]):
-            data = fit(pa.Table.from_batches([batch]), schema)
-            yield data if alive is None else data.filter(alive.slice(start, batch.num_rows))
-            start += batch.num_rows
+        # By row group: a batch across groups of large rows could have gigabytes.
+        for group in range(file.num_row_groups):
+            # Without any column there would be no rows to count.
+            columns = present or file.schema_arrow.names[:1]
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
+                data = fit(pa.Table.from_batches([batch]), schema)
+                yield data if alive is None else data.filter(alive.slice(start, batch.num_rows))
+                start += batch.num_rows
 
 
 def _row_group_rows(data: pa.Table) -> int:
@@ -168,24 +171,38 @@ def read_rows(
 
     Reads only the row groups that contain these rows. A column that the file lacks is NULL.
     """
-    wanted = pa.schema([schema.field(name) for name in columns])
+    if rows is not None:
+        parts = [part for _, part in iterate_rows(storage, file, schema, columns, rows)]
+        wanted = pa.schema([schema.field(name) for name in columns])
+        return pa.concat_tables(parts) if parts else wanted.empty_table()
     with storage.open(file) as source:
         parquet = pq.ParquetFile(source)
-        present = [name for name in columns if name in parquet.schema_arrow.names]
-        # Without any column there would be no rows to count.
-        present = present or parquet.schema_arrow.names[:1]
-        if rows is None:
-            return fit(parquet.read(columns=present), wanted)
+        wanted, present = _present(parquet, schema, columns)
+        return fit(parquet.read(columns=present), wanted)
+
+
+def iterate_rows(
+    storage: Storage, file: str, schema: pa.Schema, columns: Sequence[str], rows: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.int64], pa.Table]]:
+    """Yield row numbers and the rows of `read_rows`, those of one row group at a time."""
+    with storage.open(file) as source:
+        parquet = pq.ParquetFile(source)
+        wanted, present = _present(parquet, schema, columns)
         counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
         starts = np.cumsum([0, *counts])
         groups = np.searchsorted(starts, rows, "right") - 1
-        parts = [
-            parquet.read_row_group(int(group), columns=present).take(pa.array(rows[groups == group] - starts[group]))
-            for group in np.unique(groups)
-        ]
-    if not parts:
-        return wanted.empty_table()
-    return fit(pa.concat_tables(parts), wanted)
+        for group in np.unique(groups):
+            here = rows[groups == group]
+            part = parquet.read_row_group(int(group), columns=present).take(pa.array(here - starts[group]))
+            yield here, fit(part, wanted)
+
+
+def _present(parquet: pq.ParquetFile, schema: pa.Schema, columns: Sequence[str]) -> tuple[pa.Schema, list[str]]:
+    """Return the columns as they are wanted, and those of them that a file has."""
+    names = parquet.schema_arrow.names
+    # Without any column there would be no rows to count.
+    present = [name for name in columns if name in names] or names[:1]
+    return pa.schema([schema.field(name) for name in columns]), present
 
 
 def read_keys(storage: Storage, file: str, layout: TableLayout, rows: NDArray[np.int64] | None = None) -> pa.Array:

@@ -10,17 +10,18 @@ the row out, and that change adds or deletes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from penstock.changes.columns import in_one_piece
 from penstock.changes.compaction import KnownRows, NetChanges, keys_of
 from penstock.changes.segment import UNREPRESENTABLE, Texts, join_texts, split_texts
 from penstock.destinations.base import SourceRows
-from penstock.destinations.delta.files import read_rows
+from penstock.destinations.delta.files import iterate_rows
 from penstock.destinations.delta.index import FileMatch
 from penstock.destinations.delta.layout import TableLayout
 from penstock.destinations.delta.storage import Storage
@@ -29,21 +30,35 @@ from penstock.destinations.refusals import unknown_row
 logger = logging.getLogger(__name__)
 
 
+FILL_BYTES = 64 << 20
+"""The most bytes of old rows in memory; more if one row group has more. A small change may omit a large value."""
+
+
 def fill(
     net: NetChanges, matches: Sequence[FileMatch], storage: Storage, layout: TableLayout, source: SourceRows | None
-) -> NetChanges:
-    """Return the net changes with all values known. Raise if a value cannot be found."""
+) -> Iterator[NetChanges]:
+    """Yield the net changes with all values known: usually at once, or in parts with `FILL_BYTES` of old rows each.
+
+    Raise if a value cannot be found.
+    """
     if not net.origins:
-        return net
-    filled = net.located(_read_before(net, matches, storage, layout))
+        yield net
+        return
+    before = KnownRows(np.zeros(0, np.int64), pa.table({}))
+    for more in _read_before(net, matches, storage, layout):
+        if len(before.numbers):
+            part, net = net.split(before.numbers)
+            yield part.located(before)
+        before = more
+    filled = net.located(before)
     rows, columns = filled.incomplete()
-    if not len(rows):
-        return filled
-    return _ask(filled, rows, columns, layout, source)
+    yield _ask(filled, rows, columns, layout, source) if len(rows) else filled
 
 
-def _read_before(net: NetChanges, matches: Sequence[FileMatch], storage: Storage, layout: TableLayout) -> KnownRows:
-    """Return the old rows that values are taken from."""
+def _read_before(
+    net: NetChanges, matches: Sequence[FileMatch], storage: Storage, layout: TableLayout
+) -> Iterator[KnownRows]:
+    """Yield the old rows that values are taken from, some at a time."""
     wanted, columns = net.wanted()
     numbers: list[NDArray[np.int64]] = []
     tables: list[pa.Table] = []
@@ -59,11 +74,19 @@ def _read_before(net: NetChanges, matches: Sequence[FileMatch], storage: Storage
         codes, rows = codes[needed], match.rows[first[needed]]
         left[codes] = False
         order = np.argsort(rows)
-        numbers.append(codes[order])
-        tables.append(read_rows(storage, match.file.file, layout.schema, read, rows[order]))
-    if not tables:
-        return KnownRows(np.zeros(0, np.int64), pa.table({}))
-    table = pa.concat_tables(tables).combine_chunks()
+        codes, rows = codes[order], rows[order]
+        for there, table in iterate_rows(storage, match.file.file, layout.schema, read, rows):
+            numbers.append(codes[np.searchsorted(rows, there)])
+            tables.append(table)
+            if sum(each.nbytes for each in tables) >= FILL_BYTES:
+                yield _known(numbers, tables, columns)
+                numbers, tables = [], []
+    if tables:
+        yield _known(numbers, tables, columns)
+
+
+def _known(numbers: Sequence[NDArray[np.int64]], tables: Sequence[pa.Table], columns: list[str]) -> KnownRows:
+    table = in_one_piece(pa.concat_tables(tables))
     return KnownRows(np.concatenate(numbers), table.select(columns), split_texts(table))
 
 

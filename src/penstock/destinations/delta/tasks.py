@@ -23,7 +23,7 @@ import pyarrow as pa
 from penstock.changes.batch import Rows
 from penstock.changes.columns import ChangeColumns, read_changes
 from penstock.changes.compaction import compact
-from penstock.changes.steps import Truncation
+from penstock.changes.steps import Segment, Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
@@ -45,8 +45,8 @@ from penstock.destinations.refusals import unexpected, unreadable
 from penstock.errors import PenstockError
 
 SLICE_ROWS = 500_000
-SLICE_BYTES = 32 << 20
-"""The most that a task reads at once, in rows and in bytes of segments; more if one segment has more."""
+SLICE_BYTES = 64 << 20
+"""The most that a task reads at once, in rows and in bytes of memory; more if one segment has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _append(work: TableWork) -> WrittenFiles:
     watch = _Watch()
     added: list[Add] = []
     row_count = 0
-    for rows in history_rows(work.steps, work.stages, work.layout, SLICE_ROWS):
+    for rows in history_rows(work.steps, work.stages, work.layout, SLICE_ROWS, SLICE_BYTES):
         watch.lap("read")
         added.append(write_rows(work.storage, work.layout, rows))
         row_count += rows.num_rows
@@ -190,18 +190,18 @@ class _Draft:
         matches = find_rows(work.storage, layout, files, net.touched, net.limits, dead)
         watch.lap("match")
         live = [match for match in matches if match.file.path not in self._truncated]
-        complete = fill(net, live, work.storage, layout, work.source)
-        watch.lap("fill")
         for match in matches:
             path, before = match.file.path, self._lost.get(match.file.path)
             self._lost[path] = LostRows.of(match, before.count if before is not None else 0)
-        if len(complete.images):
-            keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
-            add = write_rows(work.storage, layout, assemble(complete, layout), keys)
-            self._new[add.path] = add
-            self._files[add.path] = LiveFile.of(add)
-            self._row_count += len(complete.images)
-        watch.lap("write")
+        for complete in fill(net, live, work.storage, layout, work.source):
+            watch.lap("fill")
+            if len(complete.images):
+                keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
+                add = write_rows(work.storage, layout, assemble(complete, layout), keys)
+                self._new[add.path] = add
+                self._files[add.path] = LiveFile.of(add)
+                self._row_count += len(complete.images)
+            watch.lap("write")
 
     def truncate(self, moment: int) -> None:
         """Delete all rows; in mode `mirror`, before any change is applied."""
@@ -250,12 +250,17 @@ def slices(steps: Sequence[Rows | Truncation]) -> Iterator[Truncation | list[Row
             assert isinstance(step, Rows)
             first = 0
             for number, segment in enumerate(step.segments):
-                rows, size = rows + segment.rows, size + segment.bytes
+                rows, size = rows + segment.rows, size + _memory(segment)
                 if (part or number > first) and (rows > SLICE_ROWS or size > SLICE_BYTES):
                     yield [*part, *_some(step, first, number)]
-                    part, rows, size, first = [], segment.rows, segment.bytes, number
+                    part, rows, size, first = [], segment.rows, _memory(segment), number
             part += _some(step, first, len(step.segments))
         yield part
+
+
+def _memory(segment: Segment) -> int:
+    # Segments of an earlier version do not say it.
+    return max(segment.memory, segment.bytes)
 
 
 def _some(step: Rows, first: int, end: int) -> list[Rows]:

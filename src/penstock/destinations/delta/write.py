@@ -234,16 +234,20 @@ def _relaid(rows: pa.Table, before: TableLayout, layout: TableLayout, constants:
 
 
 def history_rows(
-    steps: Sequence[Rows | Truncation], stages: Sequence[TableLayout], layout: TableLayout, piece_rows: int
+    steps: Sequence[Rows | Truncation],
+    stages: Sequence[TableLayout],
+    layout: TableLayout,
+    piece_rows: int,
+    piece_bytes: int,
 ) -> Iterator[pa.Table]:
-    """Yield the changes of a batch, in order, in pieces of at least `piece_rows` rows or `PIECE_BYTES`.
+    """Yield the changes of a batch, in order, in pieces of at least `piece_rows` rows or `piece_bytes`.
 
     `stages` are the layouts at the steps, `layout` is the last one.
     """
     parts: list[pa.Table] = []
     for part in _history(steps, stages, layout):
         parts.append(part)
-        if sum(each.num_rows for each in parts) >= piece_rows or sum(each.nbytes for each in parts) >= PIECE_BYTES:
+        if sum(each.num_rows for each in parts) >= piece_rows or sum(each.nbytes for each in parts) >= piece_bytes:
             yield _joined(parts, layout)
             parts = []
     if any(part.num_rows for part in parts):

@@ -282,6 +282,7 @@ class ScriptedSource:
             unrepresentable=table.num_rows - table.column(UNREPRESENTABLE).null_count
             if UNREPRESENTABLE in table.column_names
             else 0,
+            memory=table.nbytes,
         )  # fmt: skip
 
 

@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.changes import columns
-from penstock.changes.batch import EventBatch
+from penstock.changes.batch import EventBatch, Rows
+from penstock.changes.events import Unchanged
+from penstock.changes.steps import Segment
 from penstock.destinations.batch_events import batch_events
-from penstock.destinations.delta import tasks, write
+from penstock.destinations.delta import files, fill, tasks, write
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.compaction import CompactionSettings, compact
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.mirror import MirrorTable
 from penstock.destinations.naming import FOLDERS
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
 from tests.unit.changes.random_changes import KEYED, SCHEMAS, RandomTable
@@ -161,6 +163,9 @@ def test_a_transaction_of_gigabytes_is_written_in_pieces(monkeypatch: pytest.Mon
     monkeypatch.setattr(columns, "LARGE_BYTES", 10)
     monkeypatch.setattr(write, "PIECE_BYTES", 200)
     monkeypatch.setattr(tasks, "SLICE_ROWS", 5)
+    monkeypatch.setattr(fill, "FILL_BYTES", 10)
+    monkeypatch.setattr(files, "_WIDE_ROW_BYTES", 1)
+    monkeypatch.setattr(files, "_WIDE_GROUP_BYTES", 200)
     for seed, schema in enumerate(SCHEMAS):
         for options in OPTIONS:
             follow(seed, schema, options, [[40, 3], [5, 30]])
@@ -197,6 +202,46 @@ def test_a_task_has_only_a_slice_in_memory(mode: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(tasks, "SLICE_ROWS", 500)
     small, large = (peak_of(tmp_path / str(count), mode, count) for count in (1_000, 4_000))
     assert large < 1.5 * small
+
+
+def peak_of_omitted(folder: Path, mode: str, count: int) -> int:
+    """Return the peak memory of Arrow when one transaction updates `count` rows and omits their large values."""
+    source = ScriptedSource(folder / "segments")
+    row: dict[str, Any] = {column.name: None for column in KEYED.columns} | {"note": "n" * 20_000}
+    destination = DeltaDestination(folder / "lake", maintenance=False, mode=mode)
+    destination.startup(make_context())
+    destination.drop_table_for_copy(KEYED, "attempt-1")
+    destination.write_table_rows(KEYED, source.copy(KEYED, [row | {"id": number} for number in range(count)]))
+    with source.transaction() as transaction:
+        for number in range(count):
+            transaction.update(KEYED, row | {"id": number, "detail": "new", "note": Unchanged})
+    batch, before = source.batch(), pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        assert destination.write_events(batch).result().tables == {}
+    finally:
+        pa.set_memory_pool(before)
+    rows = read_rows(folder / "lake", KEYED) or []
+    assert [(each["note"], each["detail"]) for each in rows] == [("n" * 20_000, "new")] * count
+    return pool.max_memory()
+
+
+@pytest.mark.parametrize("mode", ["mirror", "soft_delete"])
+def test_omitted_values_are_read_in_parts(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction of a few kilobytes may omit values of gigabytes; its peak is the same for four times the rows."""
+    monkeypatch.setattr(fill, "FILL_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "_WIDE_GROUP_BYTES", 200_000)
+    small, large = (peak_of_omitted(tmp_path / str(count), mode, count) for count in (400, 1_600))
+    assert large < 1.5 * small
+
+
+def test_a_slice_is_limited_by_the_memory_of_its_rows() -> None:
+    """Segments are compressed: ten of a megabyte may have gigabytes of rows."""
+    key = OrderKey(Lsn(1), 0)
+    segment = Segment(1, "public.t", "v", "file", 1, 1 << 20, key, key, memory=tasks.SLICE_BYTES // 2)
+    parts = tasks.slices([Rows(KEYED, "v", (segment,) * 10)])
+    assert [[len(step.segments) for step in part] for part in parts if isinstance(part, list)] == [[2]] * 5
 
 
 @pytest.mark.soak
