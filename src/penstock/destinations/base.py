@@ -94,7 +94,10 @@ class Tasks(Protocol):
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Within the block, jobs of this thread belong to a copy and leave room for the changes of other tables."""
+        """Within the block, jobs of this thread take long: copies, and transactions of millions of rows.
+
+        They leave room for the changes of other tables, and are cancelled when Penstock stops.
+        """
         ...
 
 

@@ -1,7 +1,8 @@
-"""Reports from tasks: what a task did besides its result, for the code that started it.
+"""Reports from tasks: what a task did besides its result, for the code that started it, and whether it may go on.
 
 A task runs in this thread or elsewhere, perhaps on another machine. There it collects its reports and returns them with
-its result, so a task that failed and ran again reports nothing twice.
+its result, so a task that failed and ran again reports nothing twice. Spark ends a task that is no longer wanted; one
+that runs in this process ends itself where it calls `may_end_here`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 Listener: TypeAlias = Callable[[Any], None]
 
 _listener: ContextVar[Listener | None] = ContextVar("penstock_listener", default=None)
+_check: ContextVar[Callable[[], None] | None] = ContextVar("penstock_check", default=None)
 
 
 @contextmanager
@@ -36,3 +38,20 @@ def tell(report: object) -> None:
     listener = _listener.get()
     if listener is not None:
         listener(report)
+
+
+@contextmanager
+def ended_by(check: Callable[[], None]) -> Generator[None]:
+    """Let `check` raise in the tasks of this thread, inside the block, where they call `may_end_here`."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def may_end_here() -> None:
+    """Raise if the task is no longer wanted. Called where nothing that it has done is visible yet."""
+    check = _check.get()
+    if check is not None:
+        check()

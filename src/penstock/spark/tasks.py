@@ -97,7 +97,8 @@ class SparkTasks:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Run this thread's jobs as parts of a copy: in the pool `copy`, a few items at a time, in turns that all
-        copies share. Table sync workers call `Destination.write_table_rows` inside."""
+        copies share. Table sync workers call `Destination.write_table_rows` inside; a destination applies a huge
+        transaction inside."""
         before = self._is_copying
         self._here.copying = True
         try:
@@ -127,7 +128,8 @@ class SparkTasks:
         return [_value(outcome) for outcome in results]
 
     def close(self) -> None:
-        """Stop copies: cancel running tasks and start no more. Jobs that apply changes continue."""
+        """Stop copies and other long jobs: cancel running tasks and start no more. Other jobs that apply changes
+        continue."""
         self._turns.close()
         try:
             self._context.cancelJobsWithTag(self._tag)
@@ -297,7 +299,7 @@ def _tell_all(outcomes: Iterable[_Done[Any] | _Raised]) -> None:
 
 
 def _cancelled() -> TasksFailed:
-    return TasksFailed("a copy was cancelled because Penstock is stopping")
+    return TasksFailed("a task was cancelled because Penstock is stopping")
 
 
 def _portable(error: Exception) -> Exception:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from penstock.errors import TasksFailed
+from penstock.observe.reports import ended_by, may_end_here
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -28,14 +29,15 @@ class ProcessTasks:
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """Run the items one after the other, in this thread."""
         results: list[_Result] = []
-        for item in items:
-            self._check()
-            results.append(function(item))
+        with ended_by(self._check):
+            for item in items:
+                may_end_here()
+                results.append(function(item))
         return results
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Wait for a turn, and copy inside the block."""
+        """Wait for a turn, and copy, or do other work that takes long, inside the block."""
         while self._turns is not None and not self._turns.acquire(timeout=0.2):
             self._check(copying=True)
         self._here.copying = True
@@ -47,9 +49,9 @@ class ProcessTasks:
                 self._turns.release()
 
     def close(self) -> None:
-        """Stop copies after the current range. Batches of changes continue."""
+        """Stop what runs in `copying` after the current range or slice. Batches of changes continue."""
         self._closed.set()
 
     def _check(self, *, copying: bool = False) -> None:
         if self._closed.is_set() and (copying or getattr(self._here, "copying", False)):
-            raise TasksFailed("the copy was stopped because Penstock is stopping")
+            raise TasksFailed("the task was stopped because Penstock is stopping")

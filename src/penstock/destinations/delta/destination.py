@@ -32,7 +32,7 @@ from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.maintenance.pins import WritesInFlight
 from penstock.destinations.delta.maintenance.schedule import Maintenance, MaintenanceSettings
 from penstock.destinations.delta.parts import PartWork, part_filter, remove_rows
-from penstock.destinations.delta.planner import Plan, plan_table
+from penstock.destinations.delta.planner import SHARED_ROWS, Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import LocalStorage, Storage, open_storage
@@ -411,7 +411,9 @@ class DeltaDestination:
         if not plans:
             return {}
         works = [plan.work for plan in plans]
-        results = self._started.tasks.run(works, apply_changes, description=_describe(batch, plans))
+        is_long = batch.alone and batch.row_count > SHARED_ROWS
+        with self._started.tasks.copying() if is_long else nullcontext():
+            results = self._started.tasks.run(works, apply_changes, description=_describe(batch, plans))
         ready: list[tuple[Plan, WrittenFiles]] = []
         for plan, result in zip(plans, results, strict=True):
             if isinstance(result, PenstockError):

@@ -43,6 +43,7 @@ from penstock.destinations.delta.write import (
 )
 from penstock.destinations.refusals import unexpected, unreadable
 from penstock.errors import PenstockError
+from penstock.observe.reports import may_end_here
 
 SLICE_ROWS = 500_000
 SLICE_BYTES = 64 << 20
@@ -137,6 +138,7 @@ def _append(work: TableWork) -> WrittenFiles:
     added: list[Add] = []
     row_count = 0
     for rows in history_rows(work.steps, work.stages, work.layout, SLICE_ROWS, SLICE_BYTES):
+        may_end_here()
         watch.lap("read")
         added.append(write_rows(work.storage, work.layout, rows))
         row_count += rows.num_rows
@@ -151,6 +153,7 @@ def _apply(work: TableWork) -> WrittenFiles:
         truncates = [number for number, step in enumerate(steps) if isinstance(step, Truncation)]
         steps = steps[truncates[-1] :] if truncates else steps
     for part in slices(steps):
+        may_end_here()
         if isinstance(part, Truncation):
             draft.truncate(part.commit_time)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,9 @@ from penstock.changes import columns
 from penstock.changes.batch import EventBatch, Rows
 from penstock.changes.events import Unchanged
 from penstock.changes.steps import Segment
+from penstock.destinations.base import Tasks
 from penstock.destinations.batch_events import batch_events
+from penstock.destinations.delta import destination as planning
 from penstock.destinations.delta import files, fill, tasks, write
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.log import DeltaLog
@@ -25,9 +28,11 @@ from penstock.destinations.delta.maintenance.compaction import CompactionSetting
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.mirror import MirrorTable
 from penstock.destinations.naming import FOLDERS
+from penstock.errors import TasksFailed
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
+from penstock.workers.process_tasks import ProcessTasks
 from tests.unit.changes.random_changes import KEYED, SCHEMAS, RandomTable
 from tests.unit.destinations.delta.reading import read_rows, read_table, replay_history
 
@@ -242,6 +247,49 @@ def test_a_slice_is_limited_by_the_memory_of_its_rows() -> None:
     segment = Segment(1, "public.t", "v", "file", 1, 1 << 20, key, key, memory=tasks.SLICE_BYTES // 2)
     parts = tasks.slices([Rows(KEYED, "v", (segment,) * 10)])
     assert [[len(step.segments) for step in part] for part in parts if isinstance(part, list)] == [[2]] * 5
+
+
+@pytest.mark.parametrize("mode", ["mirror", "history"])
+def test_a_stop_does_not_wait_for_a_huge_transaction(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up after a slice, nothing of it is visible, and the next process writes it as a whole."""
+    monkeypatch.setattr(tasks, "SLICE_ROWS", 5)
+    monkeypatch.setattr(planning, "SHARED_ROWS", 20)
+    source, written = ScriptedSource(tmp_path / "segments", segment_rows=5), 0
+    running = ProcessTasks()
+    row: dict[str, Any] = {column.name: None for column in KEYED.columns}
+
+    def start(tasks_: Tasks) -> DeltaDestination:
+        destination = DeltaDestination(tmp_path / "lake", maintenance=False, mode=mode)
+        destination.startup(make_context(tasks=tasks_))
+        return destination
+
+    def write_and_stop(*arguments: Any, **options: Any) -> Any:
+        nonlocal written
+        written += 1
+        running.close()
+        return write_rows(*arguments, **options)
+
+    destination = start(running)
+    destination.drop_table_for_copy(KEYED, "attempt-1")
+    destination.write_table_rows(KEYED, source.copy(KEYED, []))
+    before = DeltaLog(LocalStorage(tmp_path / "lake" / FOLDERS.table(KEYED)), "keyed").refresh()
+    with source.transaction() as transaction:
+        for number in range(100):
+            transaction.insert(KEYED, row | {"id": number})
+    batch = replace(source.batch(), alone=True)
+    write_rows = write.write_rows
+    with monkeypatch.context() as patched:
+        patched.setattr(tasks, "write_rows", write_and_stop)
+        error = destination.write_events(batch).result().of(KEYED.table_id).error
+    assert isinstance(error, TasksFailed)
+    assert written == 1
+    after = DeltaLog(LocalStorage(tmp_path / "lake" / FOLDERS.table(KEYED)), "keyed").refresh()
+    assert (before and before.version) == (after and after.version)
+    assert start(ProcessTasks()).write_events(batch).result().tables == {}
+    rows = read_rows(tmp_path / "lake", KEYED) if mode != "history" else replay_history(tmp_path / "lake", KEYED)
+    assert sorted(each["id"] for each in rows or []) == list(range(100))
 
 
 @pytest.mark.soak
