@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from penstock import failpoints
 from penstock.errors import PenstockError, Retry
+from penstock.headroom import Headroom
 from penstock.output import Output, RunningOutput
 from penstock.retry import Backoff
 from penstock.stream import Stream, open_stream
@@ -49,6 +50,7 @@ class Coordinator:
         self._is_started = False
         self._stack = ExitStack()
         self._unpublished: Mapping[str, PenstockError] = {}
+        self._headroom = Headroom()
 
     def __enter__(self) -> Self:
         self.start()
@@ -73,6 +75,11 @@ class Coordinator:
     def unpublished(self) -> Mapping[str, PenstockError]:
         """Tables that should be published and cannot be, with the server's reason. Penstock retries them."""
         return self._unpublished
+
+    @property
+    def headroom(self) -> Headroom:
+        """What the stream has left for its spool and for WAL on the server."""
+        return self._headroom
 
     def start(self) -> None:
         """Return when changes flow; copies continue. If a step fails, undo the steps before it and raise.
@@ -170,6 +177,7 @@ class Coordinator:
             return delay
         backoff.reset()
         self._unpublished = stream.unpublished
+        self._headroom = stream.headroom
         for each in tended:
             each.attempt(lambda output: output.refresh(published))
         return REFRESH_SECONDS

@@ -8,10 +8,11 @@ all of them.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -31,12 +32,13 @@ from penstock.errors import (
     SlotMissing,
     SlotUndecodable,
 )
-from penstock.lsn import Lsn, earliest, reaches
+from penstock.headroom import Headroom, Room, RoomWatch
+from penstock.lsn import Lsn, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import is_lock_timeout
-from penstock.source.lineage import Lineage, SystemIdentity, identify_system
+from penstock.source.lineage import Lineage, SystemIdentity, flushed_position, identify_system
 from penstock.source.membership import Membership, load_membership
 from penstock.source.publications import (
     EnsuredPublication,
@@ -75,6 +77,14 @@ class OnLostSlot(StrEnum):
     """Create a new slot and copy every table again."""
 
 
+class OnRetainedWal(StrEnum):
+    """What to do when the server retains more WAL for the slot than `max_retained_wal`."""
+
+    WARN = "warn"
+    RELEASE = "release"
+    """Drop the slot, so that the server can delete the WAL; then `on_lost_slot` decides."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
     """What a stream reads, from where, and where its spool is."""
@@ -95,6 +105,9 @@ class StreamSettings:
     failover_slot: bool | None = None
     """Standbys keep a copy of the slot (PostgreSQL 17). None: a new slot has it where the server supports it, and an
     existing slot stays as it is."""
+    max_retained_wal: int = 50 << 30
+    """How much WAL the server may retain for the slot, in bytes."""
+    on_retained_wal: OnRetainedWal = OnRetainedWal.WARN
     types: TypeSettings = field(default_factory=TypeSettings)
     ddl_trigger: bool = False
     """Record DDL in the stream with an event trigger on the source (`penstock.source.ddl_trigger`). The server then
@@ -144,6 +157,11 @@ class Stream:
         self._capture = capture
         self._publication = _PublicationKeeper(settings)
         self._without_columns: set[str] = set()
+        self._spool_room = RoomWatch(self._warn_of_spool)
+        self._wal_room = RoomWatch(self._warn_of_wal)
+        self._released: SlotLost | None = None
+        self.headroom = Headroom()
+        """As of the last refresh."""
         self.is_decodable = True
         """False if the server reported that it cannot decode its WAL from this slot."""
 
@@ -163,6 +181,8 @@ class Stream:
 
     def check(self) -> None:
         """Raise the error that ended capture for good, if there is one."""
+        if self._released is not None:
+            raise self._released
         with self._noticing():
             self._capture.check()
 
@@ -178,6 +198,7 @@ class Stream:
             # Before the catalog, so that a leaf that is mentioned and not there any more has gone.
             leaves = load_mentioned_leaves(SpoolFolder(self._settings.spool.path))
             shapes = load_shapes(connection, membership.names)
+            self._guard(connection)
         tables = {oid: name for oid, name in membership.names.items() if oid in shapes and shapes[oid].columns}
         self._report_without_columns({name for oid, name in membership.names.items() if oid not in tables})
         return Published(membership, tables, self.unpublished, shapes, leaves)
@@ -187,6 +208,46 @@ class Stream:
             logger.info("table is skipped until it has columns table=%s", name)
         self._without_columns = names
 
+    def _guard(self, connection: psycopg.Connection[Any]) -> None:
+        """Look at what is left for the spool and for WAL on the server; let go of the slot if the settings say so."""
+        settings, now = self._settings, time.monotonic()
+        captured = self._capture.last_status.unreleased_bytes
+        in_spool = {"spool.max_bytes": settings.spool.max_bytes - captured}
+        # A disk that is not there is capture's error.
+        with suppress(OSError):
+            disk = os.statvfs(settings.spool.path)
+            in_spool["spool.min_free_bytes"] = disk.f_bavail * disk.f_frsize - settings.spool.min_free_bytes
+        spool = self._spool_room.look(now, captured, in_spool)
+        slot = inspect_slot(connection, settings.slot)
+        if slot is None or slot.restart_lsn is None:
+            self.headroom = Headroom(spool)
+            return
+        retained = distance(slot.restart_lsn, flushed_position(connection))
+        left = {"max_retained_wal": settings.max_retained_wal - retained}
+        if slot.safe_wal_size is not None:
+            left["max_slot_wal_keep_size"] = slot.safe_wal_size
+        self.headroom = Headroom(spool, self._wal_room.look(now, retained, left))
+        if settings.on_retained_wal is OnRetainedWal.RELEASE and retained > settings.max_retained_wal:
+            self._release(connection, retained)
+
+    def _release(self, connection: psycopg.Connection[Any], retained: int) -> None:
+        name = self._settings.slot
+        self._capture.stop()
+        drop_slot(connection, name)
+        self._released = SlotLost(
+            f"Penstock dropped slot {name!r}, because the server retained {retained:,} bytes of WAL for it, more than "
+            "max_retained_wal",
+            slot=name,
+        )
+
+    def _warn_of_spool(self, room: Room) -> None:
+        text = "the spool is nearly full; then capture pauses, and the server retains WAL path=%s left=%d%s limit=%s"
+        logger.warning(text, self._settings.spool.path, room.left, _lasting(room), room.limit)
+
+    def _warn_of_wal(self, room: Room) -> None:
+        text = "the server retains much WAL for the slot slot=%s retained=%d left=%d%s limit=%s"
+        logger.warning(text, self._settings.slot, room.used, room.left, _lasting(room), room.limit)
+
     @contextmanager
     def _noticing(self) -> Iterator[None]:
         try:
@@ -194,6 +255,10 @@ class Stream:
         except SlotUndecodable:
             self.is_decodable = False
             raise
+
+
+def _lasting(room: Room) -> str:
+    return "" if room.seconds_left is None else f" for={room.seconds_left / 60:.0f}min"
 
 
 @contextmanager

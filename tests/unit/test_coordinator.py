@@ -13,6 +13,7 @@ import pytest
 from penstock import coordinator as module
 from penstock.coordinator import Coordinator
 from penstock.errors import CaptureStopped, DestinationRefused, LeaseHeld, PermissionDenied, StateUnusable
+from penstock.headroom import Headroom
 from penstock.lsn import Lsn
 from penstock.output import RunningOutput, unknown_command
 from penstock.source.membership import Membership, RowVersion
@@ -33,6 +34,7 @@ class FakeStream:
         self.refusal: Exception | None = None
         self.end: Exception | None = None
         self.unpublished: dict[str, Any] = {}
+        self.headroom = Headroom()
 
     def refresh(self) -> Published:
         self.refreshes += 1

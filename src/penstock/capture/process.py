@@ -77,6 +77,11 @@ class CaptureProcess:
         return self._status
 
     @property
+    def last_status(self) -> CaptureStatus:
+        """The last report, also of a capture that has ended."""
+        return self._status
+
+    @property
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
 

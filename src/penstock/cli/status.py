@@ -19,6 +19,7 @@ from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, c
 from penstock.config import Config, OutputChoice
 from penstock.config.units import count_of, format_bytes, format_seconds
 from penstock.errors import PenstockError, for_table, in_command
+from penstock.headroom import Room
 from penstock.observe import scrub
 from penstock.operations.signals import Ended, Ending
 from penstock.operations.status import (
@@ -43,6 +44,7 @@ STYLES = {"ready": "green", "seeded": "green", "errored": "bold red"}
 UNHEALTHY = 3
 """The exit status if something needs attention."""
 _EVERY_SECONDS = 2.0
+_MUCH_WAL = 1 << 30
 
 
 def status(
@@ -226,6 +228,9 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         )
     if source.slot is not None:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
+    if found.spool is not None and (found.spool.is_short or found.spool.seconds_left is not None):
+        text = f"{format_bytes(found.spool.used)}, {_lasting(found.spool)}"
+        yield Text.assemble(("spool     ", "bold"), (text, "bold red" if found.spool.is_short else ""))
     for blocker in source.long_transactions:
         yield Text.assemble(("waiting   ", "bold"), (f"for an open transaction: {blocker}", "yellow"))
     for table in source.left_out:
@@ -247,6 +252,13 @@ def _supervisor(found: SupervisorStatus) -> Iterator[Text]:
         yield Text(f"          starts again at {found.next_start}", style="yellow")
 
 
+def _lasting(room: Room) -> str:
+    left = f"{format_bytes(room.left)} left"
+    if room.left and room.seconds_left is not None:
+        left += f", for about {format_seconds(room.seconds_left)}"
+    return f"{left} ({room.limit})"
+
+
 def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:
     yield f"{slot.name}: "
     if not slot.exists:
@@ -259,6 +271,10 @@ def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:
     yield f", at {slot.position}"
     if slot.retained_bytes is not None:
         yield f", retains {format_bytes(slot.retained_bytes)} of WAL on the server"
+        if slot.room is not None and slot.room.is_short:
+            yield (f"\n          {_lasting(slot.room)}", "bold red")
+        elif slot.safe_bytes is None and slot.retained_bytes >= _MUCH_WAL:
+            yield ("\n          only the server's disk is the limit: set max_slot_wal_keep_size", "yellow")
     if slot.wal_status == "unreserved":
         yield (", about to be lost", "bold red")
 

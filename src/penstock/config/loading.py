@@ -251,6 +251,8 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         generated_columns=source.generated_columns,
         unidentified=frozenset(name for name, each in file.tables.items() if each.publish_without_identity),
         on_lost_slot=source.on_lost_slot,
+        max_retained_wal=source.max_retained_wal,
+        on_retained_wal=source.on_retained_wal,
         failover_slot=source.failover_slot,
         ddl_trigger=source.ddl_trigger,
         max_table_sync_workers=file.copy_.max_table_sync_workers,

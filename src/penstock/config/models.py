@@ -18,6 +18,7 @@ from penstock.documents.output import DocumentsSettings
 from penstock.documents.polling import XMIN, PollSettings
 from penstock.errors import ConfigError
 from penstock.source.patterns import TablePattern
+from penstock.stream import OnRetainedWal
 from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
 from penstock.values.settings import NumericPolicy, OutOfRange, UnknownTypes
 from penstock.workers import DropColumn, DropTable, Partitions, Recopy
@@ -97,6 +98,8 @@ class SourceSection(Section):
     generated_columns: bool | None = None
     slot: str | None = None
     on_lost_slot: OnLostSlot = OnLostSlot.ERROR
+    max_retained_wal: Size = 50 << 30
+    on_retained_wal: OnRetainedWal = OnRetainedWal.WARN
     failover_slot: bool | None = None
     ddl_trigger: bool = False
 

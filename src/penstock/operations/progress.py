@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from penstock.config.units import count_of, format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
 from penstock.errors import PenstockError, for_table
+from penstock.headroom import Headroom
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.source.slots import name_blockers
@@ -92,6 +93,8 @@ class OutputLook:
     """What stopped the output, while others keep running."""
     source_lost_since: float | None = None
     """When the source last answered, as Unix time, if it no longer does: the lag is unknown then."""
+    headroom: Headroom = field(default_factory=Headroom)
+    """Of the stream that all outputs share."""
 
     @property
     def line(self) -> str:
@@ -146,6 +149,7 @@ class Progress:
         *,
         prefix: str = "",
         lost_since: Callable[[], float | None] = lambda: None,
+        headroom: Callable[[], Headroom] = Headroom,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefix` is put before notices, to name one of several outputs; `lost_since` is when the source went away."""
@@ -153,6 +157,7 @@ class Progress:
         self._behind = behind
         self._prefix = prefix
         self._lost_since = lost_since
+        self._headroom = headroom
         self._clock = clock
         self._ids: dict[str, int] = {}
         self._phases: dict[str, TableReplicationPhase] = {}
@@ -198,6 +203,7 @@ class Progress:
             indexes=indexes,
             error=_message(self._pipeline.error),
             source_lost_since=self._lost_since(),
+            headroom=self._headroom(),
         )
         return notices, look
 
@@ -320,6 +326,10 @@ class LastLook:
     """Unix time, if the source no longer answers."""
     ended: str | None = None
     """Why the run ended; None while it runs, and if it was killed."""
+    spool: Mapping[str, Any] | None = None
+    """What is left of its room: the fields of `Room`."""
+    wal: Mapping[str, Any] | None = None
+    """The same, of WAL that the server retains for the slot."""
 
 
 class StatusFile:
@@ -374,6 +384,8 @@ class StatusFile:
             source_lost_since=look.source_lost_since,
             phases={table: phase.name for table, phase in look.phases.items()},
             copies={copy.table: copy_facts(copy) for copy in look.copies},
+            spool=None if look.headroom.spool is None else asdict(look.headroom.spool),
+            wal=None if look.headroom.wal is None else asdict(look.headroom.wal),
         )
 
 

@@ -63,6 +63,7 @@ class Running:
                 lambda status: lag.behind(status.applied, status.last_commit_time),
                 prefix=self.named(output, ""),
                 lost_since=lambda: lag.lost_since,
+                headroom=lambda: coordinator.headroom,
             )
             for output in coordinator
         ]

@@ -19,6 +19,7 @@ from penstock.destinations.base import FolderDestination
 from penstock.documents.mapping import fingerprint, is_built_from
 from penstock.documents.quarantine import open_quarantine
 from penstock.errors import RESYNC, Retry, SourceError
+from penstock.headroom import Room
 from penstock.lsn import Lsn, distance, furthest
 from penstock.observe import scrub
 from penstock.operations.progress import LastLook, StatusFile, format_time
@@ -67,6 +68,10 @@ class SlotStatus:
     retained_bytes: int | None = None
     """WAL that the server retains for it."""
     wal_status: str | None = None
+    safe_bytes: int | None = None
+    """What the server can still write before it invalidates the slot; None without `max_slot_wal_keep_size`."""
+    room: Room | None = None
+    """How long the WAL that it may retain lasts; None if the pipeline does not run here."""
     lost: bool = False
 
 
@@ -206,6 +211,8 @@ class PipelineStatus:
     """Positions of outputs that are no longer in the config: the slot still waits for them."""
     last_run: str | None = None
     """Why the last run on this machine ended; None while the pipeline runs, and if it never ran here."""
+    spool: Room | None = None
+    """What is left of the spool's room, and how long it lasts; None if the pipeline does not run here."""
     supervisor: SupervisorStatus | None = None
     """None without one, and if it runs on another machine."""
     problems: tuple[str, ...] = ()
@@ -226,13 +233,19 @@ def pipeline_status(
     now = time.time()
     live = [each for each in looks.values() if driver is not None and now - each.at < FRESH_SECONDS]
     lost = next((each.source_lost_since for each in live if each.source_lost_since is not None), None)
+    wal = next((Room(**each.wal) for each in live if each.wal is not None), None)
     found = PipelineStatus(
         pipeline=config.pipeline.id,
         running=driver_facts(driver),
-        source=replace(source, unreachable_since=None if lost is None else format_time(lost)),
+        source=replace(
+            source,
+            unreachable_since=None if lost is None else format_time(lost),
+            slot=None if source.slot is None else replace(source.slot, room=wal),
+        ),
         outputs=tuple(_output(each, looks.get(each.name), sizes, server, now) for each in known),
         forgotten=_forgotten(config),
         last_run=None if driver is not None else _last_run(looks),
+        spool=next((Room(**each.spool) for each in live if each.spool is not None), None),
         supervisor=_supervisor(config),
         driver=driver,
     )
@@ -271,6 +284,10 @@ def _problems(found: PipelineStatus) -> Iterator[str]:
     slot = found.source.slot
     if slot is not None and (slot.lost or slot.wal_status == "unreserved" or (has_run and not slot.exists)):
         yield f"slot {slot.name} is lost or about to be"
+    elif slot is not None and slot.room is not None and slot.room.is_short:
+        yield f"the server retains much WAL for slot {slot.name}"
+    if found.spool is not None and found.spool.is_short:
+        yield "the spool is nearly full"
     for output in found.outputs:
         if output.error is not None:
             yield f"output {output.output} has stopped"
@@ -422,6 +439,7 @@ def _slot_status(name: str, slot: Slot | None, server: Lsn) -> SlotStatus:
         lag_bytes=_distance(slot.confirmed_flush_lsn, server),
         retained_bytes=_distance(slot.restart_lsn, server),
         wal_status=slot.wal_status,
+        safe_bytes=slot.safe_wal_size,
         lost=slot.lost,
     )
 

@@ -77,6 +77,8 @@ class Slot:
     temporary: bool = False
     two_phase: bool = False
     failover: bool = False
+    safe_wal_size: int | None = None
+    """Bytes that the server can write before it invalidates the slot; None without `max_slot_wal_keep_size`."""
 
     @property
     def lost(self) -> bool:
@@ -314,6 +316,7 @@ def _slot_from(row: dict[str, Any]) -> Slot:
         temporary=row["temporary"],
         two_phase=bool(row.get("two_phase")),
         failover=bool(row.get("failover")),
+        safe_wal_size=row.get("safe_wal_size"),
     )
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from penstock.cli.status import render
 from penstock.copy.progress import CopyProgress
 from penstock.errors import RESYNC
+from penstock.headroom import Room
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.operations.progress import OutputLook, StatusFile
@@ -20,6 +21,7 @@ from penstock.operations.status import (
     PipelineStatus,
     SlotStatus,
     SourceStatus,
+    SupervisorStatus,
     TableError,
     TableStatus,
     reason_of_copy,
@@ -53,6 +55,32 @@ def test_a_running_pipeline() -> None:
         "public.a  ready                             ~1,000  80.0 kB  0/10      300 B",
         "public.b  data_sync 45%, 1,234 rows copied",
     ]
+
+
+def test_room_that_runs_out_is_shown_with_the_time_that_is_left() -> None:
+    room = Room(3 << 30, 1 << 30, "max_slot_wal_keep_size", 2400.0, is_short=True)
+    slot = replace(SLOT, retained_bytes=3 << 30, safe_bytes=1 << 30, room=room)
+    spool = Room(5 << 20, 2 << 30, "spool.max_bytes", 7200.0)
+    found = replace(STATUS, source=replace(STATUS.source, slot=slot), spool=spool)
+    assert shown(found)[2:5] == [
+        "slot      shop: read by server process 7, at 0/10, retains 3.0 GB of WAL on the server",
+        "          1.0 GB left, for about 40 min (max_slot_wal_keep_size)",
+        "spool     5.0 MB, 2.0 GB left, for about 2 h 00 min (spool.max_bytes)",
+    ]
+    unlimited = replace(SLOT, retained_bytes=3 << 30)
+    line = shown(replace(STATUS, source=replace(STATUS.source, slot=unlimited)))[3]
+    assert line == "          only the server's disk is the limit: set max_slot_wal_keep_size"
+
+
+def test_a_supervised_pipeline() -> None:
+    waiting = SupervisorStatus("vm", 41, 2, "ended at T: killed by SIGKILL", "T2")
+    lines = shown(replace(STATUS, supervisor=waiting))
+    assert lines[1:4] == [
+        "          supervised by process 41, 2 restarts",
+        "          the run before ended at T: killed by SIGKILL",
+        "          starts again at T2",
+    ]
+    assert "supervised by process 41, 1 restart" in shown(replace(STATUS, supervisor=replace(waiting, restarts=1)))[1]
 
 
 def test_a_lost_slot_and_a_table_that_stopped() -> None:
@@ -141,7 +169,17 @@ def test_with_several_outputs_a_remedy_names_its_output() -> None:
 
 def test_machines_get_what_people_get() -> None:
     facts = status_facts(STATUS)
-    assert set(facts) == {"pipeline", "running", "source", "outputs", "forgotten", "last_run", "supervisor", "problems"}
+    assert set(facts) == {
+        "pipeline",
+        "running",
+        "source",
+        "outputs",
+        "forgotten",
+        "last_run",
+        "spool",
+        "supervisor",
+        "problems",
+    }
     assert facts["outputs"][0]["tables"][1]["copy"]["rows_done"] == 1234
     assert facts["source"]["slot"]["retained_bytes"] == 2048
 
