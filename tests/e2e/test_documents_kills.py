@@ -18,17 +18,28 @@ from penstock import failpoints
 from penstock.documents.specification import parse_specification
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, open_store
+from tests.conftest import Database
 from tests.e2e.documents import documents_of
 from tests.e2e.support import current_position
 from tests.integration.documents import world
 from tests.support.document_sink import FileSink
 from tests.support.drive_pipeline import DriveSettings
+from tests.support.faults import FAULTS, SERVER_SETTINGS, Struck, open_scene
 from tests.support.pipeline_process import PipelineProcess
 from tests.support.processes import Part
 
 KILLS = int(os.environ.get("PENSTOCK_SOAK_KILLS", "100"))
 SEED = int(os.environ.get("PENSTOCK_SEED", "1"))
 POINTS = tuple(failpoints.DOCUMENT_POINTS)
+OF_TABLES = frozenset(
+    {
+        *("lake disk full", "destination failing", "destination slow", "destination loses answers"),
+        *("destination accepts and the driver dies", "destination rejects a table"),
+        # The load would lose its connection; and the file of the sink is on one machine.
+        *("server killed", "server away", "taken over"),
+    }
+)
+"""Faults that concern a destination of tables, or that this load does not survive."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -113,27 +124,30 @@ def random_indexes(random: Random, count: int) -> dict[str, str]:
 
 @contextmanager
 def driven(database: Any, folder: Path, random: Random, **settings: Any) -> Iterator[Driven]:
+    described = describe(database, folder, random, **settings)
+    process = PipelineProcess(described)
+    try:
+        yield Driven(database, process, dict(described.indexes))
+    finally:
+        process.close()
+
+
+def describe(database: Any, folder: Path, random: Random, **settings: Any) -> DriveSettings:
+    """Create the world's tables; return the settings of a process with random indexes over them."""
     with connect(SourceSettings(database.dsn), Role.CATALOG) as connection:
         world.create(connection, recorded=False)
         for name in world.COLUMNS:
             if random.random() < 0.25:
                 connection.execute(f"alter table w.{name} replica identity full")
         world.fill(random, connection)
-    indexes = random_indexes(random, 3)
-    process = PipelineProcess(
-        DriveSettings(
-            dsn=database.dsn,
-            folder=str(folder),
-            slot=f"kills_{database.name[-12:]}",
-            tables=("w.*",),
-            indexes=indexes,
-            **settings,
-        )
+    return DriveSettings(
+        dsn=database.dsn,
+        folder=str(folder),
+        slot=f"kills_{database.name[-12:]}",
+        tables=("w.*",),
+        indexes=random_indexes(random, 3),
+        **settings,
     )
-    try:
-        yield Driven(database, process, indexes)
-    finally:
-        process.close()
 
 
 def kill_at_random(found: Driven, load: Load, random: Random) -> None:
@@ -202,6 +216,34 @@ def test_documents_survive_a_kill_at_every_point(database: Any, tmp_path: Path) 
                 load.wait(20)
         found.check()
         assert found.process.stop() == 0
+
+
+@pytest.mark.soak
+@pytest.mark.trap(42, 44)
+@pytest.mark.parametrize("with_state_server", [False, True], ids=["state in a file", "state in a server"])
+def test_documents_survive_faults(
+    make_server: Any, tmp_path: Path, record_property: Any, with_state_server: bool
+) -> None:
+    server = make_server(settings=SERVER_SETTINGS)
+    database = Database(server, server.create_database())
+    random = Random(f"faults-{SEED}-{with_state_server}")
+    described = describe(database, tmp_path, random, documents={"fan_out_documents": 3, "chunk_documents": 2})
+    with open_scene(described, server, random, with_state_server=with_state_server) as scene:
+        found = Driven(database, scene.pipeline, dict(described.indexes))
+        faults = [each for each in FAULTS.values() if each.can_strike(scene) and each.name not in OF_TABLES]
+        random.shuffle(faults)
+        struck: list[Struck] = []
+        with Load(database.dsn, SEED) as load:
+            for fault in faults:
+                scene.pipeline.keep_running(lambda: scene.pipeline.seen.applied is not None)
+                load.wait(random.randint(1, 50))
+                struck.append(scene.disturb(fault))
+                print(struck[-1], flush=True)
+        found.check()
+        assert found.process.stop() == 0
+    slowest = max(struck, key=lambda each: each.recovery)
+    record_property("faults", len(struck))
+    record_property("slowest", str(slowest))
 
 
 @pytest.mark.soak

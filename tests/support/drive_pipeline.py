@@ -156,7 +156,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
             copy=CopySettings(max_bytes_per_second=settings.copy_bytes_per_second),
             on_lost_slot=OnLostSlot(settings.on_lost_slot),
         ),
-        _open_store(settings),
+        _open_store(settings, settings.id),
         destination,
         tasks,
         session,
@@ -177,8 +177,9 @@ def make_documents(settings: DriveSettings, tasks: Any) -> DocumentsOutput:
             slot=settings.slot,
             spool=SpoolSettings(folder / "spool", min_free_bytes=0),
             tables=settings.tables,
+            on_lost_slot=OnLostSlot(settings.on_lost_slot),
         ),
-        open_store(settings.state_url, owner),
+        _open_store(settings, owner),
         [parse_specification(text, name) for name, text in settings.indexes.items()],
         _make_sink(settings),
         tasks,
@@ -192,8 +193,8 @@ def _make_sink(settings: DriveSettings) -> Sink:
     return create_sink(options.pop("type"), options) if options else FileSink(settings.sink_file)
 
 
-def _open_store(settings: DriveSettings) -> Store:
-    store = open_store(settings.state_url, settings.id)
+def _open_store(settings: DriveSettings, owner: str) -> Store:
+    store = open_store(settings.state_url, owner)
     acquire = store.acquire_lease
     store.acquire_lease = lambda **options: acquire(ttl=settings.lease_seconds, **options)
     return store

@@ -24,7 +24,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect_replication
 from penstock.testing.postgres import PostgresServer, execute_on
 from tests.support.disks import CannotMount, SmallDisk
@@ -105,6 +105,41 @@ class Scene:
         if part is None:
             return [self.pipeline.pid, *descendants_of(self.pipeline.pid)] if self.pipeline.running else []
         return self.pipeline.processes().get(part, [])
+
+    def disturb(self, fault: Fault, *, ready: Mapping[str, str] | None = None, longer: float = 1.0) -> Struck:
+        """Strike a fault, heal it, and wait until changes flow again; restart the pipeline whenever it has ended.
+
+        `ready` are the phases that its tables have then; `longer` is how many times longer it lasts than it must.
+        """
+        starts, begun = self.pipeline.starts, time.monotonic()
+        with fault.strike(self):
+            until = begun + fault.seconds * longer
+            self.pipeline.keep_running(lambda: time.monotonic() >= until)
+        healed, end = time.monotonic(), self.position()
+
+        def is_recovered() -> bool:
+            seen = self.pipeline.seen
+            is_ready = ready is None or seen.phases == ready
+            return is_ready and seen.applied is not None and reaches(seen.applied, end)
+
+        self.pipeline.keep_running(is_recovered)
+        return Struck(fault.name, healed - begun, time.monotonic() - healed, self.pipeline.starts - starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What a fault cost."""
+
+    fault: str
+    seconds: float
+    recovery: float
+    """The seconds from its end until every change before that was applied, and all tables were ready."""
+    restarts: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fault} for {self.seconds:.1f} s, changes flow {self.recovery:.1f} s later, {self.restarts} restarts"
+        )
 
 
 @contextmanager

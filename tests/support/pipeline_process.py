@@ -24,6 +24,7 @@ from typing import Any
 
 from penstock import failpoints
 from penstock.lsn import Lsn, reaches
+from penstock.retry import Backoff
 from penstock.testing.server import wait_until_gone
 from tests.program import DRIVER, Piped
 from tests.support.drive_pipeline import DriveSettings
@@ -162,6 +163,17 @@ class PipelineProcess:
                 raise PipelineEnded(f"the pipeline ended while waiting for {what}; it was at {self._seen}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout:g} s for {what}; it is at {self._seen}")
+            time.sleep(0.01)
+
+    def keep_running(self, is_done: Callable[[], bool], timeout: float = 2 * HANG_SECONDS) -> None:
+        """Restart it whenever it has ended, as a supervisor does, until something is done."""
+        deadline, backoff = time.monotonic() + timeout, Backoff(first=0.1, longest=2.0)
+        while not is_done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {timeout:g} s for a pipeline that recovers; it is at {self._seen}")
+            if not self.running:
+                time.sleep(backoff.next_delay())
+                self.start()
             time.sleep(0.01)
 
     def wait_phases(self, name: str, count: int, timeout: float = HANG_SECONDS) -> None:

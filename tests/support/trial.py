@@ -36,8 +36,7 @@ import psycopg
 import pyarrow as pa
 
 from penstock.destinations.parquet import ParquetReader
-from penstock.lsn import Lsn, reaches
-from penstock.retry import Backoff
+from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 from penstock.state import open_store
 from penstock.state.commands import CommandKind
@@ -380,36 +379,11 @@ class _Trial:
             return
         self._settle(scene.pipeline)
         writers.wait_for_actions(writers.actions + disturbance.after)
-        starts, struck = scene.pipeline.starts, time.monotonic()
-        with fault.strike(scene):
-            until = struck + fault.seconds * disturbance.longer
-            self._supervise(scene.pipeline, lambda: time.monotonic() >= until)
-        healed = time.monotonic()
-        end, ready = scene.position(), dict.fromkeys(self._columns(), "ready")
-
-        def is_recovered() -> bool:
-            seen = scene.pipeline.seen
-            return seen.applied is not None and reaches(seen.applied, end) and seen.phases == ready
-
-        self._supervise(scene.pipeline, is_recovered)
-        seconds = time.monotonic() - healed
+        ready = dict.fromkeys(self._columns(), "ready")
+        struck = scene.disturb(fault, ready=ready, longer=disturbance.longer)
         self._report.faults[fault.name] += 1
-        self._report.recoveries.append(seconds)
-        self._tell(
-            f"{fault.name} for {healed - struck:.1f} s, changes flow {seconds:.1f} s later, "
-            f"{scene.pipeline.starts - starts} restarts"
-        )
-
-    def _supervise(self, pipeline: PipelineProcess, is_done: Callable[[], bool]) -> None:
-        """Restart the pipeline whenever it has ended, until something is done."""
-        deadline, backoff = time.monotonic() + 2 * HANG_SECONDS, Backoff(first=0.1, longest=2.0)
-        while not is_done():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"changes do not flow again; the pipeline is at {pipeline.seen}")
-            if not pipeline.running:
-                time.sleep(backoff.next_delay())
-                pipeline.start()
-            time.sleep(0.01)
+        self._report.recoveries.append(struck.recovery)
+        self._tell(str(struck))
 
     def _revive(self) -> None:
         for pipeline in self._pipelines:
