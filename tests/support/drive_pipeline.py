@@ -248,6 +248,7 @@ def _tell(pipeline: RunningOutput, session: Any, looks: int) -> None:
             phases = dict.fromkeys(phases, "busy")
     line = {
         "applied": str(pipeline.status.applied),
+        "durable": str(pipeline.status.acknowledged),
         "batches": pipeline.status.batches,
         "phases": phases,
         "looks": looks,

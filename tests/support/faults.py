@@ -120,7 +120,7 @@ class Scene:
         def is_recovered() -> bool:
             seen = self.pipeline.seen
             is_ready = ready is None or seen.phases == ready
-            return is_ready and seen.applied is not None and reaches(seen.applied, end)
+            return is_ready and seen.durable is not None and reaches(seen.durable, end)
 
         self.pipeline.keep_running(is_recovered)
         return Struck(fault.name, healed - begun, time.monotonic() - healed, self.pipeline.starts - starts)

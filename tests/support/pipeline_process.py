@@ -43,9 +43,12 @@ class Seen:
     """The last status a pipeline reported."""
 
     applied: Lsn | None = None
+    """The apply worker's position; single tables may be behind it."""
     batches: int = 0
     phases: Mapping[str, str] = field(default_factory=dict[str, str])
     executors: int = 0
+    durable: Lsn | None = None
+    """Up to here every table has everything."""
     looks: int = 0
     """How often it has looked at the source's catalog since it started."""
 
@@ -53,13 +56,13 @@ class Seen:
     def parse(cls, line: str) -> Seen:
         """Parse a line of `tests.support.drive_pipeline`."""
         record: dict[str, Any] = json.loads(line)
-        applied = record["applied"]
         return cls(
-            None if applied is None else Lsn.parse(applied),
+            Lsn.parse(record["applied"]),
             record["batches"],
             record["phases"],
             record.get("executors", 0),
-            record.get("looks", 0),
+            Lsn.parse(record["durable"]),
+            record["looks"],
         )
 
 

@@ -36,7 +36,7 @@ import psycopg
 import pyarrow as pa
 
 from penstock.destinations.parquet import ParquetReader
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 from penstock.state import open_store
 from penstock.state.commands import CommandKind
@@ -45,7 +45,7 @@ from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.faults import FAULTS, IN_STATE_FILE, IN_STATE_SERVER, SERVER_SETTINGS, open_scene
 from tests.support.oracle import current_position
-from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess
+from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess, Seen
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.processes import Part
 from tests.support.readback import ChangesReadBack, ReadBack, check_equal, check_exactly_once
@@ -435,28 +435,31 @@ class _Trial:
                     # There is always something that is being copied.
                     self._wait_looks(pipeline)
                     return
-                self._wait_ready(pipeline)
+                self._wait_ready(pipeline, end)
                 if end is not None:
-                    pipeline.wait_applied(end)
                     if self._settings.ddl.has_rewrites:
                         self._wait_looks(pipeline)
-                    # A table that was still behind catches up later.
-                    self._wait_ready(pipeline)
+                    # What the catalog showed may have led to copies.
+                    self._wait_ready(pipeline, end)
                     if self._settings.ddl is not Ddl.NONE and self._settings.keeps_changes:
                         # A log has what the stream carried; a copy adds what DDL did to existing rows.
                         tables = sorted(self._columns())
                         self._report.resyncs += len(tables)
                         self._resync(pipeline, tables)
-                        self._wait_ready(pipeline)
+                        self._wait_ready(pipeline, end)
                 return
             except PipelineEnded:
                 if attempt == 2:
                     raise
 
-    def _wait_ready(self, pipeline: PipelineProcess) -> None:
-        """Wait until all tables are ready; whatever happened to them, nothing is typed."""
+    def _wait_ready(self, pipeline: PipelineProcess, end: Lsn | None) -> None:
+        """Wait until all tables are ready, and have everything before `end`; whatever happened, nothing is typed."""
         ready = dict.fromkeys(self._columns(), "ready")
-        pipeline.wait_for("ready tables", lambda seen: seen.phases == ready, 2 * HANG_SECONDS)
+
+        def is_ready(seen: Seen) -> bool:
+            return seen.phases == ready and (end is None or (seen.durable is not None and reaches(seen.durable, end)))
+
+        pipeline.wait_for("ready tables", is_ready, 2 * HANG_SECONDS)
 
     def _wait_looks(self, pipeline: PipelineProcess) -> None:
         """Wait until the pipeline has seen in the catalog what the stream does not carry."""
