@@ -12,6 +12,7 @@ servers of one's own.
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import select
@@ -287,6 +288,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.xdist_group("spark" if "spark" in groups else groups.pop()))
     yield
     items.sort(key=lambda item: not _is_long(item))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_long(item: pytest.Item) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from penstock.lsn import Lsn, earliest, furthest, is_in, reaches
@@ -96,11 +97,11 @@ class Scenario:
     def __contains__(self, rule: Rule) -> bool:
         return rule not in self.left_out
 
-    @property
+    @cached_property
     def tables(self) -> str:
         return "".join(sorted(set("".join(self.transactions))))
 
-    @property
+    @cached_property
     def end(self) -> Lsn:
         return Lsn(len(self.transactions))
 

@@ -85,11 +85,23 @@ for module in pkgutil.walk_packages(penstock.__path__, "penstock.", onerror=lamb
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("arguments", ["--help", "demo --help", "schema config"])
-def test_commands_start_without_extras(arguments: str, tmp_path: Path) -> None:
-    result = penstock(tmp_path, *arguments.split())
+def test_commands_start_without_extras(tmp_path: Path) -> None:
+    code = """
+from penstock.__main__ import main
+
+for arguments in ("--help", "demo --help", "schema config"):
+    sys.argv[1:] = arguments.split()
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, arguments
+    print("\\0", end="")
+"""
+    result = run(code, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout
+    *printed, after = result.stdout.split("\0")
+    assert [bool(each) for each in printed] == [True] * 3
+    assert not after
 
 
 def test_a_parquet_pipeline_is_set_up_without_extras(tmp_path: Path) -> None:
@@ -116,25 +128,24 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("statement", "extra"),
-    [
-        ("from penstock.spark.java import require_spark; require_spark()", "spark"),
-        ("from penstock.documents.sinks.registry import create_sink; create_sink('opensearch', {})", "opensearch"),
-        ("from penstock.testing.postgres_binaries import find_binaries; find_binaries(18)", "embedded"),
-    ],
-)
-def test_the_error_of_a_missing_extra_has_the_command(statement: str, extra: str, tmp_path: Path) -> None:
-    code = f"""
+def test_the_error_of_a_missing_extra_has_the_command(tmp_path: Path) -> None:
+    code = """
+from penstock.documents.sinks.registry import create_sink
 from penstock.errors import ConfigError
+from penstock.spark.java import require_spark
+from penstock.testing.postgres_binaries import find_binaries
 
-try:
-    {statement}
-except ConfigError as error:
-    print(error.hint)
+for call in (require_spark, lambda: create_sink("opensearch", {}), lambda: find_binaries(18)):
+    try:
+        call()
+    except ConfigError as error:
+        print(error.hint, end="\\0")
 """
     result = run(code, tmp_path)
-    assert f"Run: pip install 'penstock[{extra}]'" in result.stdout, result.stderr
+    *hints, after = result.stdout.split("\0")
+    assert not after
+    for hint, extra in zip(hints, ("spark", "opensearch", "embedded"), strict=True):
+        assert f"Run: pip install 'penstock[{extra}]'" in hint, result.stderr
 
 
 def test_extras_are_disjoint_and_all_has_each() -> None:

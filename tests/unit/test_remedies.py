@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,15 @@ def texts(node: ast.expr) -> str:
     return re.sub(r"\s+", " ", ast.unparse(node))
 
 
-def remedies() -> Iterator[tuple[str, str]]:
+@cache
+def remedies() -> list[tuple[str, str]]:
+    return list(_find_remedies())
+
+
+def _find_remedies() -> Iterator[tuple[str, str]]:
     for path in sorted(SOURCE.rglob("*.py")):
+        where = path.relative_to(SOURCE)
         for node in ast.walk(ast.parse(path.read_text())):
-            where = f"{path.relative_to(SOURCE)}"
             match node:
                 case ast.Call(keywords=keywords):
                     for keyword in keywords:
@@ -37,9 +43,6 @@ def remedies() -> Iterator[tuple[str, str]]:
                     yield f"{where}:{value.lineno}", texts(value)
                 case _:
                     pass
-
-
-ALL = list(remedies())
 
 
 def known_commands() -> set[str]:
@@ -55,12 +58,12 @@ def known_commands() -> set[str]:
 
 
 def test_there_are_remedies() -> None:
-    assert len(ALL) > 100
+    assert len(remedies()) > 100
 
 
 def test_every_command_that_a_remedy_names_exists() -> None:
     commands = known_commands()
-    for where, text in ALL:
+    for where, text in remedies():
         # In prose, a command follows "run:", a backquote or "then"; elsewhere the word is the name of the program.
         for named in re.findall(r"(?:[Rr]un:? |`|then |: )penstock ([a-z]+(?: [a-z]+)?)", text):
             first, _, rest = named.partition(" ")
@@ -72,6 +75,6 @@ def test_every_command_that_a_remedy_names_exists() -> None:
 @pytest.mark.parametrize("phrase", [r"\bcopy (the|this) table again", r"needs? a new copy"])
 def test_a_remedy_that_says_to_copy_a_table_names_the_command(phrase: str) -> None:
     """Otherwise status would add `penstock rollback`, which contradicts it."""
-    for where, text in ALL:
+    for where, text in remedies():
         if re.search(phrase, text, re.IGNORECASE):
             assert "RESYNC" in text or "penstock resync" in text, (where, text)

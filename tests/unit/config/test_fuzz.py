@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -56,7 +56,6 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=300)
 @given(sections())
 def test_any_config_is_accepted_or_refused(values: dict[str, Any]) -> None:
     with suppress(ConfigError):
@@ -116,7 +115,6 @@ LINES = st.lists(
 LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghij"))
 
 
-@settings(max_examples=300)
 @given(LINES.map("\n".join))
 @example("[" * 3000)
 @example("a: &a [*a]\nb: *a")
@@ -155,7 +153,6 @@ TOKENS = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
 @given(st.lists(TOKENS | st.text(max_size=3), max_size=10).map(" ".join))
 @example("(" * 5000)
 @example("not " * 5000 + "a")
