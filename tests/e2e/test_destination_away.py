@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 
+from penstock.destinations.delta.destination import DeltaDestination
+from penstock.destinations.parquet.destination import ParquetDestination
+from penstock.errors import Retry
 from penstock.lsn import reaches
+from penstock.state import Errored, MemoryStore
+from penstock.testing.destinations.script import LocalTasks
 from penstock.workers.apply import ErrorHold
 from tests.e2e.lake import LakeReadBack
-from tests.e2e.support import Background, current_position, updates_of_both, wait_for
+from tests.e2e.support import Background, current_position, tables_alone, tables_settings, updates_of_both, wait_for
 from tests.e2e.test_delta import pipeline_into, wait_applied, wait_ready
 from tests.support.disks import SmallDisk
 from tests.support.proxy import Proxy
@@ -66,6 +71,36 @@ def test_a_disk_that_is_full_read_only_or_unmounted_stops_no_table(
     assert "table stopped" not in caplog.text
     assert caplog.text.count("table copied") == 2, "none was copied again"
     check_equal(database.dsn, LakeReadBack(lake), ["a", "b"])
+
+
+@pytest.mark.parametrize("kind", [DeltaDestination, ParquetDestination], ids=["delta", "parquet"])
+def test_a_disk_that_fills_up_during_the_first_copy_is_waited_for(
+    database: Any, tmp_path: Path, small_disk: Path, kind: Any
+) -> None:
+    database.execute("create table a (id int primary key, note text)")
+    # It does not compress to the 2 MB that are free.
+    database.execute(
+        "insert into a select n, (select string_agg(md5(n::text || i::text), '') from generate_series(1, 40) i)"
+        " from generate_series(1, 5000) n"
+    )
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(22 << 20))
+    settings = tables_settings(database, tmp_path)
+    pipeline = tables_alone(settings, MemoryStore("e2e"), kind(small_disk / "lake"), LocalTasks())
+    with pipeline:
+        seen: set[int] = set()
+
+        def has_failed(times: int) -> bool:
+            phase = next(iter(pipeline.phases.values()), None)
+            if isinstance(phase, Errored):
+                assert "No space left on device" in phase.reason, phase
+                assert phase.retry_policy.retry is Retry.TIMED
+                seen.add(phase.attempts)
+            return len(seen) >= times
+
+        wait_for(lambda: has_failed(2), "the first copy and its retry")
+        filler.unlink()
+        wait_for(lambda: has_failed(99) or [phase.name for phase in pipeline.phases.values()] == ["ready"], "the copy")
 
 
 @pytest.mark.soak

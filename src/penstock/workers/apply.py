@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TypeGuard
 
 from penstock import failpoints
 from penstock.changes.steps import Message
@@ -365,20 +366,33 @@ class ApplyWorker:
             failpoints.reach("after_errored")
 
     def _lose_overdue(self, end: Lsn) -> None:
-        """Give up positions of errored tables that hold back progress too long, *before* progress passes them."""
+        """Give up positions of errored tables that hold back progress too long, *before* progress passes them.
+
+        A table whose error time heals is copied again then, as soon as it can be, if its policy allows that.
+        """
         now = datetime.now(UTC)
 
-        def lose(phase: TableReplicationPhase) -> Errored | None:
+        def is_overdue(phase: TableReplicationPhase) -> TypeGuard[Errored]:
             if not isinstance(phase, Errored) or not phase.holds or phase.position is None:
-                return None
+                return False
             hold = self._error_hold
-            is_late = now - phase.since > hold.time or distance(phase.position, end) > hold.bytes
-            return lose_position(phase) if is_late else None
+            return now - phase.since > hold.time or distance(phase.position, end) > hold.bytes
 
-        for table_id, phase in self._board.phases().items():
-            if isinstance(phase, Errored) and lose(phase) is not None:
-                name = self._board.name_of(table_id)
-                logger.error("table held back progress for too long and lost its position table=%s", name)
-                failpoints.reach("before_lose_position")
-                self._board.alter(table_id, lose)
-                failpoints.reach("after_lose_position")
+        for table_id, overdue in self._board.phases().items():
+            if not is_overdue(overdue):
+                continue
+            heals = overdue.retry_policy.retry is Retry.TIMED
+            copied = heals and self._schema_changes(table_id).recopy is Recopy.AUTOMATIC
+
+            def lose(phase: TableReplicationPhase, copied: bool = copied) -> Init | Errored | None:
+                if not is_overdue(phase):
+                    return None
+                return resync(f"it held back progress for too long: {phase.reason}") if copied else lose_position(phase)
+
+            name = self._board.name_of(table_id)
+            what = "is copied again" if copied else "lost its position"
+            logger.error("table held back progress for too long and %s table=%s", what, name)
+            failpoints.reach("before_lose_position")
+            if self._board.alter(table_id, lose) is not None:
+                self._failed.pop(table_id, None)
+            failpoints.reach("after_lose_position")

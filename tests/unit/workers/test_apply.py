@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,14 +28,16 @@ from penstock.state import (
     Init,
     MemoryStore,
     Ready,
+    RetryPolicy,
     SyncDone,
     TableSchemaVersion,
 )
-from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold, Lifecycle
+from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold, Lifecycle, Recopy, SchemaChanges
 
 LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
 START = Lsn(100)
 TABLE, LATE = 1, 2
+FAR = datetime(2100, 1, 1, tzinfo=UTC)
 
 
 class Recording:
@@ -113,6 +116,7 @@ def make_worker(
     board: Board,
     destination: Recording,
     try_tasks: Callable[[], None] = lambda: None,
+    schema_changes: Callable[[int], SchemaChanges] = lambda _: SchemaChanges(),
     **limits: int,
 ) -> ApplyWorker:
     folder = tmp_path / "spool"
@@ -130,6 +134,7 @@ def make_worker(
         settings=BatchSettings(**limits),
         error_hold=ErrorHold(),
         try_tasks=try_tasks,
+        schema_changes=schema_changes,
     )
 
 
@@ -389,3 +394,26 @@ def test_a_comparison_may_end_its_hold_at_any_moment(tmp_path, spool, store):
     worker.__class__ = Released
     worker.run()
     assert board.positions() == {TABLE: 108, LATE: 108}
+
+
+@pytest.mark.parametrize(
+    ("policy", "recopy", "phase"),
+    [
+        (RetryPolicy(Retry.TIMED, FAR), Recopy.AUTOMATIC, "init"),
+        (RetryPolicy(Retry.TIMED, FAR), Recopy.STOP, "errored"),
+        (RetryPolicy(), Recopy.AUTOMATIC, "errored"),
+    ],
+)
+def test_after_its_hold_a_table_whose_error_time_heals_is_copied_again_if_its_policy_allows_it(
+    tmp_path, spool, store, policy, recopy, phase
+):
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    store.update_table_replication_state(LATE, Errored("busy", None, policy, Ready(), long_ago, START))
+    board = Board(store, START, {TABLE: START, LATE: START}.get)
+    publish(spool, 100, 108)
+    worker = make_worker(tmp_path, store, board, Recording(), schema_changes=lambda _: SchemaChanges(recopy=recopy))
+    worker.run()
+    found = store.get_table_replication_states()[LATE]
+    assert found.name == phase
+    assert found == Init("it held back progress for too long: busy") if phase == "init" else found.position_lost
+    assert store.get_replication_progress() == 116, "it no longer holds back progress"
