@@ -9,10 +9,10 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,8 @@ from penstock.destinations.delta.statistics import StatisticsCollector
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, read_vector
 from penstock.destinations.row_groups import worth_a_dictionary
+
+_Value = TypeVar("_Value")
 
 _COMPRESSION = "snappy"
 COPY_PREFIX = "copy-"
@@ -217,41 +219,45 @@ def dead_rows(storage: Storage, file: LiveFile) -> Vector:
     """Return the rows of a file that are no longer part of the table."""
     if file.vector is None:
         return Vector.EMPTY
-    known = _vectors.get(storage.url, file.vector)
+    key = storage.url, file.vector.unique_id
+    known = _vectors.get(key)
     if known is None:
         known = read_vector(storage, file.vector)
-        _vectors.put(storage.url, file.vector, known)
+        _vectors.put(key, known)
     return known
 
 
 def remember(storage: Storage, descriptor: VectorDescriptor, vector: Vector) -> None:
     """Cache a vector that was just written, because the next batch most likely needs it."""
-    _vectors.put(storage.url, descriptor, vector)
+    _vectors.put((storage.url, descriptor.unique_id), vector)
 
 
-class _Vectors:
-    """The most recently used vectors. Thread-safe: without Spark, tasks of several tables run in threads."""
+class RecentlyUsed(Generic[_Value]):
+    """The most recently used values, up to a total weight. Thread-safe: without Spark, tasks of several tables run in
+    threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int, weight: Callable[[_Value], int]) -> None:
+        self._limit = limit
+        self._weight = weight
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], Vector] = OrderedDict()
-        self._rows = 0
+        self._known: OrderedDict[tuple[str, ...], _Value] = OrderedDict()
+        self._total = 0
 
-    def get(self, url: str, descriptor: VectorDescriptor) -> Vector | None:
+    def get(self, key: tuple[str, ...]) -> _Value | None:
         with self._lock:
-            found = self._known.get((url, descriptor.unique_id))
+            found = self._known.get(key)
             if found is not None:
-                self._known.move_to_end((url, descriptor.unique_id))
+                self._known.move_to_end(key)
             return found
 
-    def put(self, url: str, descriptor: VectorDescriptor, vector: Vector) -> None:
+    def put(self, key: tuple[str, ...], value: _Value) -> None:
         with self._lock:
-            before = self._known.pop((url, descriptor.unique_id), Vector.EMPTY)
-            self._known[url, descriptor.unique_id] = vector
-            self._rows += len(vector) - len(before)
-            while self._rows > _CACHED_ROWS and len(self._known) > 1:
+            before = self._known.pop(key, None)
+            self._known[key] = value
+            self._total += self._weight(value) - (0 if before is None else self._weight(before))
+            while self._total > self._limit and len(self._known) > 1:
                 _, forgotten = self._known.popitem(last=False)
-                self._rows -= len(forgotten)
+                self._total -= self._weight(forgotten)
 
 
-_vectors = _Vectors()
+_vectors = RecentlyUsed[Vector](_CACHED_ROWS, len)

@@ -44,21 +44,20 @@ def fill(
     if not net.origins:
         yield net
         return
-    before = KnownRows(np.zeros(0, np.int64), pa.table({}))
-    for more in _read_before(net, matches, storage, layout):
-        if len(before.numbers):
+    for before, is_last in _read_before(net, matches, storage, layout):
+        if is_last:
+            net = net.located(before)
+        else:
             part, net = net.split(before.numbers)
             yield part.located(before)
-        before = more
-    filled = net.located(before)
-    rows, columns = filled.incomplete()
-    yield _ask(filled, rows, columns, layout, source) if len(rows) else filled
+    rows, columns = net.incomplete()
+    yield _ask(net, rows, columns, layout, source) if len(rows) else net
 
 
 def _read_before(
     net: NetChanges, matches: Sequence[FileMatch], storage: Storage, layout: TableLayout
-) -> Iterator[KnownRows]:
-    """Yield the old rows that values are taken from, some at a time."""
+) -> Iterator[tuple[KnownRows, bool]]:
+    """Yield the old rows that values are taken from, some at a time, and whether these are the last ones."""
     wanted, columns = net.wanted()
     numbers: list[NDArray[np.int64]] = []
     tables: list[pa.Table] = []
@@ -76,16 +75,17 @@ def _read_before(
         order = np.argsort(rows)
         codes, rows = codes[order], rows[order]
         for there, table in iterate_rows(storage, match.file.file, layout.schema, read, rows):
+            if tables and sum(each.nbytes for each in (*tables, table)) > FILL_BYTES:
+                yield _known(numbers, tables, columns), False
+                numbers, tables = [], []
             numbers.append(codes[np.searchsorted(rows, there)])
             tables.append(table)
-            if sum(each.nbytes for each in tables) >= FILL_BYTES:
-                yield _known(numbers, tables, columns)
-                numbers, tables = [], []
-    if tables:
-        yield _known(numbers, tables, columns)
+    yield _known(numbers, tables, columns), True
 
 
 def _known(numbers: Sequence[NDArray[np.int64]], tables: Sequence[pa.Table], columns: list[str]) -> KnownRows:
+    if not tables:
+        return KnownRows(np.zeros(0, np.int64), pa.table({}))
     table = in_one_piece(pa.concat_tables(tables))
     return KnownRows(np.concatenate(numbers), table.select(columns), split_texts(table))
 

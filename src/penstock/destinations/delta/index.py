@@ -25,7 +25,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.changes.keys import fingerprints
-from penstock.destinations.delta.files import LiveFile, dead_rows, read_keys, read_rows
+from penstock.destinations.delta.files import LiveFile, RecentlyUsed, dead_rows, read_keys, read_rows
 from penstock.destinations.delta.layout import DELETED_AT, TableLayout
 from penstock.destinations.delta.storage import LocalStorage, Storage
 from penstock.destinations.delta.vectors import Vector
@@ -46,7 +46,8 @@ _MAGIC = b"penstck2"
 _HEAD = struct.Struct("<8sqqQ16s")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO_BOOT = bytes(16)
-_OPEN_INDEXES = 2_048
+_MAPPED_BYTES = 128 << 20
+"""Indexes that stay mapped; a table of ten million rows with an integer key has as much."""
 _SPARE_COPIES = 64
 _FEW = 20
 
@@ -77,6 +78,8 @@ class KeyIndex:
     rows: NDArray[np.uint32]
     keys: pa.Array | None
     """The keys' bytes, in the same order; None if the numbers are the keys, or if the bytes were not kept."""
+    bytes: int
+    """Size of the file."""
 
     def find(self, query: KeyQuery) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return key number and row number of all rows that have one of the keys. Without bytes, some may not match."""
@@ -187,9 +190,16 @@ class IndexFolder:
         os.replace(temporary, mapped)
 
 
-@lru_cache(maxsize=_OPEN_INDEXES)
 def _map_index(path: str) -> KeyIndex:
     """Map an index into memory; the same file always has the same content. Raise `ValueError` if it is not an index."""
+    known = _indexes.get((path,))
+    if known is None:
+        known = _read_index(path)
+        _indexes.put((path,), known)
+    return known
+
+
+def _read_index(path: str) -> KeyIndex:
     size = os.stat(path).st_size
     if size < _HEAD.size:
         raise ValueError("not an index")
@@ -209,9 +219,12 @@ def _map_index(path: str) -> KeyIndex:
     numbers = np.frombuffer(content, np.int64, count, _HEAD.size)
     rows = np.frombuffer(content, np.uint32, count, rows_at)
     if not with_keys:
-        return KeyIndex(count, numbers, rows, None)
+        return KeyIndex(count, numbers, rows, None, size)
     buffers = [None, content.slice(keys_at, 8 * (count + 1)), content.slice(keys_at + 8 * (count + 1), key_bytes)]
-    return KeyIndex(count, numbers, rows, pa.Array.from_buffers(pa.large_binary(), count, buffers))
+    return KeyIndex(count, numbers, rows, pa.Array.from_buffers(pa.large_binary(), count, buffers), size)
+
+
+_indexes = RecentlyUsed[KeyIndex](_MAPPED_BYTES, lambda index: index.bytes)
 
 
 @cache

@@ -196,6 +196,7 @@ class _Draft:
         for match in matches:
             path, before = match.file.path, self._lost.get(match.file.path)
             self._lost[path] = LostRows.of(match, before.count if before is not None else 0)
+            self._drop_if_spent(path)
         for complete in fill(net, live, work.storage, layout, work.source):
             watch.lap("fill")
             if len(complete.images):
@@ -205,6 +206,13 @@ class _Draft:
                 self._files[add.path] = LiveFile.of(add)
                 self._row_count += len(complete.images)
             watch.lap("write")
+
+    def _drop_if_spent(self, path: str) -> None:
+        """Forget a new file that has lost all its rows: a later slice need not search it."""
+        lost = self._lost[path]
+        if path in self._new and path not in self._truncated and len(lost.dead) == lost.row_count:
+            del self._new[path], self._files[path], self._lost[path]
+            self._row_count -= lost.count
 
     def truncate(self, moment: int) -> None:
         """Delete all rows; in mode `mirror`, before any change is applied."""

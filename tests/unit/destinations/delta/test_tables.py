@@ -51,7 +51,7 @@ def test_an_index_that_is_lost_or_broken_is_made_anew(lake: Path, source: Script
 def _forget_indexes() -> None:
     from penstock.destinations.delta import index
 
-    index._map_index.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    index._indexes._known.clear()  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.trap(30)

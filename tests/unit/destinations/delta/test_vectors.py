@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.destinations.delta import files
-from penstock.destinations.delta.actions import VectorDescriptor
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.delta.vectors import (
     Vector,
@@ -135,13 +134,11 @@ def test_vectors_outside_of_the_table_are_refused(tmp_path: Path) -> None:
         vector_file(replace(descriptor, storage_type="p"))
 
 
-def test_a_vector_that_is_cached_again_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_CACHED_ROWS", 10)
-    cache = files._Vectors()
-    one, other = (VectorDescriptor("i", text, 1, 1) for text in ("one", "other"))
+def test_a_vector_that_is_cached_again_takes_no_more_room() -> None:
+    cache = files.RecentlyUsed[Vector](10, len)
     for _ in range(20):
-        cache.put("lake", one, Vector.of([1]))
-        cache.put("lake", other, Vector.of([1, 2]))
-    assert cache.get("lake", one) is not None
-    cache.put("lake", other, Vector.of(range(10)))
-    assert cache.get("lake", one) is None
+        cache.put(("lake", "one"), Vector.of([1]))
+        cache.put(("lake", "other"), Vector.of([1, 2]))
+    assert cache.get(("lake", "one")) is not None
+    cache.put(("lake", "other"), Vector.of(range(10)))
+    assert cache.get(("lake", "one")) is None
