@@ -1,7 +1,8 @@
 """Fixtures that every test can use: real servers, and a database per test.
 
 `database` is an empty database on PostgreSQL 18 (or on the server that PENSTOCK_TEST_DSN names); `any_database` runs
-its test once per version, and `each_database` does so in `make soak`. `make_server` starts servers for one test, to
+its test on the oldest and the newest version, and `each_database` on the newest: in `make soak`, both run on every
+version, and where the version matters, `any_database` always does. `make_server` starts servers for one test, to
 restart, kill or reconfigure them.
 `spark` is a Spark session that all tests share; `delta_spark` is the same one where it can read Delta tables.
 `opensearch` is a search server that all tests of a run share (or the one that PENSTOCK_TEST_OPENSEARCH names), and
@@ -49,6 +50,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 DEFAULT_MAJOR = 18
 MAJORS = (15, 16, 18)
+BETWEEN = MAJORS[1:-1]
+"""Only `penstock.source` tells these from the oldest version."""
 DSN_VARIABLE = "PENSTOCK_TEST_DSN"
 OPENSEARCH_VARIABLE = "PENSTOCK_TEST_OPENSEARCH"
 _SLOT_SECONDS = 120.0
@@ -153,8 +156,17 @@ def database(server: DatabaseServer) -> Iterator[Database]:
 
 
 @pytest.fixture(params=MAJORS, ids=[f"pg{major}" for major in MAJORS])
-def any_server(request: pytest.FixtureRequest, server_pool: ServerPool) -> DatabaseServer:
+def every_server(request: pytest.FixtureRequest, server_pool: ServerPool) -> DatabaseServer:
     """A shared server of each version; a version that is not installed skips its tests by name."""
+    return server_pool.get(request.param)
+
+
+@pytest.fixture(
+    params=[pytest.param(major, marks=[pytest.mark.soak] if major in BETWEEN else []) for major in MAJORS],
+    ids=[f"pg{major}" for major in MAJORS],
+)
+def any_server(request: pytest.FixtureRequest, server_pool: ServerPool) -> DatabaseServer:
+    """A shared server of the oldest and of the newest version; in `make soak`, of each."""
     return server_pool.get(request.param)
 
 
@@ -169,7 +181,7 @@ def each_database(request: pytest.FixtureRequest, server_pool: ServerPool) -> It
 
 @pytest.fixture
 def any_database(any_server: DatabaseServer) -> Iterator[Database]:
-    """An empty database on each version."""
+    """An empty database on each version of `any_server`."""
     yield from _database_on(any_server)
 
 

@@ -304,6 +304,8 @@ class PostgresServer(OwnServer, DatabaseServer):
             *("-D", str(self.data_dir), "-U", self.user, "--pwfile", str(password_path)),
             *("--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C", "--no-sync"),
             *(("--locale-provider", "libc") if self.major >= 15 else ()),
+            # A login costs a client 3 ms of CPU time at the default of 4096.
+            *(("--set", "scram_iterations=1") if self.major >= 16 else ()),
         )
         if not initialised:
             raise ServerUnavailable(
