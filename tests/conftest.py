@@ -308,6 +308,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free it at its end: libraries report what is left then."""
+    gc.unfreeze()
+
+
 def _is_long(item: pytest.Item) -> bool:
     limit = item.get_closest_marker("timeout")
     return limit is not None and limit.args[0] >= _LONG_SECONDS
