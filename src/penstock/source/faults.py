@@ -48,7 +48,9 @@ _SERVER_REPLY = re.compile(r"(?:failed: |^)[^\s:]+:  ", re.MULTILINE)
 _PID = re.compile(r"\bPID (\d+)")
 _NUMBER = re.compile(r"(?<![\w\"])(\d+)(?![\w\"])")
 _WAL_SEGMENT = re.compile(r"\b[0-9A-F]{24}\b")
-_UNMAPPED_FILE = re.compile(r"could not map filen(?:umber|ode) .* to relation OID")
+_MISSING_CATALOG = re.compile(
+    r"could not map filen(?:umber|ode) .* to relation OID|catalog is missing \d+ attribute\(s\) for relation OID"
+)
 
 _LOGIN_TEXT = (
     "password authentication failed",
@@ -220,7 +222,7 @@ def _kind_by_state(
             return SlotUnusable, "Raise max_replication_slots (needs a restart), or drop unused slots.", {}
         case "58P01" if _WAL_SEGMENT.search(text):
             return SlotLost, None, {"slot": slot}
-        case "XX000" if _UNMAPPED_FILE.search(text):
+        case "XX000" if _MISSING_CATALOG.search(text):
             return SlotUndecodable, None, {"slot": slot}
         case "55000":
             return _kind_of_wrong_state(text, slot)

@@ -50,6 +50,7 @@ BY_STATE = [
     ("55000", 'cannot use "s1". This slot is being synchronized from the primary server.', ServerUnavailable),
     ("58P01", "requested WAL segment 000000010000000000000001 has already been removed", SlotLost),
     ("XX000", 'could not map filenumber "base/16384/16736" to relation OID', SlotUndecodable),
+    ("XX000", "pg_attribute catalog is missing 3 attribute(s) for relation OID 16734", SlotUndecodable),
     ("57014", "canceling statement due to user request", StatementInterrupted),
     ("40P01", "deadlock detected", StatementInterrupted),
     ("25P03", "terminating connection due to idle-in-transaction timeout", StatementInterrupted),
