@@ -6,6 +6,7 @@ No table stops, none is copied again, and all catch up when it is back. An objec
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from datetime import timedelta
@@ -99,6 +100,8 @@ def test_a_disk_that_fills_up_during_the_first_copy_is_waited_for(
             return len(seen) >= times
 
         wait_for(lambda: has_failed(2), "the first copy and its retry")
+        left = [path for path in small_disk.rglob("*") if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name)]
+        assert left == [], "attempts leave nothing behind"
         filler.unlink()
         wait_for(lambda: has_failed(99) or [phase.name for phase in pipeline.phases.values()] == ["ready"], "the copy")
 

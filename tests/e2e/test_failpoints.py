@@ -16,9 +16,11 @@ import pytest
 
 from penstock import failpoints
 from penstock.destinations.parquet import ParquetReader
+from penstock.destinations.parquet.folder import RootFolder
+from penstock.spool.folder import SpoolFolder
 from penstock.state import CommandKind, open_store
 from tests.e2e.lake import LakeReadBack
-from tests.e2e.support import Background, current_position
+from tests.e2e.support import Background, current_position, wait_for
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
 from tests.support.readback import check_equal, check_exactly_once
@@ -104,6 +106,22 @@ class Killed:
         check_equal(self.database.dsn, reader, TABLES)
         check_exactly_once(reader)
         check_counts(reader.read_changes("public.counts").to_pylist())
+        self.check_nothing_left()
+
+    def check_nothing_left(self) -> None:
+        """Of the processes that were killed: no slot of a copy, no session, no rows of a copy or of a batch."""
+        slots = self.database.execute("select slot_name from pg_replication_slots where database = current_database()")
+        assert slots == [(self.pipeline.settings.slot,)]
+        mine = "datname = current_database() and application_name like 'penstock%'"
+        wait_for(lambda: not self.database.execute(f"select 1 from pg_stat_activity where {mine}"), "sessions to end")
+        for table in RootFolder(self.pipeline.settings.lake).tables():
+            generations = table.generations()
+            assert all(each.is_copied() for each in generations[:-1])
+            for each in generations:
+                named = {file.name for manifest in each.manifests() for file in manifest.files}
+                assert {path.name for path in each.data.iterdir()} == named
+        spool = SpoolFolder(Path(self.pipeline.settings.folder) / "spool")
+        assert not list(spool.holds.glob("*.json"))
 
     def command(self, kind: CommandKind, *tables: str) -> None:
         store = open_store(self.pipeline.settings.state_url, self.pipeline.settings.id)

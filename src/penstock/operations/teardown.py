@@ -143,7 +143,7 @@ def _remove_spool(path: Path) -> None:
     changes = (folder.log, folder.segments, folder.schemas, folder.open)
     for each in (*changes, folder.readers, folder.holds, folder.comparisons):
         shutil.rmtree(each, ignore_errors=True)
-    for file in (folder.lineage, folder.lock, folder.status, folder.released):
+    for file in (folder.lineage, folder.lock, folder.status, folder.supervisor, folder.released, folder.leaves):
         file.unlink(missing_ok=True)
     if not any(path.iterdir()):
         path.rmdir()

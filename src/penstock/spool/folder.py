@@ -23,13 +23,14 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.durable import sync_folder
+from penstock.durable import aside, sweep_aside, sync_folder, write_synced
 from penstock.errors import SpoolDiskFull
 from penstock.private import private_folder
 
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _POLL_SECONDS = 0.5
+_COMPARISON_SECONDS = 86400.0
+"""A comparison that has created no file for this long has ended."""
 _Result = TypeVar("_Result")
 
 
@@ -187,6 +190,16 @@ class SpoolFolder:
         for folder in (self.log, self.segments, self.schemas, self.readers, self.holds):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def sweep(self) -> None:
+        """Remove what processes that were killed have left: files that were to replace others, and comparisons."""
+        for folder in (self.root, self.readers, self.holds, *self.schemas.glob("*")):
+            sweep_aside(folder)
+        deadline = time.time() - _COMPARISON_SECONDS
+        for folder in self.comparisons.glob("*"):
+            with suppress(FileNotFoundError):
+                if folder.stat().st_mtime < deadline:
+                    shutil.rmtree(folder, ignore_errors=True)
+
     def discard(self) -> None:
         """Delete everything, because the slot it came from is gone. No process may be reading or writing."""
         # The log first: without it, the other files are ignored.
@@ -198,13 +211,13 @@ class SpoolFolder:
 
 def replace_file(path: Path, value: Any, *, durable: bool = False) -> None:
     """Write JSON so that readers see the old or the new content; `durable` content survives a power failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        json.dump(value, file)
+    content = json.dumps(value).encode()
+    with aside(path) as temporary:
         if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+            write_synced(temporary, content)
+        else:
+            temporary.write_bytes(content)
+        os.replace(temporary, path)
     if durable:
         sync_folder(path.parent)
 

@@ -83,6 +83,7 @@ class SpoolWriter:
             self.readers = Readers(self._folder)
             self.schemas = SchemaVersions(self._folder)
             self._leaves = MentionedLeaves(self._folder)
+            self._folder.sweep()
             self._boot = self._clear_after_restart()
             entries = self._recover()
         except BaseException:

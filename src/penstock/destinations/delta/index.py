@@ -39,6 +39,7 @@ from penstock.destinations.delta.layout import DELETED_AT, TableLayout
 from penstock.destinations.delta.storage import LocalStorage, Storage
 from penstock.destinations.delta.vectors import Vector
 from penstock.destinations.refusals import unknown_row
+from penstock.durable import aside
 from penstock.private import cache_folder
 
 INDEX_FOLDER = "_penstock/index"
@@ -185,9 +186,9 @@ class IndexFolder:
             self.storage.make_folder(mapped.parent)
         else:
             mapped.parent.mkdir(parents=True, exist_ok=True)
-        temporary = mapped.with_name(f".{mapped.name}.{uuid.uuid4().hex}")
-        temporary.write_bytes(content)
-        os.replace(temporary, mapped)
+        with aside(mapped) as temporary:
+            temporary.write_bytes(content)
+            os.replace(temporary, mapped)
 
 
 def _map_index(path: str) -> KeyIndex:

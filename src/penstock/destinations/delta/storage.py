@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ import pyarrow as pa
 from obstore.store import from_url
 
 from penstock.destinations.refusals import out_of_reach, require_mounted, unusable
-from penstock.durable import sync_folder
+from penstock.durable import aside, sync_folder, write_synced
 
 _LOCAL_SCHEME = "file://"
 _RETRY_SECONDS = 20.0
@@ -153,20 +152,22 @@ class LocalStorage:
 
     def put(self, path: str, content: bytes) -> None:
         target = self.root / path
-        temporary = self._write_aside(target, content)
-        os.replace(temporary, target)
+        self.make_folder(target.parent)
+        with aside(target) as temporary:
+            write_synced(temporary, content)
+            os.replace(temporary, target)
         sync_folder(target.parent)
 
     def put_if_absent(self, path: str, content: bytes) -> bool:
         target = self.root / path
-        temporary = self._write_aside(target, content)
-        # A link appears with the whole content or not at all, and only one writer can create it.
-        try:
-            os.link(temporary, target)
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
+        self.make_folder(target.parent)
+        with aside(target) as temporary:
+            write_synced(temporary, content)
+            # A link appears with the whole content or not at all, and only one writer can create it.
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
         sync_folder(target.parent)
         return True
 
@@ -219,15 +220,6 @@ class LocalStorage:
         path.mkdir(parents=True, exist_ok=True)
         for each in missing:
             sync_folder(each.parent)
-
-    def _write_aside(self, target: Path, content: bytes) -> Path:
-        self.make_folder(target.parent)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        return temporary
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.changes.steps import Segment, Truncation
-from penstock.durable import sync_folder
+from penstock.durable import aside, sweep_aside, sync_folder, write_synced
 from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
 from penstock.schema.table import schema_from_json, schema_to_json
@@ -241,6 +240,8 @@ class Generation:
         ]
         for path in orphans:
             path.unlink(missing_ok=True)
+        for folder in (self.log, self.path, self.path.parent.parent):
+            sweep_aside(folder)
         return orphans
 
 
@@ -269,12 +270,10 @@ class TableFolder:
 
     def rename(self, owner: Owner) -> None:
         """Record another name of the table."""
-        temporary = self.path / f".owner.json.{uuid.uuid4().hex}"
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump({"pipeline": owner.pipeline_id, "table": owner.table}, file, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path / "owner.json")
+        record = {"pipeline": owner.pipeline_id, "table": owner.table}
+        with aside(self.path / "owner.json") as temporary:
+            write_synced(temporary, json.dumps(record, ensure_ascii=False).encode())
+            temporary.replace(self.path / "owner.json")
         sync_folder(self.path)
 
     def is_left(self) -> bool:
@@ -397,17 +396,12 @@ def put_if_absent(path: Path, text: str) -> bool:
     A file is linked to its name when it is complete and on disk, so no reader sees a part of it, and only one of
     several writers succeeds.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with open(temporary, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
+    with aside(path) as temporary:
+        write_synced(temporary, text.encode())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
     sync_folder(path.parent)
     return True
 
