@@ -172,8 +172,8 @@ class Coordinator:
         try:
             published = stream.refresh()
         except PenstockError as error:
-            delay = backoff.next_delay()
-            logger.warning("cannot read the publication, retrying in=%.1fs error=%s", delay, error)
+            level, delay = backoff.log_level, backoff.next_delay()
+            logger.log(level, "cannot read the publication, retrying in=%.1fs error=%s", delay, error)
             return delay
         backoff.reset()
         self._unpublished = stream.unpublished

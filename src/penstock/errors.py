@@ -241,9 +241,9 @@ class SlotUndecodable(SlotUnusable):
     """The server cannot decode its own WAL from the slot's position."""
 
     default_hint = (
-        "This is a server defect that can occur when tables are created, truncated or rewritten while a slot is created."
-        " If no table depends on the slot yet, Penstock drops it: run again. Otherwise drop the slot, set on_lost_slot"
-        ' = "recreate" and run: penstock run.'
+        "This is a server defect that can occur when tables are created, truncated or rewritten while a slot is "
+        "created. If no table depends on the slot yet, Penstock drops it: run again. Otherwise drop the slot, set "
+        'on_lost_slot = "recreate" and run: penstock run.'
     )
 
 

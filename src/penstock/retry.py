@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass, field
 
@@ -14,6 +15,11 @@ class Backoff:
     longest: float = 30.0
     attempt: int = 0
     random: random.Random = field(default_factory=random.Random)
+
+    @property
+    def log_level(self) -> int:
+        """The level for a failure before its delay: of several in a row, only the first is a warning."""
+        return logging.WARNING if self.attempt == 0 else logging.INFO
 
     def next_delay(self) -> float:
         """Return the next delay in seconds; jitter keeps many clients from coming back at the same moment."""

@@ -122,8 +122,8 @@ class Capture:
                 except PenstockError as error:
                     if error.retry is not Retry.TIMED or self._settings.temporary:
                         raise
-                    delay = self._backoff.next_delay()
-                    logger.warning("capture failed, retrying in=%.1fs error=%s", delay, error)
+                    level, delay = self._backoff.log_level, self._backoff.next_delay()
+                    logger.log(level, "capture failed, retrying in=%.1fs error=%s", delay, error)
                     self._report(CaptureStatus(Reading.RETRYING, writer.end, self._acknowledged, error=error))
                     self._stop.wait(delay)
         finally:

@@ -213,8 +213,9 @@ def run_child() -> int:
     """The child's main function."""
     # Imported modules stay until the end: keep them out of garbage collection.
     gc.freeze()
-    # The parent adds the level and the name.
+    # The parent adds the level and the name, and shows what its own level lets through.
     logging.basicConfig(level=logging.WARNING, handlers=[_ToParent()], format="%(message)s")
+    logging.getLogger("penstock").setLevel(logging.INFO)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings: CaptureSettings = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))
     stop = threading.Event()

@@ -210,7 +210,7 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
     else:
         state = "not running" if has_run else "has not run yet"
         yield Text.assemble(("pipeline  ", "bold"), found.pipeline, ", ", (state, "yellow"))
-        if found.last_run is not None:
+        if found.last_run is not None and (found.supervisor is None or found.supervisor.last_end is None):
             yield Text(f"          the last run {found.last_run}")
     if found.supervisor is not None:
         yield from _supervisor(found.supervisor)

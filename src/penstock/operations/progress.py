@@ -100,14 +100,16 @@ class OutputLook:
     def line(self) -> str:
         """The status in one line."""
         lag = "unknown"
-        if self.source_lost_since is not None:
-            lag = f"unknown, source unreachable since {format_time(self.source_lost_since)}"
-        elif self.behind is not None:
+        if self.behind is not None:
             lag = f"{format_bytes(self.behind.bytes)}, {format_seconds(self.behind.seconds)}"
         if self.error is not None:
             return f"stopped: {self.error}"
         state = "paused" if self.paused else "streaming"
         what = count_indexes(self.indexes) if self.indexes else count_phases(self.phases)
+        if self.source_lost_since is not None:
+            # It has to fit into a terminal of 80 columns, which shows one line.
+            since = datetime.fromtimestamp(self.source_lost_since, UTC)
+            return f"{state}: {what}; source unreachable since {since:%Y-%m-%d %H:%M} UTC"
         return f"{state}: {what}; {self.changes_per_second:,.0f} changes/s; lag {lag}"
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,18 @@ def test_log_lines_of_capture_are_logged_by_its_parent(caplog: pytest.LogCapture
     assert [(each.name, each.levelname, each.message) for each in caplog.records] == [
         ("penstock.capture.session", "WARNING", "slot is slow slot=shop")
     ]
+
+
+def test_capture_reports_its_log_lines_without_level_and_logger() -> None:
+    # As `run_child` sets it up; in a process of its own, because `basicConfig` is for a whole process.
+    code = """
+import logging
+from penstock.capture.process import _ToParent
+logging.basicConfig(level=logging.WARNING, handlers=[_ToParent()])
+logging.getLogger("penstock.capture.engine").warning("capture failed, retrying in=%.1fs", 3.5)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout)["log"] == "capture failed, retrying in=3.5s"
 
 
 def test_a_child_that_dies_at_once_is_an_error_and_not_the_supervisors_end(monkeypatch):

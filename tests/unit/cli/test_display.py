@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from penstock.observe import LogFormat, configure_logging
 from penstock.observe.logs import JsonFormatter
 from penstock.operations.lag import Behind
 from penstock.operations.progress import Notice, OutputLook
+from penstock.retry import Backoff
 from penstock.source.preflight import Check, Severity, Status
 from penstock.state import DataSync, Ready
 
@@ -149,3 +151,18 @@ def test_remedies_are_below_their_findings_in_a_narrow_terminal():
         "→ Set it to logical.",
     ]
     assert "wal_level is replica  Set it to logical." in wide.file.getvalue()
+
+
+def test_a_source_that_is_away_is_told_within_80_columns() -> None:
+    line = replace(look(), source_lost_since=1_794_898_442.0).line
+    assert line == "streaming: 1 of 1 table ready; source unreachable since 2026-11-17 06:54 UTC"
+    assert len(line) < 80
+
+
+def test_only_the_first_of_several_failures_in_a_row_is_a_warning() -> None:
+    backoff = Backoff()
+    assert backoff.log_level == logging.WARNING
+    backoff.next_delay()
+    assert backoff.log_level == logging.INFO
+    backoff.reset()
+    assert backoff.log_level == logging.WARNING
