@@ -213,8 +213,8 @@ def run_child() -> int:
     """The child's main function."""
     # Imported modules stay until the end: keep them out of garbage collection.
     gc.freeze()
-    # The parent adds the level and the name, and shows what its own level lets through.
-    logging.basicConfig(level=logging.WARNING, handlers=[_ToParent()], format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToParent()])
+    # The parent shows what its own level lets through.
     logging.getLogger("penstock").setLevel(logging.INFO)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings: CaptureSettings = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))
@@ -270,6 +270,11 @@ def _write_status(status: CaptureStatus) -> None:
 
 class _ToParent(logging.Handler):
     """Sends log lines to the parent, which logs them in its own format and above its progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The parent adds the level and the name; `basicConfig` would set a format that has them.
+        self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         _write_line({"log": self.format(record), "level": record.levelno, "logger": record.name})
