@@ -47,9 +47,12 @@ def fill(
     for before, is_last in _read_before(net, matches, storage, layout):
         if is_last:
             net = net.located(before)
+            del before
         else:
             part, net = net.split(before.numbers)
-            yield part.located(before)
+            part = part.located(before)
+            del before  # its rows are in `part` now
+            yield part
     rows, columns = net.incomplete()
     yield _ask(net, rows, columns, layout, source) if len(rows) else net
 
@@ -77,17 +80,19 @@ def _read_before(
         for there, table in iterate_rows(storage, match.file.file, layout.schema, read, rows):
             if tables and sum(each.nbytes for each in (*tables, table)) > FILL_BYTES:
                 yield _known(numbers, tables, columns), False
-                numbers, tables = [], []
             numbers.append(codes[np.searchsorted(rows, there)])
             tables.append(table)
     yield _known(numbers, tables, columns), True
 
 
-def _known(numbers: Sequence[NDArray[np.int64]], tables: Sequence[pa.Table], columns: list[str]) -> KnownRows:
+def _known(numbers: list[NDArray[np.int64]], tables: list[pa.Table], columns: list[str]) -> KnownRows:
+    """Return rows that were read, and empty the lists, so that no row is in memory twice."""
     if not tables:
         return KnownRows(np.zeros(0, np.int64), pa.table({}))
-    table = in_one_piece(pa.concat_tables(tables))
-    return KnownRows(np.concatenate(numbers), table.select(columns), split_texts(table))
+    table, found = in_one_piece(pa.concat_tables(tables)), np.concatenate(numbers)
+    numbers.clear()
+    tables.clear()
+    return KnownRows(found, table.select(columns), split_texts(table))
 
 
 def _ask(
