@@ -105,8 +105,10 @@ class Restructuring:
         texts: list[LiteralString] = [
             "insert into {0} (id, n, note) values (%(id)s, %(n)s, %(note)s) on conflict do nothing",
             "update {0} set n = n + 1 where id = %(id)s",
-            "update {0} set id = id + 1 where id = %(id)s and id %% 100 <> 99 and not exists ("
-            + "select from {0} other where other.id = %(id)s + 1)",
+            """
+            update {0} set id = id + 1 where id = %(id)s and id %% 100 <> 99
+            and not exists (select from {0} other where other.id = %(id)s + 1)
+            """,
             "delete from {0} where id = %(id)s",
         ]
         statement = sql.SQL(self._random.choices(texts, [6, 3, 1, 1])[0]).format(table)
