@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
 # Tests on servers spend most of their time waiting.
-SERVER_WORKERS ?= 5
+SERVER_WORKERS ?= 7
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
@@ -55,8 +55,11 @@ demo: $(STAMP) ## replicate a demo shop into Delta tables and compare every row;
 demo-search: $(STAMP) opensearch ## replicate a demo shop into OpenSearch documents, and rebuild an index under load
 	$(BIN)/penstock demo --search $(ARGS)
 
+# The type checker uses one core, and downloads use none: they run beside the unit tests. Their output is kept apart.
 .PHONY: test
-test: lint unit integration ## run everything that must pass: lint, unit, integration and end-to-end tests
+test: $(STAMP) ## run everything that must pass: lint, unit, integration and end-to-end tests
+	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target unit lint jars opensearch
+	@$(MAKE) --no-print-directory integration
 
 .PHONY: unit
 unit: $(STAMP) ## run the tests that need no service

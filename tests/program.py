@@ -206,8 +206,9 @@ def _listen() -> socket.socket:
 
 
 def _main(listener: socket.socket) -> None:
-    # What commands and drivers import later.
-    for module in ("penstock.cli.main", "penstock.destinations.delta", "penstock.destinations.parquet", DRIVER):
+    # What commands, captures and drivers import later; Arrow imports pandas when it is first given a NumPy array.
+    used = ("penstock.cli.main", "penstock.destinations.delta", "penstock.destinations.parquet", "pandas", DRIVER)
+    for module in used:
         importlib.import_module(module)
     # A driver runs it again, as its main module.
     del sys.modules[DRIVER]
