@@ -53,6 +53,7 @@ from penstock.workers import (
     ApplyWorker,
     BatchSettings,
     Board,
+    CopyHold,
     CopyStatus,
     DropColumn,
     DropTable,
@@ -215,6 +216,8 @@ class RunningTables(RunningOutput):
             lifecycle=lifecycle,
             settings=settings.batches,
             error_hold=settings.error_hold,
+            # The rest of the spool is for changes that the destination does not have yet.
+            copy_hold=CopyHold(settings.copy.resume_max_bytes, settings.spool.max_bytes // 2),
             types=settings.types,
             transforms=self._transforms,
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),

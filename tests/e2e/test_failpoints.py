@@ -46,6 +46,8 @@ ALTERED = ("before_recopy", "after_recopy")
 SOLO = ("before_solo_write", "after_solo_write", "before_columns")
 PARTS = ("before_partitions", "during_partitions", "after_partitions")
 """A destination that keeps every change never gets there: a Delta table does."""
+RESUMED = ("after_finished_ranges", "before_reread", "before_give_up_resuming")
+"""In `test_resumed_copy.py`."""
 
 
 def writes(seed: int) -> Callable[[Any], None]:
@@ -148,9 +150,8 @@ def killed(request, database, tmp_path):
 
 
 def test_every_point_is_tried_here() -> None:
-    assert sorted(sum(STARTING, ()) + STREAMING + FAILING + OVERDUE + ASKED + ALTERED + SOLO + PARTS) == sorted(
-        failpoints.POINTS
-    )
+    points = STREAMING + FAILING + OVERDUE + ASKED + ALTERED + SOLO + PARTS + RESUMED
+    assert sorted(sum(STARTING, ()) + points) == sorted(failpoints.POINTS)
 
 
 @pytest.mark.trap(3, 4, 9, 19, 20, 23, 28)

@@ -22,6 +22,8 @@ from typing import Any
 from penstock import coordinator as coordination
 from penstock import failpoints
 from penstock.copy import CopySettings
+from penstock.copy.plan import RANGE_BYTES
+from penstock.destinations.delta import copy as delta_copy
 from penstock.destinations.delta import planner
 from penstock.destinations.registry import create_destination
 from penstock.documents.base import BatchPolicy, Sink
@@ -39,7 +41,7 @@ from penstock.stream import OnLostSlot, StreamSettings
 from penstock.tables import RunningTables, TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
-from penstock.workers import BatchSettings, ErrorHold
+from penstock.workers import BatchSettings, ErrorHold, table_sync
 from tests.support.counting import CountingCoordinator
 from tests.support.document_sink import FileSink
 
@@ -69,6 +71,9 @@ class DriveSettings:
     spark: Mapping[str, str] = field(default_factory=dict[str, str])
     copy_bytes_per_second: int | None = None
     """The limit for each range that is read; None for no limit."""
+    range_bytes: int | None = None
+    """The size of ranges, and of files of a copy into Delta; then copies of small tables are resumed, too."""
+    resume_max_bytes: int = 4 << 30
     interval: float = 0.1
     max_rows: int = 2_000
     error_hold: float = 3600.0
@@ -138,6 +143,8 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
     options = {"path": str(settings.lake), **settings.options}
     if settings.rewrite_bytes is not None:
         planner.REWRITE_BYTES = settings.rewrite_bytes
+    if settings.range_bytes is not None:
+        table_sync.SMALL_TABLE_BYTES, delta_copy.FILE_BYTES = -1, settings.range_bytes
     destination = FaultyDestination(create_destination(settings.destination, options))
     if settings.reject is not None:
         error = TableBusy("by order", table=settings.reject)
@@ -153,7 +160,11 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
             unidentified=frozenset(settings.unidentified),
             batches=BatchSettings(interval=settings.interval, max_rows=settings.max_rows),
             error_hold=ErrorHold(time=timedelta(seconds=settings.error_hold)),
-            copy=CopySettings(max_bytes_per_second=settings.copy_bytes_per_second),
+            copy=CopySettings(
+                range_bytes=settings.range_bytes or RANGE_BYTES,
+                max_bytes_per_second=settings.copy_bytes_per_second,
+                resume_max_bytes=settings.resume_max_bytes,
+            ),
             on_lost_slot=OnLostSlot(settings.on_lost_slot),
         ),
         _open_store(settings, settings.id),

@@ -28,6 +28,7 @@ from penstock.state.phases import (
     FinishedCopy,
     Init,
     Ready,
+    Resumption,
     RetryPolicy,
     SyncDone,
     SyncWait,
@@ -41,6 +42,7 @@ from penstock.state.transitions import (
     fail,
     finish_catchup,
     finish_copy,
+    give_up_resuming,
     hand_over,
     lose_position,
     may_be_ready,
@@ -79,6 +81,12 @@ class Rule(StrEnum):
     """After a table is reset, the work of its old worker does not count for the new one."""
     SLOWEST_OUTPUT = "slowest-output"
     """The slot follows the output that is furthest behind."""
+    HOLD_WHILE_RESUMABLE = "hold-while-resumable"
+    """Progress stays where it was when a copy began, as long as the copy can be resumed."""
+    RESUME_ONLY_WITH_CHANGES = "resume-only-with-changes"
+    """A copy is resumed only if all changes since it began are there. This and the rule before protect each other."""
+    REREAD_CHANGED = "reread-changed"
+    """All rows that changed since a copy began are read again in its last snapshot."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,8 @@ class Scenario:
     errors: int = 0
     resyncs: int = 0
     removals: int = 0
+    resumes: bool = False
+    """A copy has two ranges, which are read one after the other, and can be resumed."""
     left_out: frozenset[Rule] = field(default_factory=frozenset[Rule])
 
     def __contains__(self, rule: Rule) -> bool:
@@ -125,6 +135,10 @@ class Table(NamedTuple):
     """How far the apply worker is; None until it takes the table over."""
     stale: Lsn | None = None
     """The snapshot of an old worker that was not told to stop."""
+    ranges: tuple[Lsn | None, Lsn | None] = (None, None)
+    """The snapshots in which the two ranges of a copy were read; they survive a crash. Rows alternate between them."""
+    since: Lsn | None = None
+    """Where the worker's copy began, if it can be resumed."""
 
     @property
     def position(self) -> Lsn | None:
@@ -274,6 +288,8 @@ def _output_steps(scenario: Scenario, world: World, output: Output) -> Iterator[
         # Tables that were not in the batch stay behind; each has its own position.
         yield f"P = {world.captured:d}", output._replace(applied=world.captured)
     holding = [(table.phase, table.position) for table in output.tables if table.phase is not None]
+    if Rule.HOLD_WHILE_RESUMABLE not in scenario:
+        holding = [(give_up_resuming(phase) or phase, position) for phase, position in holding]
     if Rule.LOSE_BEFORE_PROGRESS not in scenario:
         holding = [(phase, position) for phase, position in holding if not isinstance(phase, Errored)]
     goal = progress(output.applied, holding if Rule.MINIMUM in scenario else [])
@@ -306,6 +322,11 @@ def _table_steps(
         at = _apply_position(table, phase)
         errored = fail(phase, reason="", solution=None, retry_policy=RetryPolicy(), at=_SOME_TIME, position=at)
         yield f"fails at {at:d}", table._replace(phase=errored, applied=None), {"errors": world.errors + 1}
+    if scenario.resumes and isinstance(phase, DataSync) and table.held is not None and world.errors < scenario.errors:
+        errored = fail(phase, reason="", solution=None, retry_policy=RetryPolicy(), at=_SOME_TIME, resumes=True)
+        ranges = table.ranges if errored.resumption is not None else (None, None)
+        new = Table(errored, table.rows, table.recorded, table.seen, ranges=ranges)
+        yield "copy fails", new, {"errors": world.errors + 1}
     if phase is not None and not isinstance(phase, Init) and world.resyncs < scenario.resyncs:
         yield "resync", _reset(scenario, table, resync()), {"resyncs": world.resyncs + 1}
 
@@ -315,6 +336,9 @@ def _copy_steps(
 ) -> Iterator[tuple[str, Table]]:
     """The table sync worker."""
     phase = table.phase
+    if scenario.resumes and isinstance(phase, Init | DataSync | Errored):
+        yield from _resumable_steps(scenario, world, output, index, table)
+        return
     match phase:
         case Init():
             held = world.captured if Rule.HOLD_BEFORE_SNAPSHOT in scenario else None
@@ -345,6 +369,59 @@ def _copy_steps(
             "copied by the old worker",
             _copied(scenario, index, table, table.stale)._replace(phase=finish_copy(phase), stale=None),
         )
+
+
+def _resumable_steps(
+    scenario: Scenario, world: World, output: Output, index: int, table: Table
+) -> Iterator[tuple[str, Table]]:
+    """The table sync worker, until the copy is complete, if the next attempt can resume it."""
+    phase = table.phase
+    if isinstance(phase, DataSync | Errored) and (given_up := give_up_resuming(phase)) is not None:
+        # Progress may go on; the running copy does not notice.
+        ranges = table.ranges if table.held is not None else (None, None)
+        yield "gives up resuming", table._replace(phase=given_up, ranges=ranges)
+    if isinstance(phase, Init | DataSync) and table.held is None:
+        known = phase.resumption if isinstance(phase, DataSync) else None
+        resumption, ranges = known or Resumption("", output.acknowledged), table.ranges if known else (None, None)
+        if Rule.RESUME_ONLY_WITH_CHANGES in scenario and not reaches(resumption.since, world.released):
+            resumption, ranges = None, (None, None)
+        yield (
+            f"held from {world.released:d}",
+            table._replace(
+                phase=start_copy(phase, resumption),
+                held=world.released,
+                since=None if resumption is None else resumption.since,
+                ranges=ranges,
+            ),
+        )
+    elif isinstance(phase, DataSync) and table.snapshot is None:
+        yield f"snapshot {world.committed:d}", table._replace(snapshot=world.committed)
+    elif isinstance(phase, DataSync) and table.snapshot is not None:
+        first, second = table.ranges
+        if first is None:
+            yield "reads range 0", table._replace(ranges=(table.snapshot, second))
+        elif second is None:
+            yield "reads range 1", table._replace(ranges=(first, table.snapshot))
+        elif first == second == table.snapshot or reaches(world.captured, table.snapshot):
+            new = _resumed(scenario, world, index, table, table.snapshot)
+            yield "copied", new._replace(phase=finish_copy(phase), ranges=(None, None), since=None)
+
+
+def _resumed(scenario: Scenario, world: World, index: int, table: Table, snapshot: Lsn) -> Table:
+    """Return the table with the rows of its ranges, and all that changed since the copy began as of the snapshot."""
+    name = scenario.tables[index]
+    read = [table.ranges[number % 2] for number in range(len(scenario.transactions))]
+    rows = [
+        int(each is not None and is_in(number, each) and name in scenario.transactions[number])
+        for number, each in enumerate(read)
+    ]
+    if set(table.ranges) != {snapshot} and Rule.REREAD_CHANGED in scenario:
+        assert table.since is not None
+        if not reaches(table.since, world.released):
+            raise _Lost(f"{name}: the spool was released up to {world.released:d}, not {table.since:d}")
+        for number in range(table.since, snapshot):
+            rows[number] = world.sent[number] >> index & 1
+    return table._replace(rows=tuple(rows), recorded=snapshot, worker=snapshot)
 
 
 def _apply_steps(
@@ -427,7 +504,10 @@ def _restarted(scenario: Scenario, world: World, output: Output) -> Output:
     start = start_position(world.slot, output.stored)
     tables: list[Table] = []
     for index, table in enumerate(output.tables):
-        phase = None if table.phase is None else after_crash(table.phase)
+        phase = None if table.phase is None else after_crash(table.phase, start)
+        if Rule.RESUME_ONLY_WITH_CHANGES not in scenario and isinstance(table.phase, DataSync):
+            phase = table.phase
+        ranges = table.ranges if isinstance(phase, DataSync | Errored) and phase.resumption else (None, None)
         if not world.published[index]:
             phase = None  # a start deletes the state of tables that are not published
         applied = None
@@ -436,7 +516,7 @@ def _restarted(scenario: Scenario, world: World, output: Output) -> Output:
         seen = table.seen if Rule.REMEMBER_MEMBERSHIP in scenario else world.version[index]
         if phase is None and world.published[index] and seen == world.version[index]:
             phase = discover(None)  # not in the state, so new, whatever was seen before
-        tables.append(Table(phase, table.rows, table.recorded, seen, applied=applied))
+        tables.append(Table(phase, table.rows, table.recorded, seen, applied=applied, ranges=ranges))
     return Output(start, start, output.stored, start, tuple(tables))
 
 
@@ -494,6 +574,7 @@ SCENARIOS = {
     "resync": Scenario(("a", "", "a"), crashes=2, resyncs=2),
     "removal": Scenario(("a", "a", "a"), crashes=1, removals=1),
     "outputs": Scenario(("a", "a"), outputs=2, crashes=0),
+    "resumed": Scenario(("a", "", "a", "a"), crashes=2, errors=1, resumes=True),
 }
 """Too large to explore in a unit test."""
 

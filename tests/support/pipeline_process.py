@@ -179,6 +179,11 @@ class PipelineProcess:
                 self.start()
             time.sleep(0.01)
 
+    def wait_until(self, look: Callable[[Seen], object], timeout: float = HANG_SECONDS) -> None:
+        """Wait until its status satisfies a condition, or until it ends."""
+        with suppress(PipelineEnded):
+            self.wait_for("this or its end", look, timeout)
+
     def wait_phases(self, name: str, count: int, timeout: float = HANG_SECONDS) -> None:
         """Wait until `count` tables exist and all are in one phase."""
         wanted = [name] * count

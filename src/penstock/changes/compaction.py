@@ -188,6 +188,21 @@ def keys_of(table: pa.Table, texts: Texts, names: Sequence[str], *, whole: bool 
     return row_keys(columns, [texts.get(name) for name in names], whole=whole)
 
 
+def touched_keys(changes: ChangeColumns, names: Sequence[str]) -> tuple[pa.Array, pa.Table, Texts]:
+    """Return the keys that occur in changes, before or after them, each once: as in `keys_of`, and as cells."""
+    cells = changes.rows.select(names)
+    keys, texts = keys_of(cells, changes.texts, names), changes.texts
+    if len(changes.old_at):
+        old = changes.old.select(names).cast(cells.schema)
+        keys = pa.concat_arrays([keys, keys_of(old, changes.old_texts, names)])
+        cells = pa.concat_tables([cells, old])
+        texts = concatenate_texts([texts, changes.old_texts], [changes.count, len(changes.old_at)])
+    _, first = np.unique(keys.dictionary_encode().indices.to_numpy(), return_index=True)
+    taken = pa.array(first)
+    found = {name: column.take(taken) for name, column in texts.items() if name in names}
+    return keys.take(taken), cells.take(taken).combine_chunks(), found
+
+
 def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: bool) -> NetChanges:
     count = changes.count
     if any(name in changes.not_sent for name in names):

@@ -322,7 +322,9 @@ def _indexes(found: list[IndexState]) -> Table:
 def _phase(table: TableStatus) -> str:
     if table.copy is None:
         return table.phase
-    return f"{table.phase} {table.copy['fraction']:.0%}, {table.copy['rows_done']:,} rows copied"
+    resumed = table.copy.get("fraction_resumed")
+    resumed = f" (resumed at {resumed:.0%})" if resumed else ""
+    return f"{table.phase} {table.copy['fraction']:.0%}{resumed}, {table.copy['rows_done']:,} rows copied"
 
 
 def _print_tables(config: Config, driver: LeaseInfo | None, located: Sequence[tuple[TableState, str | None]]) -> None:

@@ -263,7 +263,9 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         ),
         error_hold=ErrorHold(time=pipeline.error_hold.time, bytes=pipeline.error_hold.bytes),
         copy=CopySettings(
-            lock_timeout=file.copy_.lock_timeout.total_seconds(), max_bytes_per_second=file.copy_.max_bytes_per_second
+            lock_timeout=file.copy_.lock_timeout.total_seconds(),
+            max_bytes_per_second=file.copy_.max_bytes_per_second,
+            resume_max_bytes=file.copy_.resume_max_bytes,
         ),
         rename_tables=_rename_rules(file),
         transforms=Transforms(_table_rules(file)),

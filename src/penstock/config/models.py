@@ -117,6 +117,7 @@ class CopySection(Section):
     max_connections: Annotated[int, Field(ge=1)] | None = None
     max_bytes_per_second: Size | None = None
     lock_timeout: Duration = timedelta(seconds=60)
+    resume_max_bytes: Size = 4 << 30
 
 
 class SparkSection(Section):

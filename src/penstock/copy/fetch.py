@@ -7,7 +7,6 @@ fetched values are right, or a later change is about to overwrite them. This is 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pyarrow as pa
 from psycopg import sql
@@ -16,14 +15,13 @@ from psycopg.rows import tuple_row
 from penstock.changes.segment import UNREPRESENTABLE, SegmentColumn, join_texts, segment_layout, split_texts
 from penstock.changes.transform import TableTransform, Transforms
 from penstock.changes.wire import TEXT, decode_columns
+from penstock.copy.resume import KEYS_AT_ONCE, cell_texts
 from penstock.errors import SourceError, ValuesNotSent
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.values import TypeSettings
-
-_KEYS_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,8 @@ class SourceFetch:
             translated(connection, doing),
             connection.cursor(row_factory=tuple_row) as cursor,
         ):
-            for begin in range(0, keys.num_rows, _KEYS_AT_ONCE):
-                some = [text[begin : begin + _KEYS_AT_ONCE] for text in texts]
+            for begin in range(0, keys.num_rows, KEYS_AT_ONCE):
+                some = [text[begin : begin + KEYS_AT_ONCE] for text in texts]
                 result = cursor.execute(_query(schema, columns, named), some).pgresult
                 if result is None:
                     raise SourceError(f"cannot {doing}: the server did not answer")
@@ -117,15 +115,4 @@ def _query(schema: TableSchema, columns: tuple[SegmentColumn, ...], named: list[
 def _as_texts(keys: pa.Table, named: list[SegmentColumn]) -> list[list[str]]:
     """Return each key column as text that the server can parse."""
     exact = split_texts(keys)
-    found: list[list[str]] = []
-    for column in named:
-        texts = [_as_text(value) for value in keys.column(column.field_name).to_pylist()]
-        if column.field_name in exact:
-            kept = exact[column.field_name].to_pylist()
-            texts = [text if other is None else other for text, other in zip(texts, kept, strict=True)]
-        found.append(texts)
-    return found
-
-
-def _as_text(value: Any) -> str:
-    return f"\\x{value.hex()}" if isinstance(value, bytes) else str(value)
+    return [cell_texts(keys.column(column.field_name), exact.get(column.field_name)) for column in named]

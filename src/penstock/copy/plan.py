@@ -7,7 +7,7 @@ short, so that a failed one costs little and other work gets its turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,6 +29,8 @@ class CopySettings:
     """Seconds to wait for DDL on the table to end."""
     max_bytes_per_second: int | None = None
     """Limit for each range that is being read."""
+    resume_max_bytes: int = 4 << 30
+    """WAL that the server may keep so that an interrupted copy can be resumed; 0 to start again always."""
 
     @property
     def session_parameters(self) -> dict[str, str]:
@@ -79,6 +81,11 @@ class CopyRange:
     estimated_bytes: int = 0
 
     @property
+    def blocks(self) -> tuple[int, int, int | None, int]:
+        """As in `penstock.copy.resume.Blocks`."""
+        return self.leaf.oid, self.first_block, self.end_block, self.estimated_bytes
+
+    @property
     def condition(self) -> str:
         """Return the range as a condition; empty for a whole heap."""
         lower = f"ctid >= '({self.first_block},0)'::pg_catalog.tid" if self.first_block else ""
@@ -87,14 +94,23 @@ class CopyRange:
 
 
 def plan_ranges(
-    table_id: int, leaves: Iterable[Leaf], *, range_bytes: int = RANGE_BYTES, can_seek: bool = True
+    table_id: int,
+    leaves: Iterable[Leaf],
+    *,
+    range_bytes: int = RANGE_BYTES,
+    can_seek: bool = True,
+    finished: Mapping[int, Iterable[tuple[int, int | None]]] | None = None,
 ) -> tuple[CopyRange, ...]:
-    """Split heaps into ranges. Every heap has at least one, even if it is empty.
+    """Split heaps into ranges. Every heap has at least one, even if it is empty, unless it is finished.
 
     `can_seek` says that the server reads a range of `ctid` alone (14 and newer); otherwise a heap is one range.
+    `finished` are the first and end blocks of the parts of heaps that need no range, by oid.
     """
     pieces = (
-        (leaf, first, end) for leaf in leaves for first, end in _cut(leaf, range_bytes if can_seek else leaf.bytes + 1)
+        (leaf, first, end)
+        for leaf in leaves
+        for gap in _gaps((finished or {}).get(leaf.oid, ()))
+        for first, end in _cut(leaf, range_bytes if can_seek else leaf.bytes + 1, gap)
     )
     return tuple(
         CopyRange(table_id, index, leaf, first, end, _estimate(leaf, first, end))
@@ -102,12 +118,26 @@ def plan_ranges(
     )
 
 
-def _cut(leaf: Leaf, range_bytes: int) -> Iterator[tuple[int, int | None]]:
-    count = max(1, min(leaf.blocks, -(-leaf.bytes // max(1, range_bytes))))
-    borders = [leaf.blocks * number // count for number in range(count)]
-    yield from zip(borders, [*borders[1:], None], strict=True)
+def _gaps(parts: Iterable[tuple[int, int | None]]) -> Iterator[tuple[int, int | None]]:
+    """Yield what lies between some parts of a heap."""
+    begin = 0
+    for first, end in sorted(parts, key=lambda part: part[0]):
+        if begin < first:
+            yield begin, first
+        if end is None:
+            return
+        begin = max(begin, end)
+    yield begin, None
+
+
+def _cut(leaf: Leaf, range_bytes: int, gap: tuple[int, int | None]) -> Iterator[tuple[int, int | None]]:
+    first, end = gap
+    blocks = max(0, (leaf.blocks if end is None else end) - first)
+    count = max(1, min(blocks, -(-_estimate(leaf, first, end) // max(1, range_bytes))))
+    borders = [first + blocks * number // count for number in range(count)]
+    yield from zip(borders, [*borders[1:], end], strict=True)
 
 
 def _estimate(leaf: Leaf, first: int, end: int | None) -> int:
-    blocks = (leaf.blocks if end is None else end) - first
+    blocks = max(0, (leaf.blocks if end is None else end) - first)
     return leaf.bytes * blocks // leaf.blocks if leaf.blocks else 0

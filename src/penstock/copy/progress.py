@@ -40,6 +40,8 @@ class CopyProgress:
     ranges_done: int = 0
     rows_done: int = 0
     bytes_done: int = 0
+    bytes_resumed: int = 0
+    """What earlier attempts have read; part of `bytes_done`."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
     since: float = -1.0
     advanced: float = -1.0
@@ -48,11 +50,18 @@ class CopyProgress:
     @classmethod
     def of(cls, rows: CopyRows, clock: Callable[[], float] = time.monotonic) -> CopyProgress:
         """Return the state at the start."""
+        finished = () if rows.resumable is None else rows.resumable.finished
+        done = [blocks for each in finished for blocks in each.blocks]
+        size = sum(blocks.bytes for blocks in done)
         return cls(
             table=str(rows.schema),
-            ranges=len(rows.ranges),
-            bytes=rows.estimated_bytes,
+            ranges=len(rows.ranges) + len(done),
+            bytes=rows.estimated_bytes + size,
             estimated_rows=rows.estimated_rows,
+            ranges_done=len(done),
+            rows_done=sum(each.rows for each in finished),
+            bytes_done=size,
+            bytes_resumed=size,
             clock=clock,
             since=clock(),
         )
@@ -75,6 +84,11 @@ class CopyProgress:
         return min(1.0, self.bytes_done / self.bytes if self.bytes else self.ranges_done / self.ranges)
 
     @property
+    def fraction_resumed(self) -> float:
+        """What earlier attempts have read, from 0 to 1."""
+        return self.bytes_resumed / self.bytes if self.bytes else 0.0
+
+    @property
     def seconds(self) -> float:
         """Seconds since the start."""
         return self.clock() - self.since
@@ -83,10 +97,11 @@ class CopyProgress:
     def seconds_left(self) -> float | None:
         """Estimate the remaining time from the average rate until the last finished range; None before the first is
         finished."""
-        done = self.fraction
-        if not done:
+        done = self.fraction - self.fraction_resumed
+        if done <= 0 or self.advanced < self.since:
             return None
-        return max(0.0, (self.advanced - self.since) * (1 - done) / done - (self.clock() - self.advanced))
+        left = 1 - self.fraction
+        return max(0.0, (self.advanced - self.since) * left / done - (self.clock() - self.advanced))
 
 
 class CopyCounter:
@@ -96,7 +111,8 @@ class CopyCounter:
         self._bytes = {part.index: part.estimated_bytes for part in rows.ranges}
         self._lock = threading.Lock()
         self._progress = CopyProgress.of(rows, clock)
-        self.changed_cells = 0
+        finished = () if rows.resumable is None else rows.resumable.finished
+        self.changed_cells = sum(each.changed_cells for each in finished)
         """Cells that `out_of_range` changed so far."""
 
     @property

@@ -36,6 +36,7 @@ from penstock.copy.binary import (
 )
 from penstock.copy.plan import CopyRange, CopySettings
 from penstock.copy.progress import RangeRead
+from penstock.copy.resume import KeyRange
 from penstock.errors import DecodeError, SourceError, TableLocked, TableRewritten
 from penstock.observe.reports import tell
 from penstock.schema import TableSchema, quote_identifier, resolve_domain
@@ -100,7 +101,7 @@ class RangeReader:
         schema = tuple_layout(self.schema, self.types).arrow_schema
         return schema if self.transform is None else self.transform.arrow_schema(schema)
 
-    def read(self, part: CopyRange) -> Iterator[pa.RecordBatch]:
+    def read(self, part: CopyRange | KeyRange) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a range, in batches of about `settings.chunk_bytes`; no batch if it has no rows.
 
         Opens its own connection and closes it at the end, even if the iterator is not exhausted. After `TableRewritten`
@@ -120,7 +121,7 @@ class RangeReader:
                 yield batch if self.transform is None else self.transform.rows(batch)
         tell(RangeRead(part.index, row_count, changed_cells))
 
-    def _query(self, layout: TupleLayout, part: CopyRange, name: str) -> str:
+    def _query(self, layout: TupleLayout, part: CopyRange | KeyRange, name: str) -> str:
         columns = ", ".join(
             select_expression(form, quote_identifier(column.column.name))
             for column, form in zip(layout.columns, layout.forms, strict=True)
@@ -128,12 +129,12 @@ class RangeReader:
         where = self.condition(part)
         return f"copy (select {columns} from only {name}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
 
-    def condition(self, part: CopyRange) -> str:
+    def condition(self, part: CopyRange | KeyRange) -> str:
         """Return the condition for the rows of a range; empty for all."""
         filters = [f"({each})" for each in (self.row_filter, self.where) if each]
         return " and ".join(filter(None, [part.condition, *filters]))
 
-    def lock(self, connection: psycopg.Connection[Any], part: CopyRange) -> str:
+    def lock(self, connection: psycopg.Connection[Any], part: CopyRange | KeyRange) -> str:
         """Enter the snapshot and lock the heap; return its quoted name. The heap may be renamed until it is locked."""
         with connection.cursor(row_factory=tuple_row) as cursor:
             for _ in range(_RENAME_ATTEMPTS):
@@ -175,7 +176,7 @@ class RangeReader:
         self,
         connection: psycopg.Connection[Any],
         cursor: psycopg.Cursor[Any],
-        part: CopyRange,
+        part: CopyRange | KeyRange,
         names: list[str],
         types: list[int],
     ) -> bool:

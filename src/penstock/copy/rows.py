@@ -21,6 +21,7 @@ from penstock.changes.segment import require_exact_key
 from penstock.changes.transform import Transforms
 from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, Leaf, plan_ranges
 from penstock.copy.reader import RangeReader
+from penstock.copy.resume import ResumableCopy, Resuming, blocks_by_heap, fingerprint
 from penstock.errors import RESYNC, PublicationChanged, QueryFailed, SourceError, TableLocked, TableRewritten
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
@@ -28,7 +29,7 @@ from penstock.source.bounds import Bounds, load_bounds
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import is_lock_timeout, translated
-from penstock.source.publications import published_attnums, published_tables, require_publication
+from penstock.source.publications import Publication, published_attnums, published_tables, require_publication
 from penstock.source.shapes import TableShape, load_shapes
 from penstock.source.snapshots import Snapshot
 from penstock.values import TypeSettings
@@ -72,16 +73,18 @@ def prepare_copy(
     settings: CopySettings | None = None,
     attempt: str | None = None,
     with_bounds: bool = False,
+    resuming: Resuming | None = None,
 ) -> CopyRows:
     """Plan the copy of a published table: its schema at the snapshot's position, and its ranges.
 
     `attempt` identifies this copy among all copies of the table; the default is a new id. Does not read the table
     itself. Raises `PublicationChanged` if the publication does not contain the table, `TableLocked` if DDL on the
-    table prevents reading its size, and `ConfigError` if the settings do not fit the table.
+    table prevents reading its size, and `ConfigError` if the settings do not fit the table. With `resuming`, the copy
+    can be continued, and leaves out the ranges that are done.
     """
     settings, types = settings or CopySettings(), types or TypeSettings()
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
-        schema, row_filter, unpublished = _describe(connection, publication, table_id)
+        schema, row_filter, unpublished, published_by = _describe(connection, publication, table_id)
         require_exact_key(schema, types)
         transform = None if transforms is None else transforms.resolve(schema, types)
         where = None
@@ -93,7 +96,17 @@ def prepare_copy(
         shape = replace(load_shapes(connection, [table_id])[table_id], copied_at=snapshot.position)
         bounds = load_bounds(connection, schema, types) if with_bounds else {}
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
-    ranges = plan_ranges(table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
+    resumable = None
+    if resuming is not None and transform is None:
+        wanted = fingerprint(schema, shape, row_filter, published_by, types, snapshot.timeline)
+        resumable = None if wanted is None else resuming.at(snapshot.position, schema, wanted, tuple(leaves))
+    ranges = plan_ranges(
+        table_id,
+        leaves,
+        range_bytes=settings.range_bytes,
+        can_seek=can_seek,
+        finished=None if resumable is None else blocks_by_heap(resumable.finished),
+    )
     rows = CopyRows(
         reader=RangeReader(source, snapshot.name, schema, types, row_filter, settings, transform, where),
         attempt=attempt or uuid.uuid4().hex,
@@ -102,6 +115,7 @@ def prepare_copy(
         shape=shape,
         unpublished=unpublished,
         bounds=bounds,
+        resumable=resumable,
     )
     logger.info(
         "copy planned table=%s attempt=%s position=%s heaps=%d ranges=%d bytes=%d",
@@ -123,8 +137,8 @@ def _locks_named() -> Iterator[None]:
 
 def _describe(
     connection: psycopg.Connection[Any], publication: str, table_id: int
-) -> tuple[TableSchema, str | None, tuple[str, ...]]:
-    """Return the published table, and the publication's row filter."""
+) -> tuple[TableSchema, str | None, tuple[str, ...], Publication]:
+    """Return the published table, the publication's row filter, the columns that it omits, and the publication."""
     published = {table.oid: table for table in published_tables(connection, publication)}.get(table_id)
     table = load_table(connection, table_id)
     if published is None or table is None:
@@ -132,10 +146,11 @@ def _describe(
             f"publication {publication!r} does not contain the table {table or table_id}",
             tables=[str(table or table_id)],
         )
-    attnums = published_attnums(table, published, require_publication(connection, publication))
+    published_by = require_publication(connection, publication)
+    attnums = published_attnums(table, published, published_by)
     found = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
     unpublished = tuple(each.name for each in table.live_attributes if each.attnum not in set(attnums))
-    return schema_from_catalog(table, found, attnums), published.row_filter, unpublished
+    return schema_from_catalog(table, found, attnums), published.row_filter, unpublished, published_by
 
 
 def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
@@ -168,7 +183,8 @@ class CopyRows:
     Rows are read lazily and inside one snapshot, so reading again, or on another machine that reaches the source, gives
     the same rows, in any order. They can be read until `Destination.write_table_rows` returns, which ends the snapshot.
 
-    Everything here pickles. A job over ranges ships the ranges as its items and `reader` with its function:
+    Everything here pickles, except `resumable`. A job over ranges ships the ranges as its items and `reader` with its
+    function:
 
         def write_range(reader, folder, part):
             for index, batch in enumerate(reader.read(part)):
@@ -186,14 +202,16 @@ class CopyRows:
     """Identifies this copy among all copies of the table."""
     position: Lsn
     ranges: tuple[CopyRange, ...]
-    """Each row is in exactly one. There may be none (a partitioned table without partitions), and an empty table has
-    ranges without rows; create the table in both cases."""
+    """Each row is in exactly one, or in one that is done. There may be none (a partitioned table without partitions),
+    and an empty table has ranges without rows; create the table in both cases."""
     shape: TableShape | None = None
     """What the catalog said of it in the snapshot."""
     unpublished: tuple[str, ...] = ()
     """Columns of the table that the publication omits."""
     bounds: Mapping[int, Bounds] = field(default_factory=dict[int, Bounds])
     """The bounds of its leaves by oid, if they were asked for, without those that cannot be applied elsewhere."""
+    resumable: ResumableCopy | None = None
+    """What is done of the copy, if the next attempt can continue it."""
 
     @property
     def schema(self) -> TableSchema:

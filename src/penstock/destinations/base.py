@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import pyarrow as pa
 
 from penstock.changes.batch import EventBatch
+from penstock.copy.resume import FinishedRanges, ResumableCopy
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import concerns_all_tables
 from penstock.errors import PenstockError
@@ -74,6 +75,8 @@ class Capabilities:
     keeps_deleted_rows: bool = False
     """It keeps rows that are gone at the source, also in a new copy to the same place. So Penstock may copy a table
     again without being asked, but not to another place."""
+    resumes_copies: bool = False
+    """It is a `ResumingDestination`, for tables with a key."""
 
     @property
     def allows_copies(self) -> bool:
@@ -143,6 +146,10 @@ class CopyRows(Protocol):
 
     @property
     def reader(self) -> RangeReader: ...
+    @property
+    def resumable(self) -> ResumableCopy | None:
+        """What is done of the copy. Only a `ResumingDestination` gets one."""
+        ...
 
     def arrow(self) -> Iterator[pa.RecordBatch]:
         """Read all ranges, one after the other, in this process."""
@@ -347,6 +354,21 @@ class FolderDestination(Protocol):
 
     def locations(self, pipeline_id: str) -> Mapping[int, str]:
         """Return the path or URL of each table of a pipeline, by table id. Called without `startup`."""
+        ...
+
+
+@runtime_checkable
+class ResumingDestination(Protocol):
+    """A destination that keeps what an interrupted copy has read, for its next attempt.
+
+    Its `write_table_rows` records ranges under `rows.resumable.copy` as soon as they are durable. It writes the ranges
+    of `rows` and takes over those in `rows.resumable.finished`. If there are any of these, it then removes all rows
+    whose keys occur in `rows.resumable.changes()`, and reads them again in the snapshot. Until its commit readers see
+    nothing of this.
+    """
+
+    def finished_ranges(self, schema: TableSchema, copy: str) -> Sequence[FinishedRanges]:
+        """Return what is recorded of a copy; called after `drop_table_for_copy`, before the snapshot is taken."""
         ...
 
 

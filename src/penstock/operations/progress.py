@@ -258,7 +258,7 @@ class Progress:
                 facts = {**copy_facts(copy.progress), "seconds": round(copy.seconds, 3)}
                 notices.append(self._notice("copied", text, table, facts))
             elif copy.seconds is None and is_new:
-                text = f"copying {table}: {describe_plan(copy.progress)}"
+                text = f"copying {table}: {describe_plan(copy.progress)}{_resumed(copy.progress)}"
                 notices.append(self._notice("copying", text, table, copy_facts(copy.progress)))
         self._reported = dict(copies)
         return notices
@@ -412,9 +412,14 @@ def describe_copy(progress: CopyProgress) -> str:
     left = progress.seconds_left
     return (
         f"{progress.ranges_done} of {count_of(progress.ranges, 'range')}, {count_of(progress.rows_done, 'row')}, "
-        f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes)} ({progress.fraction:.0%})"
+        f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes)} "
+        f"({progress.fraction:.0%}{_resumed(progress)})"
         + ("" if left is None else f", about {format_seconds(left)} left")
     )
+
+
+def _resumed(progress: CopyProgress) -> str:
+    return f", resumed at {progress.fraction_resumed:.0%}" if progress.bytes_resumed else ""
 
 
 def describe_whole(progress: CopyProgress) -> str:
@@ -435,6 +440,7 @@ def copy_facts(progress: CopyProgress) -> dict[str, Any]:
         "bytes": progress.bytes,
         "bytes_done": progress.bytes_done,
         "fraction": round(progress.fraction, 3),
+        **({"fraction_resumed": round(progress.fraction_resumed, 3)} if progress.bytes_resumed else {}),
         "seconds_left": None if left is None else round(left, 1),
     }
 

@@ -43,10 +43,10 @@ class Readers:
         if known is not None:
             return known
         with self.locked():
-            released = read_file(self._folder.released)
-            if released is not None and not reaches(position, Lsn.parse(released["position"])):
+            released = self.released
+            if released is not None and not reaches(position, released):
                 raise PositionGone(
-                    f"reader {name!r} would begin at {position}, but entries before {released['position']} are deleted",
+                    f"reader {name!r} would begin at {position}, but entries before {released} are deleted",
                     position=position,
                 )
             self._write(name, position)
@@ -65,6 +65,12 @@ class Readers:
     def release(self, position: Lsn) -> None:
         """For the writer, inside `locked`: record that entries before a position are about to be deleted."""
         replace_file(self._folder.released, {"position": str(position)})
+
+    @property
+    def released(self) -> Lsn | None:
+        """The boundary before which entries may have been deleted; None if none were."""
+        record = read_file(self._folder.released)
+        return None if record is None else Lsn.parse(record["position"])
 
     def advance(self, name: str, position: Lsn) -> None:
         """Record durably that the reader needs nothing before `position`; the slot follows. Positions only grow."""

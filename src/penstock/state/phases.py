@@ -50,9 +50,21 @@ class Init:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """What lets the next attempt continue an interrupted copy, instead of starting again."""
+
+    copy: str
+    """Names the copy: the destination keeps its finished ranges under this name."""
+    since: Lsn
+    """Progress stays here, so the changes since then come again; every snapshot of the copy is after it."""
+
+
+@dataclass(frozen=True, slots=True)
 class DataSync:
     """Being copied."""
 
+    resumption: Resumption | None = None
+    """None if an interrupted copy starts again."""
     name: ClassVar[str] = "data_sync"
     owner: ClassVar[Owner] = Owner.TABLE_SYNC
 
@@ -138,12 +150,17 @@ class Errored:
         """True if progress waits for this table."""
         return self.position is not None and not self.position_lost
 
+    @property
+    def resumption(self) -> Resumption | None:
+        """What lets a copy continue that failed."""
+        return self.previous.resumption if isinstance(self.previous, DataSync) else None
+
 
 TableReplicationPhase: TypeAlias = Init | DataSync | FinishedCopy | SyncWait | Catchup | SyncDone | Ready | Errored
 StoredPhase: TypeAlias = Sound | Errored
 """The phases that are stored."""
 
-_PLAIN: dict[str, type[DataSync | FinishedCopy | Ready]] = {kind.name: kind for kind in (DataSync, FinishedCopy, Ready)}
+_PLAIN: dict[str, type[FinishedCopy | Ready]] = {kind.name: kind for kind in (FinishedCopy, Ready)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +187,9 @@ def phase_to_json(phase: StoredPhase) -> dict[str, Any]:
     """Return the details of a phase besides its name, as JSON values."""
     if isinstance(phase, Init):
         return {} if phase.reason is None else {"reason": storable_text(phase.reason)}
+    if isinstance(phase, DataSync):
+        resumption = phase.resumption
+        return {} if resumption is None else {"copy": resumption.copy, "since": str(resumption.since)}
     if isinstance(phase, SyncDone):
         return {"lsn": str(phase.lsn)}
     if isinstance(phase, Errored):
@@ -213,6 +233,8 @@ def storable_text(text: str) -> str:
 def _sound_from_json(name: str, details: dict[str, Any]) -> Sound:
     if name == Init.name:
         return Init(details.get("reason"))
+    if name == DataSync.name:
+        return DataSync(Resumption(details["copy"], Lsn.parse(details["since"])) if "copy" in details else None)
     if name == SyncDone.name:
         return SyncDone(Lsn.parse(details["lsn"]))
     if name not in _PLAIN:

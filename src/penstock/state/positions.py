@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.lsn import Lsn, earliest, furthest
-from penstock.state.phases import Catchup, Errored, Ready, SyncDone, TableReplicationPhase
+from penstock.state.phases import Catchup, DataSync, Errored, Ready, SyncDone, TableReplicationPhase
 
 
 def followed_from(phase: SyncDone | Ready, position: Lsn) -> Lsn:
@@ -22,7 +22,7 @@ def held_at(phase: TableReplicationPhase, position: Lsn | None) -> Lsn | None:
 
     `position` is the table sync worker's in Catchup and the apply worker's in SyncDone and Ready. It is None for a
     table in SyncDone that the apply worker has not taken over yet, which holds at the hand-over. An errored table holds
-    where it stopped, until its position is lost.
+    where it stopped, until its position is lost. A copy that can be resumed holds the changes since it began.
     """
     match phase:
         case SyncDone(lsn):
@@ -32,7 +32,10 @@ def held_at(phase: TableReplicationPhase, position: Lsn | None) -> Lsn | None:
                 raise ValueError(f"the position of a table in {phase.name} is not known")
             return position
         case Errored():
-            return phase.position if phase.holds else None
+            resumption = phase.resumption
+            return phase.position if phase.holds else None if resumption is None else resumption.since
+        case DataSync(resumption):
+            return None if resumption is None else resumption.since
         case _:
             return None
 
@@ -40,7 +43,7 @@ def held_at(phase: TableReplicationPhase, position: Lsn | None) -> Lsn | None:
 def progress(applied: Lsn, tables: Iterable[tuple[TableReplicationPhase, Lsn | None]]) -> Lsn:
     """Return the position that may be stored and then acknowledged: the minimum of P and of every table's hold.
 
-    P bounds it: while all tables are being copied no table holds anything.
+    P bounds it: tables that are copied may hold nothing.
     """
     held = (held_at(phase, position) for phase, position in tables)
     return earliest(applied, *(position for position in held if position is not None))

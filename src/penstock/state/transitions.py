@@ -18,6 +18,7 @@ from penstock.state.phases import (
     FinishedCopy,
     Init,
     Ready,
+    Resumption,
     RetryPolicy,
     StoredPhase,
     SyncDone,
@@ -37,11 +38,23 @@ def discover(current: StoredPhase | None) -> StoredPhase:
     return Init() if current is None else current
 
 
-def start_copy(current: TableReplicationPhase) -> DataSync:
-    """A copy starts, or restarts after a failed attempt."""
+def start_copy(current: TableReplicationPhase, resumption: Resumption | None = None) -> DataSync:
+    """A copy starts, or restarts after a failed attempt; with `resumption`, the next attempt can continue it."""
     if not isinstance(current, Init | DataSync | FinishedCopy):
         raise _illegal(current, DataSync.name, "only a table in Init can be copied")
-    return DataSync()
+    return DataSync(resumption)
+
+
+def give_up_resuming(current: TableReplicationPhase) -> DataSync | Errored | None:
+    """A copy that is interrupted starts again; None if the table has no copy that could be resumed.
+
+    Store this *before* progress passes the changes that resuming needs. A running copy is not disturbed.
+    """
+    if isinstance(current, DataSync) and current.resumption is not None:
+        return DataSync()
+    if isinstance(current, Errored) and current.resumption is not None:
+        return replace(current, previous=DataSync())
+    return None
 
 
 def finish_copy(current: TableReplicationPhase) -> FinishedCopy:
@@ -99,19 +112,21 @@ def fail(
     at: datetime,
     position: Lsn | None = None,
     after: Errored | None = None,
+    resumes: bool = False,
 ) -> Errored:
     """The table stops. `position` is the boundary up to which it is durable; required in SyncDone and Ready.
 
     A table that fails again keeps its previous phase, the time of the first failure and its position, or that it is
     lost. So does a table that was rolled back from the error `after` and has not advanced since: a table that fails at
-    every retry does not hold back progress forever.
+    every retry does not hold back progress forever. With `resumes`, a copy that can be resumed is; otherwise it starts
+    again.
     """
     if isinstance(current, Errored):
         policy = RetryPolicy() if current.position_lost else retry_policy
         solution = current.solution if current.position_lost else solution
         attempts = current.attempts + 1
         return replace(current, reason=reason, solution=solution, retry_policy=policy, attempts=attempts)
-    previous = stored_form(current)
+    previous = stored_form(current if resumes else give_up_resuming(current) or current)
     assert not isinstance(previous, Errored)
     if isinstance(previous, SyncDone | Ready):
         if position is None:
@@ -133,12 +148,12 @@ def lose_position(current: TableReplicationPhase) -> Errored:
     return replace(current, position_lost=True, retry_policy=RetryPolicy(), solution=_TOO_LATE)
 
 
-def roll_back(current: TableReplicationPhase) -> Init | SyncDone:
+def roll_back(current: TableReplicationPhase) -> Init | DataSync | SyncDone:
     """Return the phase from which an Errored table resumes, on request or at a timed retry.
 
     Never another Errored, and never Ready: a table with a position comes back as SyncDone at that position, and becomes
-    Ready when the apply worker has caught up. Any other table starts again from Init. A table whose position is lost
-    can only be resynced.
+    Ready when the apply worker has caught up. A copy that can be resumed continues. Any other table starts again from
+    Init. A table whose position is lost can only be resynced.
     """
     if not isinstance(current, Errored):
         raise IllegalTransition(
@@ -151,6 +166,8 @@ def roll_back(current: TableReplicationPhase) -> Init | SyncDone:
         raise IllegalTransition(
             "the changes since the error are lost, so resuming would leave a gap", hint=_RESYNC, current=current.name
         )
+    if current.resumption is not None:
+        return DataSync(current.resumption)
     return Init() if current.position is None else SyncDone(current.position)
 
 
@@ -170,9 +187,19 @@ def resync(reason: str | None = None) -> Init:
     return Init(reason)
 
 
-def after_crash(current: TableReplicationPhase) -> StoredPhase:
-    """Return the phase at the next start: a table that was not handed over is copied again, others keep theirs."""
+def after_crash(current: TableReplicationPhase, start: Lsn) -> StoredPhase:
+    """Return the phase at the next start, at which replication continues at `start`.
+
+    A table that was handed over, or is errored, keeps its phase. A copy is resumed if the changes that this needs come
+    again, and starts again otherwise.
+    """
     stored = stored_form(current)
+    if isinstance(stored, DataSync | Errored):
+        resumption = stored.resumption
+        if resumption is not None and not reaches(resumption.since, start):
+            stored = give_up_resuming(stored) or stored
+    if isinstance(stored, DataSync) and stored.resumption is not None:
+        return stored
     return stored if isinstance(stored, SyncDone | Ready | Errored) else Init()
 
 
@@ -181,8 +208,9 @@ def is_legal(current: TableReplicationPhase | None, new: TableReplicationPhase) 
     if current == new or isinstance(new, Init):
         return True
     match new:
-        case DataSync():
-            return isinstance(current, Init | DataSync | FinishedCopy)
+        case DataSync(resumption):
+            continues = isinstance(current, Errored) and resumption is not None and current.resumption == resumption
+            return continues or isinstance(current, Init | DataSync | FinishedCopy)
         case FinishedCopy():
             return isinstance(current, DataSync)
         case SyncWait():
@@ -210,11 +238,14 @@ def check_stored(current: StoredPhase | None, new: TableReplicationPhase) -> Sto
 
 
 def _may_be_errored(current: TableReplicationPhase, new: Errored) -> bool:
+    before = current.previous if isinstance(current, Errored) else stored_form(current)
+    # Resuming may be given up at any time.
+    is_previous = new.previous == before or (isinstance(before, DataSync) and new.previous == DataSync())
     if isinstance(current, Errored):
-        kept = (current.previous, current.position, current.since) == (new.previous, new.position, new.since)
-        return kept and new.position_lost >= current.position_lost
+        kept = (current.position, current.since) == (new.position, new.since)
+        return is_previous and kept and new.position_lost >= current.position_lost
     # A position is held before it is lost: the loss is stored before progress passes the table.
-    return stored_form(current) == new.previous and not new.position_lost
+    return is_previous and not new.position_lost
 
 
 def _illegal(current: TableReplicationPhase | None, wanted: str, why: str = "") -> IllegalTransition:

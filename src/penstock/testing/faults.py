@@ -13,17 +13,19 @@ Give the pipeline the wrapper instead of the destination. All methods may be cal
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from penstock.changes.batch import EventBatch
+from penstock.copy.resume import FinishedRanges
 from penstock.destinations.base import (
     Capabilities,
     CopyRows,
     Destination,
     DestinationContext,
+    ResumingDestination,
     TableResult,
     WriteHandle,
     WriteResult,
@@ -159,6 +161,11 @@ class FaultyDestination:
         """See `Destination`."""
         call = Call("drop_table_for_copy", (str(schema),))
         self._around(call, lambda: self.inner.drop_table_for_copy(schema, attempt))
+
+    def finished_ranges(self, schema: TableSchema, copy: str) -> Sequence[FinishedRanges]:
+        """See `ResumingDestination`."""
+        inner = self.inner
+        return inner.finished_ranges(schema, copy) if isinstance(inner, ResumingDestination) else ()
 
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
         """See `Destination`."""

@@ -26,7 +26,7 @@ from penstock.errors import DestinationUnavailable, PenstockError, Retry, TasksF
 from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
-from penstock.state import Errored, Init, Ready, Store, SyncDone, TableReplicationPhase
+from penstock.state import DataSync, Errored, Init, Ready, Store, SyncDone, TableReplicationPhase
 from penstock.state.transitions import lose_position, resync
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter, Work
@@ -53,6 +53,14 @@ class ErrorHold:
 
     time: timedelta = timedelta(hours=1)
     bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CopyHold:
+    """How much WAL, and how much of the spool, a copy may hold back so that it can be resumed."""
+
+    bytes: int = 4 << 30
+    spool_bytes: int = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,7 @@ class ApplyWorker:
         lifecycle: Lifecycle,
         settings: BatchSettings,
         error_hold: ErrorHold,
+        copy_hold: CopyHold | None = None,
         types: TypeSettings | None = None,
         transforms: Transforms | None = None,
         try_tasks: Callable[[], object],
@@ -119,6 +128,7 @@ class ApplyWorker:
         self._try_tasks = try_tasks
         self._settings = settings
         self._error_hold = error_hold
+        self._copy_hold = copy_hold or CopyHold()
         self._schema_changes = schema_changes
         self._copied_again: dict[int, _CopiedAgain] = {}
         self._failed: dict[int, Errored] = {}
@@ -237,6 +247,7 @@ class ApplyWorker:
         """Record what a batch made durable; return the position that may be acknowledged."""
         failpoints.reach("after_write")
         self._lose_overdue(end)
+        self._give_up_resuming(end)
         return self._board.record_progress(end, durable)
 
     def _reachable(self) -> Lsn | None:
@@ -396,3 +407,19 @@ class ApplyWorker:
             if self._board.alter(table_id, lose) is not None:
                 self._failed.pop(table_id, None)
             failpoints.reach("after_lose_position")
+
+    def _give_up_resuming(self, end: Lsn) -> None:
+        """Let go of copies that hold back progress too long: if they are interrupted, they start again."""
+        now, hold = datetime.now(UTC), self._copy_hold
+        for table_id, phase in self._board.phases().items():
+            resumption = phase.resumption if isinstance(phase, DataSync | Errored) else None
+            if resumption is None:
+                continue
+            is_late = isinstance(phase, Errored) and now - phase.since > self._error_hold.time
+            entries = self._writer.reader.entries(resumption.since)
+            is_large = sum(entry.bytes for entry in entries) > hold.spool_bytes
+            if is_late or is_large or distance(resumption.since, end) > hold.bytes:
+                text = "copy held back progress for too long: if it is interrupted, it starts again table=%s since=%s"
+                logger.warning(text, self._board.name_of(table_id), resumption.since)
+                failpoints.reach("before_give_up_resuming")
+                self._board.give_up_resuming(table_id)

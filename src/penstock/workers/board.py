@@ -29,6 +29,7 @@ from penstock.state import (
     FinishedCopy,
     Init,
     Ready,
+    Resumption,
     Store,
     StoredPhase,
     SyncDone,
@@ -40,11 +41,13 @@ from penstock.state.positions import followed_from, progress, table_start
 from penstock.state.transitions import (
     after_crash,
     become_ready,
+    give_up_resuming,
     hand_over,
     may_be_ready,
     resync,
     retry_is_due,
     roll_back,
+    start_copy,
     wait_for_apply,
 )
 
@@ -71,7 +74,7 @@ class Board:
         """Returns the name of a table."""
         self._changed = threading.Condition(threading.RLock())
         self._phases: dict[int, TableReplicationPhase] = {
-            table_id: after_crash(phase) for table_id, phase in store.get_table_replication_states().items()
+            table_id: after_crash(phase, start) for table_id, phase in store.get_table_replication_states().items()
         }
         self._positions: dict[int, Lsn] = {}
         self._snapshots: dict[int, Lsn] = {}
@@ -189,6 +192,26 @@ class Board:
             self._set_phase(table_id, phase, position)
             if isinstance(phase, SyncDone | Errored):
                 del self._attempts[table_id]
+
+    def start_copy(self, table_id: int, attempt: str, *, resumable: bool) -> Resumption | None:
+        """Start the copy of a claimed table; return what it resumes from, or what its next attempt can resume from.
+
+        A new copy can be resumed from A: progress is held there from now on, and its snapshot will be after it.
+        """
+        with self._changed:
+            phase = self._claimed(table_id, attempt)
+            known = phase.resumption if isinstance(phase, DataSync) else None
+            resumption = (known or Resumption(attempt, self._acknowledged)) if resumable else None
+            self._set_phase(table_id, start_copy(phase, resumption), None)
+            return resumption
+
+    def give_up_resuming(self, table_id: int) -> None:
+        """Let progress pass the changes that resuming a copy would need. A running copy keeps its claim."""
+        with self._changed:
+            phase = self._phases.get(table_id)
+            given_up = None if phase is None else give_up_resuming(phase)
+            if given_up is not None:
+                self._set_phase(table_id, given_up, None)
 
     def check_claim(self, table_id: int, attempt: str) -> None:
         """Raise `Superseded` unless the attempt still holds the claim."""

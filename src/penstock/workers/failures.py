@@ -11,7 +11,7 @@ import psycopg
 
 from penstock.destinations.base import Capabilities
 from penstock.destinations.refusals import is_passing, unexpected
-from penstock.errors import PenstockError, Retry
+from penstock.errors import PenstockError, Retry, TableRewritten
 from penstock.lsn import Lsn
 from penstock.retry import Backoff
 from penstock.source.faults import Place, from_exception
@@ -174,4 +174,6 @@ def errored(
         at=now(),
         position=position,
         after=after,
+        # Rows that changed in a way that the stream does not tell, or changes that are gone: only a new copy is right.
+        resumes=named.retry is Retry.TIMED and not isinstance(named, TableRewritten),
     )

@@ -3,8 +3,9 @@
     drop (fence) → DataSync → hold its changes → snapshot S → copy → FinishedCopy
     → catch up → SyncWait → Catchup → SyncDone
 
-If anything fails before SyncDone, the next attempt starts from the beginning under another name, and the destination
-ignores what this one still writes.
+If anything fails before SyncDone, the next attempt starts under another name, and the destination ignores what this one
+still writes. It starts from the beginning, unless the copy can be resumed (`penstock.copy.resume`): then progress has
+stayed where it was when the first attempt began, and the ranges that were read are not read again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,13 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from penstock import failpoints
+from penstock.changes.batch import Rows, SchemaChange, build_batch
+from penstock.changes.steps import Entry, Segment
 from penstock.changes.transform import Transforms
 from penstock.copy import CopyRows, CopySettings, prepare_copy
 from penstock.copy.progress import CopyCounter, CopyProgress
-from penstock.destinations.base import Destination, Tasks
+from penstock.copy.resume import Resuming, finds_rows_again
+from penstock.destinations.base import Destination, ResumingDestination, Tasks
 from penstock.errors import (
     RESYNC,
     DestinationUnavailable,
@@ -50,12 +55,12 @@ from penstock.source.slots import Blocker, warn_of_blockers
 from penstock.source.snapshots import Snapshot, take_snapshot
 from penstock.spool import Holds, Stopping
 from penstock.spool.folder import SpoolFolder
-from penstock.state import Init, Store, StoredProgress, TableSchemaVersion
-from penstock.state.transitions import finish_catchup, finish_copy, start_copy
+from penstock.state import Init, Resumption, Store, StoredProgress, TableSchemaVersion
+from penstock.state.transitions import finish_catchup, finish_copy
 from penstock.values import TypeSettings
 from penstock.workers.batches import BatchSettings, BatchWriter, require_exact_filter
 from penstock.workers.board import Board
-from penstock.workers.copies import OnWait, SharedSnapshots, SyncPool
+from penstock.workers.copies import SMALL_TABLE_BYTES, OnWait, SharedSnapshots, SyncPool
 from penstock.workers.failures import SchemaChanges
 
 logger = logging.getLogger(__name__)
@@ -161,7 +166,7 @@ class TableSync:
         self._refuse_large(schema, size)
         with pool.place(size, self._check_stop):
             try:
-                rows_position = self._copy_table(schema, pool.snapshots)
+                rows_position = self._copy_table(schema, size, pool.snapshots)
                 self._catch_up(rows_position)
             finally:
                 self._holds.release(self._reader, self._table_id)
@@ -191,16 +196,18 @@ class TableSync:
                 logger.warning("cannot end the claim of a copy, retrying in=%.1fs error=%s", delay, error)
                 self._stop.wait(delay)
 
-    def _copy_table(self, schema: TableSchema, snapshots: SharedSnapshots) -> Lsn:
+    def _copy_table(self, schema: TableSchema, size: int | None, snapshots: SharedSnapshots) -> Lsn:
         """Fence off earlier attempts, copy, and return the position of the snapshot."""
         self._destination.drop_table_for_copy(schema, self.attempt)
         failpoints.reach("after_drop")
         self._store.clear_table_copy_state(self._table_id)
-        self._board.advance(self._table_id, self.attempt, start_copy)
+        can_resume = self._can_resume(schema, size)
+        resumption = self._board.start_copy(self._table_id, self.attempt, resumable=can_resume)
         failpoints.reach("after_data_sync")
         # Held before the snapshot is taken: changes committed after it must still be in the spool when the copy ends.
         self._holds.request(self._reader, self._table_id)
-        self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS)
+        held_from = self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS)
+        resuming = None if resumption is None else self._resume(schema, resumption, held_from)
         failpoints.reach("before_snapshot")
         with self._snapshot(schema, snapshots) as snapshot:
             self._wait_for_server(snapshot)
@@ -214,12 +221,13 @@ class TableSync:
                 transforms=self._transforms,
                 settings=self._copy,
                 attempt=self.attempt,
+                resuming=resuming,
             )
             counter = self.view.counter = CopyCounter(rows)
             self._check_stop()
             with self._tasks.copying(), listening(counter.take):
                 failpoints.reach("during_copy")
-                self._destination.write_table_rows(rows.schema, rows)
+                self._write_rows(rows)
         failpoints.reach("after_copy")
         self._check_stop()
         self._remember_schema(rows)
@@ -230,6 +238,73 @@ class TableSync:
         failpoints.reach("after_finished_copy")
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position
+
+    def _write_rows(self, rows: CopyRows) -> None:
+        try:
+            self._destination.write_table_rows(rows.schema, rows)
+        except PenstockError as error:
+            if rows.resumable is None or not rows.resumable.finished or error.retry is Retry.TIMED:
+                raise
+            # Whatever it is, a copy from the beginning does not need what failed, or fails with the same error.
+            raise TableRewritten(f"{error.message}; the copy cannot be resumed", table=str(rows.schema)) from error
+
+    def _can_resume(self, schema: TableSchema, size: int | None) -> bool:
+        """True if the copy is worth continuing, and the stream tells of every row that changes meanwhile."""
+        return (
+            isinstance(self._destination, ResumingDestination)
+            and self._destination.capabilities.resumes_copies
+            and self._copy.resume_max_bytes > 0
+            and (size is None or size > SMALL_TABLE_BYTES)
+            and finds_rows_again(schema)
+            and self._transforms.of(self._table_id, str(schema)) is None
+        )
+
+    def _resume(self, schema: TableSchema, resumption: Resumption, held_from: Lsn) -> Resuming | None:
+        """Return what is done of the copy; None if some of the changes that continuing it needs are gone."""
+        assert isinstance(self._destination, ResumingDestination)
+        since, reader = resumption.since, self._writer.reader
+        released = reader.readers.released
+        if not reaches(since, held_from) or (released is not None and not reaches(since, released)):
+            logger.warning("copy starts again, changes since it began are gone table=%s since=%s", schema, since)
+            self._board.give_up_resuming(self._table_id)
+            return None
+        finished = tuple(self._destination.finished_ranges(schema, resumption.copy))
+        rows = sum(each.rows for each in finished)
+        changed = sum(step.rows for entry in reader.entries(since, [self._table_id]) for step in _segments(entry))
+        if changed > rows:
+            # It costs less to read them again.
+            finished = ()
+        return Resuming(resumption.copy, partial(self._changes, since), finished)
+
+    def _changes(self, since: Lsn, schema: TableSchema, position: Lsn) -> list[Rows]:
+        """Return the table's changes from the beginning of its copy to a position, after waiting for capture."""
+        reader = self._writer.reader
+        while (captured := reader.captured) is None or not reaches(captured, position):
+            self._check_stop()
+            self._holds.confirmed(self._reader, self._table_id)
+            if captured is not None:
+                reader.wait(captured, 0.5)
+            else:
+                self._stop.wait(0.1)
+        batch = build_batch(
+            reader.entries(since, [self._table_id]),
+            begin=since,
+            end=position,
+            positions={self._table_id: since},
+            schemas={self._table_id: schema},
+            schema_of=reader.load_schema,
+        )
+        steps = [step for changes in batch.tables for step in changes.steps]
+        found: list[Rows] = []
+        for step in steps:
+            is_same = isinstance(step, SchemaChange) and _is_same(step.new, schema)
+            if isinstance(step, Rows):
+                found.append(step)
+            elif not is_same:
+                raise TableRewritten(
+                    f"{schema} was truncated or altered while its copy was unfinished", table=str(schema)
+                )
+        return found
 
     @contextmanager
     def _snapshot(self, schema: TableSchema, snapshots: SharedSnapshots) -> Iterator[Snapshot]:
@@ -364,6 +439,14 @@ class TableSync:
         if self._stop.is_set():
             raise Stopping
         self._board.check_claim(self._table_id, self.attempt)
+
+
+def _segments(entry: Entry) -> Iterator[Segment]:
+    return (step for step in entry.steps if isinstance(step, Segment))
+
+
+def _is_same(one: TableSchema, other: TableSchema) -> bool:
+    return one.has_columns_of(other) and one.replica_identity is other.replica_identity
 
 
 def _for_a_copy(error: PenstockError) -> PenstockError:

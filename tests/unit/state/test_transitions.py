@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import IllegalTransition, Retry
 from penstock.lsn import Lsn
-from penstock.state import phases, transitions
+from penstock.state import phases, positions, transitions
 from penstock.state.phases import (
     Catchup,
     DataSync,
@@ -18,6 +18,7 @@ from penstock.state.phases import (
     FinishedCopy,
     Init,
     Ready,
+    Resumption,
     RetryPolicy,
     SyncDone,
     SyncWait,
@@ -28,6 +29,7 @@ from penstock.state.phases import (
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
 LSNS = (Lsn(10), Lsn(20))
+RESUMPTION = Resumption("first", Lsn(10))
 
 
 def errored(previous=None, **changes) -> Errored:
@@ -42,6 +44,7 @@ WORLD: list[TableReplicationPhase] = [
     *(Catchup(lsn) for lsn in LSNS),
     *(SyncDone(lsn) for lsn in LSNS),
     *(errored(previous) for previous in (Init(), DataSync(), FinishedCopy(), SyncDone(Lsn(20)), Ready())),
+    *(DataSync(RESUMPTION), errored(DataSync(RESUMPTION))),
     *(errored(previous, position_lost=True) for previous in (SyncDone(Lsn(20)), Ready())),
 ]
 
@@ -52,6 +55,8 @@ def reachable(current: TableReplicationPhase) -> set[TableReplicationPhase]:
     calls = [
         lambda: transitions.resync(),
         lambda: transitions.start_copy(current),
+        lambda: transitions.start_copy(current, RESUMPTION),
+        *([lambda: given_up] if (given_up := transitions.give_up_resuming(current)) is not None else []),
         lambda: transitions.finish_copy(current),
         lambda: transitions.wait_for_apply(current),
         *(
@@ -60,8 +65,17 @@ def reachable(current: TableReplicationPhase) -> set[TableReplicationPhase]:
         ),
         *(lambda d=d: transitions.finish_catchup(current, d) for d in lsn),
         *(lambda d=d: transitions.become_ready(current, d) for d in lsn),
-        lambda: transitions.fail(
-            current, reason="a bad row", solution="mend it", retry_policy=RetryPolicy(), at=NOW, position=Lsn(20)
+        *(
+            lambda r=r: transitions.fail(
+                current,
+                reason="a bad row",
+                solution="mend it",
+                retry_policy=RetryPolicy(),
+                at=NOW,
+                position=Lsn(20),
+                resumes=r,
+            )
+            for r in (False, True)
         ),
         lambda: transitions.lose_position(current),
         lambda: transitions.roll_back(current),
@@ -116,7 +130,8 @@ def test_rollback_is_never_to_errored_and_never_to_ready() -> None:
     for phase in WORLD:
         if isinstance(phase, Errored) and not phase.position_lost:
             back = transitions.roll_back(phase)
-            assert back == (Init() if phase.position is None else SyncDone(phase.position))
+            resumed = None if phase.resumption is None else DataSync(phase.resumption)
+            assert back == (resumed or (Init() if phase.position is None else SyncDone(phase.position)))
         else:
             with pytest.raises(IllegalTransition):
                 transitions.roll_back(phase)
@@ -185,9 +200,31 @@ def test_a_followed_table_fails_with_its_position_and_a_copying_one_without() ->
 
 @pytest.mark.parametrize("phase", WORLD, ids=str)
 def test_a_crash_before_the_hand_over_means_a_new_copy(phase: TableReplicationPhase) -> None:
-    after = transitions.after_crash(phase)
-    assert after == (phase if isinstance(phase, SyncDone | Ready | Errored) else Init())
+    after = transitions.after_crash(phase, Lsn(11))
+    keeps = isinstance(phase, SyncDone | Ready | Errored)
+    assert after == (transitions.give_up_resuming(phase) or phase if keeps else Init())
     assert transitions.is_legal(phases.stored_form(phase), after)
+
+
+@pytest.mark.parametrize("start", [Lsn(9), Lsn(10)])
+def test_a_copy_is_resumed_if_its_changes_come_again(start: Lsn) -> None:
+    for phase in (DataSync(RESUMPTION), errored(DataSync(RESUMPTION))):
+        assert transitions.after_crash(phase, start) == phase
+        assert positions.held_at(phase, None) == RESUMPTION.since
+        given_up = transitions.give_up_resuming(phase)
+        assert given_up is not None
+        assert positions.held_at(given_up, None) is None
+        assert transitions.give_up_resuming(given_up) is None
+
+
+def test_a_failed_copy_is_resumed_only_if_its_error_allows_it() -> None:
+    def failed(resumes: bool) -> Errored:
+        return transitions.fail(
+            DataSync(RESUMPTION), reason="", solution=None, retry_policy=RetryPolicy(), at=NOW, resumes=resumes
+        )
+
+    assert transitions.roll_back(failed(resumes=True)) == DataSync(RESUMPTION)
+    assert transitions.roll_back(failed(resumes=False)) == Init()
 
 
 @pytest.mark.parametrize("phase", [phase for phase in WORLD if phases.is_persisted(phase)], ids=str)

@@ -19,10 +19,13 @@ SMALL = {
     "resync": Scenario(("a", "a"), crashes=2, resyncs=1),
     "removal": Scenario(("a", "a"), crashes=1, removals=1),
     "outputs": Scenario(("a",), outputs=2, crashes=1),
+    "resumed copies": Scenario(("a", "a", "a"), crashes=1, resumes=True),
+    "resumed copies, crashes and errors": Scenario(("a", "a"), crashes=2, errors=1, resumes=True),
 }
 """Seconds each; the larger ones are `SCENARIOS`."""
 
 TWO = Scenario(("a", "a"))
+RESUMED = Scenario(("a", "a"), resumes=True)
 LEFT_OUT = {
     (Rule.ACKNOWLEDGE_THROUGH_APPLY, Rule.CATCHUP_ABOVE_ACKNOWLEDGED): (TWO, "lost"),
     (Rule.MINIMUM,): (TWO, "lost"),
@@ -34,6 +37,8 @@ LEFT_OUT = {
     (Rule.REMEMBER_MEMBERSHIP,): (replace(TWO, removals=1), "lost"),
     (Rule.ONE_WORKER,): (replace(TWO, resyncs=1), "spool was released"),
     (Rule.SLOWEST_OUTPUT,): (Scenario(("a",), outputs=2), "lost"),
+    (Rule.HOLD_WHILE_RESUMABLE, Rule.RESUME_ONLY_WITH_CHANGES): (RESUMED, "spool was released"),
+    (Rule.REREAD_CHANGED,): (RESUMED, "lost"),
 }
 
 
@@ -58,6 +63,12 @@ def test_without_a_rule_rows_are_lost_or_doubled(rules):
 @pytest.mark.parametrize("rule", [Rule.ACKNOWLEDGE_THROUGH_APPLY, Rule.CATCHUP_ABOVE_ACKNOWLEDGED])
 def test_either_of_two_rules_protects_the_hand_over(rule):
     assert explore(replace(TWO, left_out=frozenset({rule}))).finding is None
+
+
+@pytest.mark.parametrize("rule", [Rule.HOLD_WHILE_RESUMABLE, Rule.RESUME_ONLY_WITH_CHANGES])
+def test_either_of_two_rules_protects_a_resumed_copy(rule):
+    """Without the hold, copies start again; without the check, the hold is enough."""
+    assert explore(replace(RESUMED, left_out=frozenset({rule}))).finding is None
 
 
 def test_every_rule_is_left_out_once():

@@ -7,7 +7,7 @@ files before the copy, because the source no longer has the deleted rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -80,8 +80,9 @@ class RangeGroup:
     """The scheduler of copies reads it."""
 
 
-def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> list[RangeGroup]:
+def group_ranges(ranges: Sequence[CopyRange], file_bytes: int | None = None) -> list[RangeGroup]:
     """Group consecutive ranges into files of a suitable size."""
+    file_bytes = FILE_BYTES if file_bytes is None else file_bytes
     groups: list[list[CopyRange]] = []
     size = 0
     for part in ranges:
@@ -96,11 +97,25 @@ def group_ranges(ranges: Sequence[CopyRange], file_bytes: int = FILE_BYTES) -> l
 def write_ranges(reader: RangeReader, target: CopyTarget, group: RangeGroup) -> list[CopiedFile]:
     """Write some ranges: usually one file, more if only some rows have texts, none if there are no rows."""
     try:
-        chunks = (_chunk(batches, target) for part in group.ranges for batches in _read(reader, part))
-        runs = groupby((chunk for chunk in chunks if chunk.num_rows), key=lambda chunk: chunk.schema)
-        return [_write(schema, run, target, group.ranges[0].index) for schema, run in runs]
+        return write_parts(reader, target, group.ranges, group.ranges[0].index)
     except Exception as error:
         raise unexpected(target.table, error) from None
+
+
+def write_parts(
+    reader: RangeReader, target: CopyTarget, parts: Iterable[CopyRange], first: int, *, only: pa.Array | None = None
+) -> list[CopiedFile]:
+    """Write parts of a table into files that `first` names; with `only`, the rows that have one of these keys."""
+    chunks = (_chunk(batches, target) for part in parts for batches in _read(reader, part))
+    if only is not None:
+        chunks = (_select(chunk, target.layout, only) for chunk in chunks)
+    runs = groupby((chunk for chunk in chunks if chunk.num_rows), key=lambda chunk: chunk.schema)
+    return [_write(schema, run, target, first) for schema, run in runs]
+
+
+def _select(rows: pa.Table, layout: TableLayout, keys: pa.Array) -> pa.Table:
+    found = keys_of(rows, split_texts(rows), layout.key)
+    return rows.filter(pc.is_in(found, value_set=keys))
 
 
 def keep_deleted(target: CopyTarget, former: FormerFile) -> CopiedFile | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import segment_layout
+from penstock.copy.resume import FinishedRanges
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.copy import (
@@ -34,6 +35,14 @@ from penstock.destinations.delta.maintenance.schedule import Maintenance, Mainte
 from penstock.destinations.delta.parts import PartWork, part_filter, remove_rows
 from penstock.destinations.delta.planner import SHARED_ROWS, Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
+from penstock.destinations.delta.resume import (
+    RangeRecord,
+    forget_copies,
+    read_finished,
+    reread_changed,
+    taken_over,
+    write_and_record,
+)
 from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import LocalStorage, Storage, open_storage
 from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place, Version
@@ -137,6 +146,7 @@ class DeltaDestination:
             keeps_old_rows_while_copying=True,
             fills_added_columns=mirrors,
             accepts_unknown_rows=mirrors,
+            resumes_copies=mirrors,
             loses_nothing_by_a_copy=self._mode is Mode.MIRROR,
             keeps_deleted_rows=self._mode is Mode.SOFT_DELETE,
         )
@@ -187,6 +197,15 @@ class DeltaDestination:
             self._tables[schema.table_id] = table
 
     @while_mounted
+    def finished_ranges(self, schema: TableSchema, copy: str) -> list[FinishedRanges]:
+        """See `ResumingDestination`."""
+        table = self._known(schema.table_id, str(schema))
+        version = None if table is None else table.look()
+        if table is None or version is None:
+            return []
+        return read_finished(table.log.storage, copy, version.snapshot.files)
+
+    @while_mounted
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
         """See `Destination`."""
         table = self._known(schema.table_id, str(schema))
@@ -210,12 +229,20 @@ class DeltaDestination:
         )
         if is_known and not continues and self._started.keeps_dropped_columns(schema):
             layout = layout.keeping(before)
-        target = CopyTarget(str(schema), table.log.storage, layout.with_texts(), rows.attempt, rows.position)
+        storage, resumable = table.log.storage, rows.resumable
+        target = CopyTarget(str(schema), storage, layout.with_texts(), rows.attempt, rows.position)
+        record = None if resumable is None else RangeRecord.of(resumable, target.layout)
         with self._writes.writing():
-            written = self._started.tasks.run(
-                group_ranges(rows.ranges), partial(write_ranges, rows.reader, target), description=f"copy {schema}"
-            )
+            forget_copies(storage, but=None if record is None else record.copy)
+            work = partial(write_and_record, rows.reader, target, record)
+            written = self._started.tasks.run(group_ranges(rows.ranges), work, description=f"copy {schema}")
             files = [file for each in written for file in each]
+            if resumable is not None and resumable.finished and record is not None:
+                files += taken_over(str(schema), resumable, record)
+                files = reread_changed(
+                    *(self._started.tasks, rows.reader, resumable, target, files),
+                    deletion_vectors=self._deletion_vectors,
+                )
             if is_known and self._mode is Mode.SOFT_DELETE:
                 files += self._keep_deleted(version, target, [file.add for file in files])
             if any(file.has_texts for file in files):
@@ -225,6 +252,7 @@ class DeltaDestination:
                 added.append(write_rows(table.log.storage, layout, copy_marker(rows.position, layout)))
             state = replace(version.state, table_id=schema.table_id, copied=rows.attempt, layout=layout)
             table.commit_copy(version, state, rows.position, added, self._configuration(), keep=continues)
+            forget_copies(storage)
         self._record_place(table, schema)
         count = sum(file.row_count for file in files)
         logger.info("table copied table=%s rows=%d files=%d", schema, count, len(files))

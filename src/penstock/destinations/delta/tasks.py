@@ -28,7 +28,7 @@ from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.fill import fill
-from penstock.destinations.delta.index import find_rows
+from penstock.destinations.delta.index import FileMatch, find_rows
 from penstock.destinations.delta.layout import Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import (
@@ -147,7 +147,7 @@ def _append(work: TableWork) -> WrittenFiles:
 
 
 def _apply(work: TableWork) -> WrittenFiles:
-    draft, steps = _Draft(work), work.steps
+    draft, steps = Draft(work), work.steps
     if work.layout.mode is Mode.MIRROR:
         # Rows before a truncate do not matter, neither in the lake nor in the batch.
         truncates = [number for number, step in enumerate(steps) if isinstance(step, Truncation)]
@@ -161,7 +161,7 @@ def _apply(work: TableWork) -> WrittenFiles:
     return draft.written()
 
 
-class _Draft:
+class Draft:
     """A table while a batch is applied to it, in slices.
 
     Each slice finds the rows of those before it, as if these had been committed, so a slice may end anywhere in a
@@ -183,7 +183,7 @@ class _Draft:
     def apply(self, steps: Sequence[Rows]) -> None:
         """Apply consecutive changes."""
         work, layout, watch = self._work, self._work.layout, self._watch
-        changes = _read(work, steps)
+        changes = read_steps(work, steps)
         watch.lap("read")
         net = compact(changes, layout.key, keep_deleted=layout.mode is Mode.SOFT_DELETE)
         watch.lap("compact")
@@ -193,19 +193,30 @@ class _Draft:
         matches = find_rows(work.storage, layout, files, net.touched, net.limits, dead)
         watch.lap("match")
         live = [match for match in matches if match.file.path not in self._truncated]
-        for match in matches:
-            path, before = match.file.path, self._lost.get(match.file.path)
-            self._lost[path] = LostRows.of(match, before.count if before is not None else 0)
-            self._drop_if_spent(path)
+        self._lose(matches)
         for complete in fill(net, live, work.storage, layout, work.source):
             watch.lap("fill")
             if len(complete.images):
                 keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
-                add = write_rows(work.storage, layout, assemble(complete, layout), keys)
-                self._new[add.path] = add
-                self._files[add.path] = LiveFile.of(add)
-                self._row_count += len(complete.images)
+                self.add(write_rows(work.storage, layout, assemble(complete, layout), keys), len(complete.images))
             watch.lap("write")
+
+    def remove(self, keys: pa.Array) -> None:
+        """Remove all rows that have one of these keys."""
+        dead = {path: lost.dead for path, lost in self._lost.items()}
+        self._lose(find_rows(self._work.storage, self._work.layout, list(self._files.values()), keys, None, dead))
+
+    def add(self, add: Add, row_count: int) -> None:
+        """Add a file with new rows."""
+        self._new[add.path] = add
+        self._files[add.path] = LiveFile.of(add)
+        self._row_count += row_count
+
+    def _lose(self, matches: Sequence[FileMatch]) -> None:
+        for match in matches:
+            path, before = match.file.path, self._lost.get(match.file.path)
+            self._lost[path] = LostRows.of(match, before.count if before is not None else 0)
+            self._drop_if_spent(path)
 
     def _drop_if_spent(self, path: str) -> None:
         """Forget a new file that has lost all its rows: a later slice need not search it."""
@@ -278,7 +289,8 @@ def _some(step: Rows, first: int, end: int) -> list[Rows]:
     return [replace(step, segments=step.segments[first:end])] if first < end else []
 
 
-def _read(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
+def read_steps(work: TableWork, steps: Sequence[Rows]) -> ChangeColumns:
+    """Read changes with the names and types of the lake."""
     try:
         changes = read_changes(steps, work.layout.source, work.constants)
     except PenstockError:

@@ -39,6 +39,7 @@ from penstock.changes.segment import (
     segment_layout,
 )
 from penstock.changes.steps import Entry, Segment, Step, Truncation
+from penstock.copy.resume import ResumableCopy
 from penstock.destinations.base import DestinationContext, Tasks
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, OrderKey, is_in
@@ -121,6 +122,7 @@ class ScriptedCopy:
     arrow_schema: pa.Schema
     ranges: tuple[ScriptedRange, ...]
     reader: ScriptedReader = ScriptedReader()
+    resumable: ResumableCopy | None = None
 
     def arrow(self) -> Iterator[pa.RecordBatch]:
         """See `CopyRows`."""

@@ -12,10 +12,10 @@ Files are deleted oldest first, so an interrupted clean-up leaves no gap.
 **Vacuum** is Penstock's own, because delta-rs does not know deletion vectors and would delete live ones. It deletes a
 file that the log has removed when its retention is over. A file that no commit names was left by a task that ran twice
 or by a process that died; vacuum deletes it when it is older than everything that is being written. Files with other
-names than Penstock's are left alone. Vacuum lists the folder before it reads the log, so a file committed meanwhile
-counts as live. Before it deletes files that no commit names, it takes the next version with a commit without actions: a
-process that was suspended since it wrote them finds its version taken, reads the log again, and notices that they no
-longer exist (`DeltaLog.commit`).
+names than Penstock's are left alone, and so are those of a copy that may be resumed. Vacuum lists the folder before it
+reads the log, so a file committed meanwhile counts as live. Before it deletes files that no commit names, it takes the
+next version with a commit without actions: a process that was suspended since it wrote them finds its version taken,
+reads the log again, and notices that they no longer exist (`DeltaLog.commit`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from penstock.destinations.delta.checkpoint import (
     last_checkpoint_hint,
     write_checkpoint_file,
 )
-from penstock.destinations.delta.files import now_milliseconds
+from penstock.destinations.delta.files import COPY_PREFIX, now_milliseconds
 from penstock.destinations.delta.log import Committed, DeltaLog
 from penstock.destinations.delta.maintenance.pins import PENSTOCK_FOLDER, PINS_FOLDER, read_pins
+from penstock.destinations.delta.resume import COPIES_FOLDER, recorded_attempts
 from penstock.destinations.delta.schema import file_retention_seconds
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage, StoredFile
@@ -94,9 +95,12 @@ def _expired(
     deadline = (time.time() - item.removed_seconds) * 1000
     removed: list[StoredFile] = []
     orphans: list[StoredFile] = []
+    unfinished = tuple(f"{COPY_PREFIX}{attempt}-" for attempt in recorded_attempts(file.path for file in listing))
     for file in listing:
-        if file.path in needed:
+        if file.path in needed or file.path.startswith(f"{COPIES_FOLDER}/"):
             continue
+        if unfinished and file.path.rpartition("/")[2].startswith(unfinished) and file.path not in removals:
+            continue  # of a copy that may be resumed
         is_old = file.modified < item.written_before
         if file.path.startswith(f"{PENSTOCK_FOLDER}/"):
             removed += [file] * (is_old and _is_stale_index(file, snapshot))
