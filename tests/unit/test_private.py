@@ -22,6 +22,7 @@ from penstock.state import open_store
 UNPICKLED = {
     # From the pipe of a process that this one started, or that started this one.
     "capture/process.py",
+    "operations/supervision.py",
     # What the same line has pickled.
     "spark/tasks.py",
 }
