@@ -33,6 +33,7 @@ from penstock.durable import aside, sync_folder, write_synced
 
 _LOCAL_SCHEME = "file://"
 _RETRY_SECONDS = 20.0
+_ENDPOINTS = ("endpoint", "endpoint_url")
 _NOT_FOUND = (FileNotFoundError, store_errors.NotFoundError)
 
 
@@ -299,8 +300,14 @@ class ObjectStorage:
     def _store(self) -> Any:
         options = dict(self.options)
         client: dict[str, Any] = {}
-        if options.pop("allow_http", options.pop("aws_allow_http", "")).lower() == "true":
+        allowed = options.pop("allow_http", options.pop("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", "")))
+        if allowed.lower() == "true":
             client["allow_http"] = True
+        elif any(name.endswith(_ENDPOINTS) and value.startswith("http://") for name, value in options.items()):
+            raise unusable(
+                f"{self.url}: the endpoint has no TLS (http://)",
+                hint='On a network that you trust, set aws_allow_http = "true" in storage_options; else use https.',
+            )
         try:
             return from_url(
                 self.url,

@@ -36,6 +36,13 @@ def test_what_cannot_work_is_a_clear_error(tmp_path: Path) -> None:
         DeltaDestination(tmp_path / "file" / "below").startup(make_context())
 
 
+def test_an_endpoint_without_tls_must_be_allowed() -> None:
+    storage = open_storage("s3://lake/shop", {"aws_endpoint": "http://127.0.0.1:1", "aws_region": "eu-west-1"})
+    with pytest.raises(ConfigError, match="no TLS") as refused:
+        storage.get("x")
+    assert 'aws_allow_http = "true"' in refused.value.hint
+
+
 def test_a_store_out_of_reach_is_tried_again() -> None:
     options = {
         "aws_endpoint": "http://127.0.0.1:9",
