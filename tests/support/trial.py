@@ -341,6 +341,8 @@ class _Trial:
             master=self._settings.master,
             # Delta tables are rewritten within the batch in one pipeline, by themselves in the other.
             rewrite_bytes=(None, 0)[(self._settings.seed + number) % 2],
+            # Copies of these small tables are resumed, too.
+            range_bytes=32 << 10 if self._settings.destination == "delta" else None,
         )
 
     def _tell(self, what: str) -> None:

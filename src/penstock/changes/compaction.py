@@ -190,6 +190,8 @@ def keys_of(table: pa.Table, texts: Texts, names: Sequence[str], *, whole: bool 
 
 def touched_keys(changes: ChangeColumns, names: Sequence[str]) -> tuple[pa.Array, pa.Table, Texts]:
     """Return the keys that occur in changes, before or after them, each once: as in `keys_of`, and as cells."""
+    if any(name in changes.not_sent for name in names):
+        raise ValueError("a change has no key")
     cells = changes.rows.select(names)
     keys, texts = keys_of(cells, changes.texts, names), changes.texts
     if len(changes.old_at):

@@ -6,7 +6,7 @@ under these keys. All other rows are the same in every snapshot of the copy and 
 has them. The result is the table at S (docs/decisions/0023-copies-that-resume.md has the proof).
 
 A range counts as done only if the table is as it was when the range was read, by its *fingerprint*: the schema, the
-files of its heaps, the versions of its columns and types in the catalog, and how the publication sends it.
+files of its heaps, the versions of its rows in the catalog and of its types, and how the publication sends it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.lsn import Lsn
 from penstock.schema import Column, TableSchema
 from penstock.schema.table import schema_to_json
 from penstock.schema.types import PG_CATALOG
-from penstock.source.publications import Publication
+from penstock.source.membership import Membership
 from penstock.source.shapes import TableShape, shape_to_json
 from penstock.values import TypeSettings
 
@@ -127,17 +127,24 @@ def fingerprint(
     schema: TableSchema,
     shape: TableShape,
     row_filter: str | None,
-    publication: Publication,
+    membership: Membership,
+    relations: str,
     types: TypeSettings,
     timeline: int,
 ) -> str | None:
-    """Return what must stay the same while a copy is unfinished; None if the stream does not tell all changes."""
-    if not publication.operations >= _ALL:
+    """Return what must stay the same while a copy is unfinished; None if the stream does not tell all changes.
+
+    `relations` are versions of the table's rows in the catalog. Versions, because what was altered and altered back
+    looks the same, although the server omitted changes in between.
+    """
+    if membership.options is None or not {*membership.options.operations} >= _ALL:
         return None
+    entries = sorted((each.oid, each.xmin) for each in membership.tables.get(schema.table_id, ()))
+    publication = membership.publication
     facts = [
         schema_to_json(schema),
         {name: value for name, value in shape_to_json(shape).items() if name != "copied_at"},
-        [row_filter, publication.oid, publication.via_root, repr(types), timeline],
+        [row_filter, publication.oid, publication.xmin, entries, relations, repr(types), timeline],
     ]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,8 @@ from penstock.source.bounds import Bounds, load_bounds
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import is_lock_timeout, translated
-from penstock.source.publications import Publication, published_attnums, published_tables, require_publication
+from penstock.source.membership import load_membership
+from penstock.source.publications import published_attnums, published_tables, require_publication
 from penstock.source.shapes import TableShape, load_shapes
 from penstock.source.snapshots import Snapshot
 from penstock.values import TypeSettings
@@ -56,6 +57,12 @@ _LEAVES = """
     join pg_catalog.pg_class c on c.oid = t.oid
     where c.relkind = 'r'
     order by c.oid
+"""
+_VERSIONS = """
+    select pg_catalog.string_agg(c.oid::text || ':' || c.xmin::text, ' ' order by c.oid)
+    from pg_catalog.pg_class c
+    where c.oid = any(%(heaps)s::oid[])
+       or c.oid in (select a.relid::oid from pg_catalog.pg_partition_ancestors(%(table)s::oid::regclass) a)
 """
 
 
@@ -84,7 +91,7 @@ def prepare_copy(
     """
     settings, types = settings or CopySettings(), types or TypeSettings()
     with snapshot.connect(parameters=settings.session_parameters) as connection, _locks_named():
-        schema, row_filter, unpublished, published_by = _describe(connection, publication, table_id)
+        schema, row_filter, unpublished = _describe(connection, publication, table_id)
         require_exact_key(schema, types)
         transform = None if transforms is None else transforms.resolve(schema, types)
         where = None
@@ -96,10 +103,11 @@ def prepare_copy(
         shape = replace(load_shapes(connection, [table_id])[table_id], copied_at=snapshot.position)
         bounds = load_bounds(connection, schema, types) if with_bounds else {}
         can_seek = connection.info.server_version >= TID_RANGES_SINCE
-    resumable = None
-    if resuming is not None and transform is None:
-        wanted = fingerprint(schema, shape, row_filter, published_by, types, snapshot.timeline)
-        resumable = None if wanted is None else resuming.at(snapshot.position, schema, wanted, tuple(leaves))
+        resumable = None
+        if resuming is not None and transform is None:
+            membership, relations = load_membership(connection, publication), _versions(connection, table_id, leaves)
+            wanted = fingerprint(schema, shape, row_filter, membership, relations, types, snapshot.timeline)
+            resumable = None if wanted is None else resuming.at(snapshot.position, schema, wanted, tuple(leaves))
     ranges = plan_ranges(
         table_id,
         leaves,
@@ -137,8 +145,8 @@ def _locks_named() -> Iterator[None]:
 
 def _describe(
     connection: psycopg.Connection[Any], publication: str, table_id: int
-) -> tuple[TableSchema, str | None, tuple[str, ...], Publication]:
-    """Return the published table, the publication's row filter, the columns that it omits, and the publication."""
+) -> tuple[TableSchema, str | None, tuple[str, ...]]:
+    """Return the published table, the publication's row filter, and the columns that it omits."""
     published = {table.oid: table for table in published_tables(connection, publication)}.get(table_id)
     table = load_table(connection, table_id)
     if published is None or table is None:
@@ -146,11 +154,18 @@ def _describe(
             f"publication {publication!r} does not contain the table {table or table_id}",
             tables=[str(table or table_id)],
         )
-    published_by = require_publication(connection, publication)
-    attnums = published_attnums(table, published, published_by)
+    attnums = published_attnums(table, published, require_publication(connection, publication))
     found = load_types(connection, [attribute.type_oid for attribute in table.live_attributes])
     unpublished = tuple(each.name for each in table.live_attributes if each.attnum not in set(attnums))
-    return schema_from_catalog(table, found, attnums), published.row_filter, unpublished, published_by
+    return schema_from_catalog(table, found, attnums), published.row_filter, unpublished
+
+
+def _versions(connection: psycopg.Connection[Any], table_id: int, leaves: Iterable[Leaf]) -> str:
+    """Return the versions of a table's own rows in the catalog, with those of its leaves and of tables above it."""
+    heaps = [table_id, *(leaf.oid for leaf in leaves)]
+    with translated(connection, "read the catalog"), connection.cursor(row_factory=tuple_row) as cursor:
+        ((versions,),) = cursor.execute(_VERSIONS, {"heaps": heaps, "table": table_id}).fetchall()
+        return versions
 
 
 def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:

@@ -36,6 +36,8 @@ from penstock.destinations.base import Destination, ResumingDestination, Tasks
 from penstock.errors import (
     RESYNC,
     DestinationUnavailable,
+    IllegalTransition,
+    LeaseLost,
     PenstockError,
     PublicationChanged,
     QueryFailed,
@@ -212,6 +214,10 @@ class TableSync:
         with self._snapshot(schema, snapshots) as snapshot:
             self._wait_for_server(snapshot)
             failpoints.reach("after_snapshot")
+            if resumption is not None and not reaches(snapshot.position, resumption.since):
+                # A server without the newest changes took over.
+                self._board.give_up_resuming(self._table_id)
+                resuming = None
             rows = prepare_copy(
                 snapshot,
                 self._source,
@@ -243,7 +249,8 @@ class TableSync:
         try:
             self._destination.write_table_rows(rows.schema, rows)
         except PenstockError as error:
-            if rows.resumable is None or not rows.resumable.finished or error.retry is Retry.TIMED:
+            is_other = isinstance(error, IllegalTransition | LeaseLost) or error.retry is Retry.TIMED
+            if rows.resumable is None or not rows.resumable.finished or is_other:
                 raise
             # Whatever it is, a copy from the beginning does not need what failed, or fails with the same error.
             raise TableRewritten(f"{error.message}; the copy cannot be resumed", table=str(rows.schema)) from error

@@ -39,6 +39,7 @@ from penstock.destinations.delta.resume import (
     RangeRecord,
     forget_copies,
     read_finished,
+    require_present,
     reread_changed,
     taken_over,
     write_and_record,
@@ -203,7 +204,7 @@ class DeltaDestination:
         version = None if table is None else table.look()
         if table is None or version is None:
             return []
-        return read_finished(table.log.storage, copy, version.snapshot.files)
+        return read_finished(table.log, copy)
 
     @while_mounted
     def write_table_rows(self, schema: TableSchema, rows: CopyRows) -> None:
@@ -215,6 +216,7 @@ class DeltaDestination:
         if version.state.is_copied:
             if table.position(version) != rows.position:
                 raise fenced_copy(str(schema), rows.attempt)
+            forget_copies(table.log.storage)
             self._record_place(table, schema)
             return
         before = version.state.layout
@@ -243,6 +245,7 @@ class DeltaDestination:
                     *(self._started.tasks, rows.reader, resumable, target, files),
                     deletion_vectors=self._deletion_vectors,
                 )
+                require_present(str(schema), storage, files)
             if is_known and self._mode is Mode.SOFT_DELETE:
                 files += self._keep_deleted(version, target, [file.add for file in files])
             if any(file.has_texts for file in files):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,7 @@ from penstock.destinations.delta.actions import Add, from_json, to_json
 from penstock.destinations.delta.copy import CopiedFile, CopyTarget, RangeGroup, write_parts, write_ranges
 from penstock.destinations.delta.files import LiveFile
 from penstock.destinations.delta.layout import TableLayout
+from penstock.destinations.delta.log import DeltaLog
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.tasks import Draft, TableWork, read_steps, slices
 from penstock.destinations.delta.write import WrittenFiles
@@ -100,21 +101,35 @@ def write_and_record(
     return files
 
 
-def read_finished(storage: Storage, copy: str, live: Collection[str]) -> list[FinishedRanges]:
-    """Return the recorded ranges of a copy whose files exist; none if they are part of the table already (`live`)."""
+def read_finished(log: DeltaLog, copy: str) -> list[FinishedRanges]:
+    """Return the recorded ranges of a copy whose files exist; none if they are or were part of the table."""
+    storage = log.storage
     folder = f"{COPIES_FOLDER}/{copy}"
     paths = sorted(file.path for file in storage.list(folder) if file.path.endswith(".json"))
     if not paths:
         return []
-    present = {file.path for file in storage.list()}
+    present = _present(storage)
     # Each read of an object store waits for its answer.
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="delta-copies") as pool:
         contents = list(pool.map(storage.get, paths))
     found = [_parsed(content) for content in contents if content is not None]
-    if any(file.add.path in live for each in found for file in each.files.files):
-        # The copy was committed, and changes may have been applied to it since.
+    snapshot, removals = log.read_removals() or (None, {})
+    committed = {*removals, *(() if snapshot is None else snapshot.stored_files())}
+    if any(file.add.file in committed for each in found for file in each.files.files):
+        # The copy was committed: vacuum no longer spares its files.
         return []
     return [each for each in found if all(file.add.file in present for file in each.files.files)]
+
+
+def require_present(table: str, storage: Storage, files: Iterable[CopiedFile]) -> None:
+    """Raise if a file was deleted, for example because somebody deleted the records that protect it."""
+    present = _present(storage)
+    if any(file.add.file not in present for file in files):
+        raise TableRewritten(f"{table}: files of its unfinished copy were deleted", table=table)
+
+
+def _present(storage: Storage) -> set[str]:
+    return {file.path for file in storage.list()}
 
 
 def forget_copies(storage: Storage, *, but: str | None = None) -> None:
