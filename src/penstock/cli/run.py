@@ -59,9 +59,9 @@ def run(
     """Copy the tables of a source to a destination, build its search indexes, then apply every change.
 
     A new run resumes where the last one stopped. SIGINT and SIGTERM stop it cleanly, with status 0: it finishes the
-    current batch, and a copy that is incomplete restarts with the next run. A second run of the same pipeline is
-    refused. Exit status 75 means that a new run can succeed as soon as the cause is gone, such as a server that is
-    down; 1 means that something has to be changed first.
+    current batch. The next run continues an incomplete copy of a large Delta table, and starts other copies again. A
+    second run of the same pipeline is refused. Exit status 75 means that a new run can succeed as soon as the cause is
+    gone, such as a server that is down; 1 means that something has to be changed first.
 
     Examples:
 

@@ -22,7 +22,7 @@ from penstock import failpoints
 from penstock.changes.steps import Message
 from penstock.changes.transform import Transforms
 from penstock.destinations.base import Destination
-from penstock.errors import DestinationUnavailable, PenstockError, Retry, TasksFailed
+from penstock.errors import DestinationUnavailable, PenstockError, PositionGone, Retry, TasksFailed
 from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.spool import Entry
@@ -416,8 +416,12 @@ class ApplyWorker:
             if resumption is None:
                 continue
             is_late = isinstance(phase, Errored) and now - phase.since > self._error_hold.time
-            entries = self._writer.reader.entries(resumption.since)
-            is_large = sum(entry.bytes for entry in entries) > hold.spool_bytes
+            try:
+                is_large = (
+                    sum(entry.bytes for entry in self._writer.reader.entries(resumption.since)) > hold.spool_bytes
+                )
+            except PositionGone:
+                is_large = True  # resuming is impossible
             if is_late or is_large or distance(resumption.since, end) > hold.bytes:
                 text = "copy held back progress for too long: if it is interrupted, it starts again table=%s since=%s"
                 logger.warning(text, self._board.name_of(table_id), resumption.since)

@@ -285,14 +285,17 @@ class TableSync:
 
     def _changes(self, since: Lsn, schema: TableSchema, position: Lsn) -> list[Rows]:
         """Return the table's changes from the beginning of its copy to a position, after waiting for capture."""
-        reader = self._writer.reader
+        reader, advanced = self._writer.reader, time.monotonic()
         while (captured := reader.captured) is None or not reaches(captured, position):
             self._check_stop()
             self._holds.confirmed(self._reader, self._table_id)
-            if captured is not None:
-                reader.wait(captured, 0.5)
-            else:
+            if captured is None:
                 self._stop.wait(0.1)
+            elif reader.wait(captured, 0.5):
+                advanced = time.monotonic()
+            if time.monotonic() - advanced > HOLD_SECONDS:
+                # Capture may wait for space on the disk of the spool, which this copy holds back.
+                self._board.give_up_resuming(self._table_id)
         batch = build_batch(
             reader.entries(since, [self._table_id]),
             begin=since,
