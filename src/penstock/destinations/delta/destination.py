@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,6 +16,7 @@ from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import segment_layout
 from penstock.copy.resume import FinishedRanges
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
+from penstock.destinations.delta import marker
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.copy import (
     CopiedFile,
@@ -62,7 +61,6 @@ from penstock.destinations.refusals import (
     unusable,
     while_mounted,
 )
-from penstock.durable import restored_folders
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
@@ -70,8 +68,6 @@ from penstock.source.bounds import Bounds
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-_MARKER = "_penstock/lake.json"
 _COMMIT_THREADS = 8
 _ROUNDS = 20
 """How often a batch is written again because other commits, mostly by maintenance, came first."""
@@ -155,25 +151,17 @@ class DeltaDestination:
     @property
     def marker(self) -> Path | None:
         """The file that shows that the lake's disk is mounted; None in an object store."""
-        return self._storage.local_path(_MARKER)
+        return self._storage.local_path(marker.MARKER)
 
     def probe(self) -> None:
         """See `ProbedDestination`."""
-        local = self._storage.local_path("")
-        probe = f"_penstock_probe-{uuid.uuid4().hex}"
-        with self._writable(), nullcontext() if local is None else restored_folders(local):
-            self._read_marker()
-            try:
-                self._storage.put_if_absent(probe, b"probe")
-                self._require_conditional_puts(probe, b"probe")
-            finally:
-                self._storage.delete([probe])
+        marker.probe(self._storage)
 
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self._context = context
         require_same_folder(self.marker, context.store)
-        self._mark()
+        marker.mark(self._storage)
         if isinstance(self._storage, LocalStorage):
             self._storage = replace(self._storage, marker=self.marker)
         self._catalog = Catalog(self._storage, context.pipeline_id)
@@ -378,43 +366,6 @@ class DeltaDestination:
         if self._maintenance is not None:
             self._maintenance.stop()
         self._tables.clear()
-
-    def _mark(self) -> None:
-        """Raise an error if the lake cannot be written safely, or was written by a newer version."""
-        with self._writable():
-            stored = self._read_marker()
-            content = json.dumps({"format": FORMAT if stored is None else stored}).encode()
-            if stored is None:
-                self._storage.put_if_absent(_MARKER, content)
-            self._require_conditional_puts(_MARKER, content)
-
-    def _read_marker(self) -> int | None:
-        """Return the format of the lake; None if it is new."""
-        stored = self._storage.get(_MARKER)
-        found = None if stored is None else int(json.loads(stored)["format"])
-        if found is not None and found > FORMAT:
-            raise unusable(
-                f"{self._storage.url} was written by a newer version (format {found})", hint="Run that version."
-            )
-        return found
-
-    def _require_conditional_puts(self, path: str, content: bytes) -> None:
-        """The object exists; a store that creates it again would let two writers commit the same version."""
-        if self._storage.put_if_absent(path, content):
-            raise unusable(
-                f"{self._storage.url}: the store overwrites existing objects in conditional puts",
-                hint="Use a store that honours conditional puts (If-None-Match: *), as S3 does.",
-            )
-
-    @contextmanager
-    def _writable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise unusable(
-                f"{self._storage.url} cannot be written: {error.strerror}",
-                hint="The folder must be writable for the user that runs Penstock, on a file system with hard links.",
-            ) from error
 
     def _round(
         self,
