@@ -76,7 +76,7 @@ def test_a_disk_that_is_full_read_only_or_unmounted_stops_no_table(
 
 @pytest.mark.parametrize("kind", [DeltaDestination, ParquetDestination], ids=["delta", "parquet"])
 def test_a_disk_that_fills_up_during_the_first_copy_is_waited_for(
-    database: Any, tmp_path: Path, small_disk: Path, kind: Any
+    database: Any, tmp_path: Path, small_disk: SmallDisk, kind: Any
 ) -> None:
     database.execute("create table a (id int primary key, note text)")
     # It does not compress to the 2 MB that are free.
@@ -84,10 +84,10 @@ def test_a_disk_that_fills_up_during_the_first_copy_is_waited_for(
         "insert into a select n, (select string_agg(md5(n::text || i::text), '') from generate_series(1, 40) i)"
         " from generate_series(1, 5000) n"
     )
-    filler = small_disk / "filler"
+    filler = small_disk.folder / "filler"
     filler.write_bytes(bytes(22 << 20))
     settings = tables_settings(database, tmp_path)
-    pipeline = tables_alone(settings, MemoryStore("e2e"), kind(small_disk / "lake"), LocalTasks())
+    pipeline = tables_alone(settings, MemoryStore("e2e"), kind(small_disk.folder / "lake"), LocalTasks())
     with pipeline:
         seen: set[int] = set()
 
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_up_during_the_first_copy_is_waited_for(
             return len(seen) >= times
 
         wait_for(lambda: has_failed(2), "the first copy and its retry")
-        left = [path for path in small_disk.rglob("*") if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name)]
+        left = [path for path in small_disk.folder.rglob("*") if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name)]
         assert left == [], "attempts leave nothing behind"
         filler.unlink()
         wait_for(lambda: has_failed(99) or [phase.name for phase in pipeline.phases.values()] == ["ready"], "the copy")
