@@ -176,6 +176,18 @@ def test_a_transaction_of_gigabytes_is_written_in_pieces(monkeypatch: pytest.Mon
             follow(seed, schema, options, [[40, 3], [5, 30]])
 
 
+def peak_while_written(destination: DeltaDestination, source: ScriptedSource) -> int:
+    """Write the changes of a source, and return the peak memory of Arrow meanwhile."""
+    batch, before = source.batch(), pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        assert destination.write_events(batch).result().tables == {}
+    finally:
+        pa.set_memory_pool(before)
+    return pool.max_memory()
+
+
 def peak_of(folder: Path, mode: str, count: int) -> int:
     """Return the peak memory of Arrow when one transaction inserts `count` rows and updates them."""
     source = ScriptedSource(folder / "segments", segment_rows=250)
@@ -189,16 +201,10 @@ def peak_of(folder: Path, mode: str, count: int) -> int:
             transaction.insert(KEYED, row | {"id": number, "note": "n" * 200})
         for number in range(count):
             transaction.update(KEYED, row | {"id": number, "note": "n" * 100 + str(number)})
-    batch, before = source.batch(), pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(pool)
-    try:
-        assert destination.write_events(batch).result().tables == {}
-    finally:
-        pa.set_memory_pool(before)
+    peak = peak_while_written(destination, source)
     rows = read_rows(folder / "lake", KEYED) if mode != "history" else replay_history(folder / "lake", KEYED)
     assert sorted(each["note"] for each in rows or []) == sorted("n" * 100 + str(each) for each in range(count))
-    return pool.max_memory()
+    return peak
 
 
 @pytest.mark.parametrize("mode", ["mirror", "soft_delete", "history"])
@@ -220,16 +226,10 @@ def peak_of_omitted(folder: Path, mode: str, count: int) -> int:
     with source.transaction() as transaction:
         for number in range(count):
             transaction.update(KEYED, row | {"id": number, "detail": "new", "note": Unchanged})
-    batch, before = source.batch(), pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(pool)
-    try:
-        assert destination.write_events(batch).result().tables == {}
-    finally:
-        pa.set_memory_pool(before)
+    peak = peak_while_written(destination, source)
     rows = read_rows(folder / "lake", KEYED) or []
     assert [(each["note"], each["detail"]) for each in rows] == [("n" * 20_000, "new")] * count
-    return pool.max_memory()
+    return peak
 
 
 @pytest.mark.parametrize("mode", ["mirror", "soft_delete"])
