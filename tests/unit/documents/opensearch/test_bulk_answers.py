@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.sinks.opensearch.bulk import BulkResult, read_answer
-from penstock.errors import DestinationError
+from penstock.documents.sinks.opensearch.client import Answer, Transient
 
 FIELDS = frozenset({"age", "address", "address.since", "labels", "code"})
 
@@ -22,7 +22,11 @@ def outcome(status: int, type_: str | None = None, reason: str = "", *causes: tu
 
 def judged(*outcomes: dict[str, Any], action: str = "index") -> BulkResult:
     said = {"took": 3, "errors": any("error" in each for each in outcomes), "items": [{action: o} for o in outcomes]}
-    return read_answer(json.dumps(said, separators=(",", ":")).encode(), said, FIELDS)
+    return read_answer(answer_of(said), len(outcomes), FIELDS)
+
+
+def answer_of(said: Any) -> Answer:
+    return Answer(200, json.dumps(said, separators=(",", ":")).encode())
 
 
 def reason(*arguments: Any) -> str:
@@ -30,14 +34,44 @@ def reason(*arguments: Any) -> str:
     return told
 
 
-def test_an_answer_without_errors_is_not_looked_at() -> None:
-    assert read_answer(b'{"took":12,"errors":false}', None, FIELDS) == BulkResult()
+def test_an_answer_without_errors_has_a_status_for_each_document() -> None:
+    said = {"took": 12, "errors": False, "items": [{"index": {"status": 201}}, {"delete": {"status": 404}}]}
+    assert read_answer(answer_of(said), 2, FIELDS) == BulkResult()
 
 
-@pytest.mark.parametrize("said", [None, [], {}, {"errors": True}, {"items": None}])
-def test_an_answer_that_is_not_one_of_a_bulk_is_an_error(said: Any) -> None:
-    with pytest.raises(DestinationError, match="other than a bulk result"):
-        read_answer(b"<html>a proxy's page</html>", said, FIELDS)
+CREATED = {"index": {"status": 201}}
+
+
+@pytest.mark.trap(46)
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(None, [], {}, {"errors": False}, {"errors": True}, {"items": None}),
+        {"error": {"type": "strange"}, "status": 200},
+        {"errors": False, "items": [CREATED]},
+        {"errors": False, "items": [CREATED, CREATED, CREATED]},
+        {"errors": False, "items": [CREATED, {}]},
+        {"errors": True, "items": [CREATED, "created"]},
+        {"errors": True, "items": [CREATED, {"index": {"status": "201"}}]},
+    ],
+)
+def test_an_answer_that_does_not_name_every_document_says_nothing(said: Any) -> None:
+    with pytest.raises(Transient, match="bulk request"):
+        read_answer(answer_of(said), 2, FIELDS)
+
+
+def test_a_page_of_a_proxy_says_nothing() -> None:
+    for status in (200, 404):
+        with pytest.raises(Transient, match=f"answered {status} with something other than JSON"):
+            Answer(status, b"<html>a proxy's page</html>").require_said()
+    with pytest.raises(Transient):
+        read_answer(Answer(200, b"<html>a proxy's page</html>"), 2, FIELDS)
+
+
+def test_a_status_without_an_error_is_not_a_success() -> None:
+    said = {"errors": True, "items": [CREATED, {"index": {"status": 503}}, {"index": {"status": 404}}]}
+    verdict = read_answer(answer_of(said), 3, FIELDS)
+    assert (verdict.again, verdict.unknown) == ((1,), "404")
 
 
 def test_what_is_stale_or_not_there_is_done() -> None:

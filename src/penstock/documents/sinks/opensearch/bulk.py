@@ -21,8 +21,10 @@ import pyarrow.compute as pc
 
 from penstock.documents.base import Rejection
 from penstock.documents.sinks.opensearch.client import (
+    NOT_FOUND,
     OK,
     TOO_LARGE,
+    Answer,
     OpenSearchClient,
     OpenSearchSettings,
     RetryLimit,
@@ -40,8 +42,7 @@ _RARE = "[\\x00-\\x1f]"
 STALE = 409
 """A newer body or removal exists: nothing to do."""
 
-_NO_ERRORS = b'"errors":false'
-_HEAD = 64
+_STATUS = b'"status"'
 _PASSING = frozenset({408, 429})
 _PASSING_TYPES = frozenset({"cluster_block_exception", "circuit_breaking_exception"})
 # The server tries to create an index for a missing alias, but its name is invalid.
@@ -167,38 +168,46 @@ class BulkResult:
     """Status and type of an unknown error."""
 
 
-def read_answer(data: bytes, said: Any, fields: frozenset[str]) -> BulkResult:
-    """Read an answer; its items only if it has errors. Rejections may name these `fields`."""
-    if _NO_ERRORS in data[:_HEAD]:
-        return BulkResult()
+def read_answer(answer: Answer, count: int, fields: frozenset[str]) -> BulkResult:
+    """Read an answer to a request with `count` documents; rejections may name these `fields`.
+
+    Raises `Transient` unless it names every document: nothing is known about the others, so all are sent again.
+    """
+    said = answer.json()
     items = said.get("items") if isinstance(said, dict) else None
-    if not isinstance(items, list):
-        raise DestinationError(
-            "the search server answered a bulk request with something other than a bulk result",
-            hint="Check that sink.url is the address of OpenSearch's API and that no proxy answers in its place.",
-        )
+    if not isinstance(items, list) or len(items) != count:
+        raise Transient("it answered a bulk request with something other than the result of each document")
+    if said.get("errors") is False and answer.data.count(_STATUS) >= count:
+        return BulkResult()
     again: list[int] = []
     refused: list[tuple[int, str]] = []
     busy = gone = unknown = ""
     # Cold: most answers have no errors.
     for place, item in enumerate(items):
-        (outcome,) = item.values()
-        error = outcome.get("error")
-        status = int(outcome.get("status", 0))
+        action, status, error = _outcome(item)
         # Removing a missing document is 404 without an error.
-        if error is None or status == STALE:
+        if status == STALE or (error is None and (status in OK or (action, status) == ("delete", NOT_FOUND))):
             continue
-        kind = str(error.get("type", ""))
+        kind = str((error or {}).get("type", ""))
         if kind in _GONE_TYPES:
             gone = kind
         elif status in _PASSING or status >= 500 or kind in _PASSING_TYPES:
             again.append(place)
-            busy = f"{status} {kind}"
-        elif kind in _SENTENCES:
+            busy = f"{status} {kind}".rstrip()
+        elif error is not None and kind in _SENTENCES:
             refused.append((place, reason_of(error, fields)))
         else:
-            unknown = f"{status} {kind}"
+            unknown = f"{status} {kind}".rstrip()
     return BulkResult(tuple(again), tuple(refused), busy, gone, unknown)
+
+
+def _outcome(item: Any) -> tuple[str, int, Mapping[str, Any] | None]:
+    """Return action, status and error of an item."""
+    for action, outcome in item.items() if isinstance(item, dict) else ():
+        if isinstance(outcome, dict) and isinstance(outcome.get("status"), int):
+            error = outcome.get("error")
+            return action, outcome["status"], {} if error is not None and not isinstance(error, dict) else error
+    raise Transient("it answered a bulk request without the status of a document")
 
 
 def reason_of(error: Mapping[str, Any], fields: frozenset[str]) -> str:
@@ -251,36 +260,36 @@ class BulkSender:
         self._client = client
         self._settings = settings
 
-    def send(self, target: Target, batch: pa.Table) -> list[Rejection]:
-        """Send a batch in pieces, durably; return the rejections."""
+    def send(self, target: Target, batch: pa.Table, retries: RetryLimit) -> list[Rejection]:
+        """Send a batch in pieces, durably; return the rejections. All pieces together have the time of `retries`."""
         rejections: list[Rejection] = []
         unusable = unusable_ids(batch)
         if pc.any(unusable).as_py():
             rejections += _rejected(target, batch.filter(unusable), _BAD_ID)
             batch = batch.filter(pc.invert(unusable))
         for piece in split(batch, self._settings.bulk_documents, self._settings.bulk_bytes):
-            rejections += self._send_piece(target, piece)
+            rejections += self._send_piece(target, piece, retries)
         return rejections
 
-    def _send_piece(self, target: Target, piece: pa.Table) -> Iterator[Rejection]:
-        retries = RetryLimit(self._settings.retry_seconds)
+    def _send_piece(self, target: Target, piece: pa.Table, retries: RetryLimit) -> Iterator[Rejection]:
         path = f"/{quote(target.alias, safe='')}/_bulk?filter_path={_WANTED}"
         while piece.num_rows:
             try:
                 answer = self._client.try_once("POST", path, bulk_lines(piece), lines=True)
+                if answer.status == TOO_LARGE:
+                    yield from self._send_smaller(target, piece, retries)
+                    return
+                answer.require_said()
+                if answer.status not in OK:
+                    raise DestinationError(
+                        f"the search server answered {answer.status} {answer.error_type()} to documents of index "
+                        f"{target.index!r}"
+                    )
+                result = read_answer(answer, piece.num_rows, target.fields)
             except Transient as error:
                 # The server may have accepted it; versions make it harmless to send it again.
                 retries.wait(error)
                 continue
-            if answer.status == TOO_LARGE:
-                yield from self._send_smaller(target, piece)
-                return
-            if answer.status not in OK:
-                raise DestinationError(
-                    f"the search server answered {answer.status} {answer.error_type()} to documents of index "
-                    f"{target.index!r}"
-                )
-            result = read_answer(answer.data, answer.json(), target.fields)
             _check(target, result)
             for place, reason in result.refused:
                 yield from _rejected(target, piece.slice(place, 1), reason)
@@ -290,13 +299,13 @@ class BulkSender:
             if result.again:
                 retries.wait(f"{len(result.again)} documents: {result.busy}")
 
-    def _send_smaller(self, target: Target, piece: pa.Table) -> Iterator[Rejection]:
+    def _send_smaller(self, target: Target, piece: pa.Table, retries: RetryLimit) -> Iterator[Rejection]:
         if piece.num_rows == 1:
             yield from _rejected(target, piece, _TOO_LARGE)
             return
         half = piece.num_rows // 2
-        yield from self._send_piece(target, piece.slice(0, half))
-        yield from self._send_piece(target, piece.slice(half))
+        yield from self._send_piece(target, piece.slice(0, half), retries)
+        yield from self._send_piece(target, piece.slice(half), retries)
 
 
 def _rejected(target: Target, batch: pa.Table, reason: str) -> list[Rejection]:

@@ -138,6 +138,13 @@ class Answer:
         error = said.get("error") if isinstance(said, dict) else None
         return str(error.get("type", "")) if isinstance(error, dict) else ""
 
+    def require_said(self) -> None:
+        """Raise `Transient` for a success or a 404 that is not a JSON object: a proxy's page says nothing about an
+        index, not even that it does not exist."""
+        said = self.json()
+        if (self.status in OK and not isinstance(said, dict)) or (self.status == NOT_FOUND and not said):
+            raise Transient(f"it answered {self.status} with something other than JSON")
+
 
 class Transient(Exception):
     """A request failed for a transient reason: a full queue, a starting server, a broken connection."""
@@ -218,18 +225,20 @@ class OpenSearchClient:
         retries = RetryLimit(self._settings.retry_seconds)
         while True:
             try:
-                return self.try_once(method, path, body)
+                answer = self.try_once(method, path, body)
+                answer.require_said()
+                return answer
             except Transient as error:
                 retries.wait(error)
 
     def expect(self, method: str, path: str, body: Any = None, *, allowed: tuple[int, ...] = ()) -> Any:
         """Send a request that must succeed, and return the parsed answer; None for an `allowed` status."""
         answer = self.ask(method, path, body)
+        said = answer.json()
         if answer.status in OK:
-            return answer.json()
+            return said
         if answer.status in allowed:
             return None
-        said = answer.json()
         error = said.get("error") if isinstance(said, dict) else None
         # About indexes, aliases and mappings; errors about documents are never quoted.
         reason = error.get("reason", "") if isinstance(error, dict) else ""

@@ -30,6 +30,7 @@ from penstock.documents.sinks.opensearch.client import (
     SERVING_GC_DELETES,
     OpenSearchClient,
     OpenSearchSettings,
+    RetryLimit,
 )
 from penstock.documents.sinks.opensearch.generations import (
     Generation,
@@ -40,7 +41,7 @@ from penstock.documents.sinks.opensearch.generations import (
     paths_of,
     read_state,
 )
-from penstock.errors import IndexUnusable
+from penstock.errors import DestinationUnavailable, IndexUnusable
 
 _KEEP_ALIVE = "2m"
 _SAMPLE_MOST = 10_000
@@ -81,6 +82,8 @@ class OpenSearchSink(Sink):
         self._client_: OpenSearchClient | None = None
         self._waiting: list[pa.Table] = []
         self._waiting_bytes = 0
+        self._retries: RetryLimit | None = None
+        """Since the first of the waiting documents came: none may arrive later than that after its build."""
         self._rejections: list[Rejection] = []
         self._looked_at = float("-inf")
 
@@ -115,6 +118,7 @@ class OpenSearchSink(Sink):
 
     def write(self, batch: pa.Table) -> None:
         """See `Sink`. Sends as soon as a request is full."""
+        self._retries = self._retries or RetryLimit(self.settings.retry_seconds)
         self._waiting.append(batch)
         self._waiting_bytes += int(documents_size(batch).sum())
         count = sum(each.num_rows for each in self._waiting)
@@ -140,7 +144,8 @@ class OpenSearchSink(Sink):
 
     def _send(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if not waiting:
+        retries, self._retries = self._retries, None
+        if not waiting or retries is None:
             return
         batch = pa.concat_tables(waiting)
         sender = BulkSender(self._client, self.settings)
@@ -150,7 +155,7 @@ class OpenSearchSink(Sink):
                 raise IndexUnusable(f"cannot write documents of index {index!r} before ensure_index", index=index)
             mine = batch if len(indexes) == 1 else batch.filter(pc.equal(batch.column("index"), index))
             for target in self._targets[index]:
-                refused = sender.send(target, mine)
+                refused = sender.send(target, mine, retries)
                 if target is self._targets[index].newest:
                     self._rejections += refused
                 elif refused:
@@ -214,7 +219,7 @@ class OpenSearchSink(Sink):
     def _survey(self, indexes: Sequence[str]) -> dict[str, IndexState]:
         answer: dict[str, Any] = {}
         for path in paths_of(indexes):
-            answer |= self._client.expect("GET", path, allowed=(NOT_FOUND,)) or {}
+            answer |= self._client.expect("GET", path)
         return {each: read_state(each, answer) for each in indexes}
 
     def _know(self, mapping: IndexMapping, filling: Generation | None) -> None:
@@ -265,7 +270,7 @@ class OpenSearchSink(Sink):
             for target in self._targets[index]:
                 found = state.find(target.generation)
                 if found is None or found.uuid != self._uuid_of(target):
-                    raise _gone(index, target.generation)
+                    self._confirm_gone(target)
             expected = self._targets[index].serving
             if expected is not None and (state.serving is None or state.serving.name != expected.generation):
                 there = "nothing" if state.serving is None else repr(state.serving.name)
@@ -279,6 +284,16 @@ class OpenSearchSink(Sink):
                     self._remember(each, index, seeded=each.uuid if each.seeded else None, retired_at=now)
                 elif each.retired_at + self.settings.grace_seconds <= now:
                     self._delete(each)
+
+    def _confirm_gone(self, target: Target) -> None:
+        """Raise `IndexUnusable` if the server states that a generation is gone or replaced; an answer that merely lacks
+        it may be a proxy's."""
+        path = f"/{quote(target.generation, safe='')}?filter_path=*.settings.index.uuid"
+        found = self._client.expect("GET", path, allowed=(NOT_FOUND,)) or {}
+        uuid = found.get(target.generation, {}).get("settings", {}).get("index", {}).get("uuid")
+        if uuid != self._uuid_of(target):
+            raise _gone(target.index, target.generation)
+        raise DestinationUnavailable(f"the search server's answers about index {target.index!r} contradict each other")
 
     def _uuid_of(self, target: Target) -> str:
         known = self._known[target.index].find(target.generation)

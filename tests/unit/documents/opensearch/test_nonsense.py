@@ -1,0 +1,118 @@
+"""A server, or something in front of it, that answers nonsense for a while: nothing is lost, and nothing ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from penstock.documents.base import DOCUMENT_SCHEMA
+from penstock.documents.mapping import IndexMapping
+from penstock.documents.sinks.opensearch import OpenSearchSink
+from penstock.documents.sinks.opensearch.bulk import BulkSender, Target
+from penstock.documents.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit
+from penstock.errors import DestinationUnavailable, IndexUnusable
+
+SETTINGS = OpenSearchSettings("http://127.0.0.1:1", bulk_documents=2)
+TARGET = Target("people", "people_aa_1", "people_aa_1_WRITE")
+HTML = Answer(200, b"<html>we will be back soon</html>")
+
+
+def documents(count: int) -> pa.Table:
+    ids = [str(number) for number in range(count)]
+    return pa.table([["people"] * count, ids, [1] * count, ["{}"] * count], schema=DOCUMENT_SCHEMA)
+
+
+def taken(count: int) -> Answer:
+    return answer({"errors": False, "items": [{"index": {"status": 201}}] * count})
+
+
+def answer(said: Any, status: int = 200) -> Answer:
+    return Answer(status, json.dumps(said).encode())
+
+
+class Scripted(OpenSearchClient):
+    """Gives these answers, one after the other."""
+
+    def __init__(self, answers: Sequence[Answer | Callable[[], Answer]]) -> None:
+        super().__init__(SETTINGS)
+        self._answers = list(answers)
+        self.requests: list[str] = []
+
+    def try_once(self, method: str, path: str, body: Any = None, *, lines: bool = False) -> Answer:
+        self.requests.append(f"{method} {path.partition('?')[0]}")
+        found = self._answers.pop(0)
+        return found() if callable(found) else found
+
+
+@pytest.mark.trap(46)
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        HTML,
+        Answer(404, b"<html>no such page</html>"),
+        answer({}),
+        answer({"error": "an upstream failed"}),
+        answer({"errors": False, "items": [{"index": {"status": 201}}]}),
+    ],
+    ids=["HTML", "404", "{}", "error object", "short list"],
+)
+def test_documents_are_sent_again_until_an_answer_names_each_of_them(nonsense: Answer) -> None:
+    client = Scripted([nonsense, taken(2), nonsense, taken(2)])
+    assert BulkSender(client, SETTINGS).send(TARGET, documents(4), RetryLimit(60)) == []
+    assert len(client.requests) == 4
+
+
+@pytest.mark.trap(45)
+def test_all_pieces_of_a_build_share_one_limit() -> None:
+    limit = RetryLimit(0.4)
+
+    def late() -> Answer:
+        limit.started = time.monotonic() - 0.5
+        return taken(2)
+
+    client = Scripted([HTML, late, HTML, taken(2)])
+    with pytest.raises(DestinationUnavailable, match="has not accepted documents"):
+        BulkSender(client, SETTINGS).send(TARGET, documents(4), limit)
+    assert len(client.requests) == 3, "the second piece has no time left"
+
+
+GENERATION = "people_aa11_20260101000000"
+SERVED = {
+    GENERATION: {
+        "aliases": {"people": {}, f"{GENERATION}_WRITE": {}},
+        "mappings": {"_meta": {"penstock": {"index": "people", "fingerprint": "aa11", "seeded": "u1"}}},
+        "settings": {"index": {"uuid": "u1"}},
+    }
+}
+ABSENT = answer({"error": {"type": "index_not_found_exception"}, "status": 404}, 404)
+
+
+def looking(*answers: Answer) -> OpenSearchSink:
+    """A sink that knows its index, and whose periodic look gets these answers."""
+    sink = OpenSearchSink("http://127.0.0.1:1")
+    sink._client_ = Scripted([answer(SERVED), answer(SERVED), *answers])
+    sink.ensure_index(IndexMapping("people", "aa11", {"properties": {}}, {}))
+    assert sink.is_seeded("people")
+    return sink
+
+
+@pytest.mark.parametrize("nonsense", [HTML, Answer(404, b"not here"), answer({}, 404)], ids=["HTML", "404", "empty"])
+def test_a_look_at_the_index_that_is_answered_with_nonsense_is_repeated(nonsense: Answer) -> None:
+    sink = looking(nonsense, answer(SERVED), answer({}))
+    sink.flush(True)
+    assert sink._client.requests[-1] == f"POST /{GENERATION}_WRITE/_refresh"  # type: ignore[attr-defined]
+
+
+def test_an_index_is_gone_only_if_the_server_states_it() -> None:
+    with pytest.raises(DestinationUnavailable, match="contradict"):
+        looking(answer({}), answer(SERVED)).flush(True)
+    with pytest.raises(IndexUnusable, match="was deleted or replaced"):
+        looking(answer({}), ABSENT).flush(True)
+    replaced = {GENERATION: {"settings": {"index": {"uuid": "u2"}}}}
+    with pytest.raises(IndexUnusable, match="was deleted or replaced"):
+        looking(answer({}), answer(replaced)).flush(True)
