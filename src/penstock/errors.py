@@ -23,8 +23,10 @@ a secret or the value of a cell.
     │   ├── SlotLost
     │   ├── SlotUnusable            wrong plugin or database, or no free slots
     │   │   └── SlotUndecodable     the server cannot decode its own WAL from this slot
+    │   │       └── SlotDiscarded   so Penstock drops it; a new start creates another
     │   ├── PositionAhead           a stored position that the server has not reached
     │   ├── LineageChanged          another system, timeline or slot
+    │   │   └── LostInFailover      changes that a promoted or restored server does not have
     │   ├── SnapshotBlocked         open transactions, listed, block the snapshot: retried
     │   ├── SnapshotLost            the snapshot of a copy ended; the copy restarts
     │   ├── TableRewritten          rewritten, truncated or altered during its copy; the copy restarts
@@ -86,6 +88,8 @@ class Retry(Enum):
     """Write the table's changes by themselves, while other tables continue."""
     RESTART = "restart"
     """End the run: this process cannot continue, a new one can."""
+    RECREATE = "recreate"
+    """End the run: changes are lost. A new run copies the tables again, if `on_lost_slot` is `recreate`."""
     OPERATOR = "operator"
     """Stop and wait for the operator."""
 
@@ -209,6 +213,7 @@ class PublicationChanged(SourceError):
 class SlotMissing(SourceError):
     """The replication slot does not exist."""
 
+    retry = Retry.RECREATE
     default_hint = (
         "The changes since the slot was dropped are lost. To create a new slot and copy the tables again, set "
         'on_lost_slot = "recreate" and run: penstock run.'
@@ -223,8 +228,9 @@ class SlotInUse(SourceError):
 
 
 class SlotLost(SourceError):
-    """The server removed WAL that the slot needs, or invalidated the slot."""
+    """The server removed WAL that the slot needs or invalidated the slot, or another program moved the slot."""
 
+    retry = Retry.RECREATE
     default_hint = (
         "The changes can no longer be read. To create a new slot and copy the tables again, set on_lost_slot = "
         '"recreate" and run: penstock run. If the slot fell behind, raise max_slot_wal_keep_size first.'
@@ -242,14 +248,22 @@ class SlotUndecodable(SlotUnusable):
 
     default_hint = (
         "This is a server defect that can occur when tables are created, truncated or rewritten while a slot is "
-        "created. If no table depends on the slot yet, Penstock drops it: run again. Otherwise drop the slot, set "
-        'on_lost_slot = "recreate" and run: penstock run.'
+        'created. To copy the tables again, set on_lost_slot = "recreate" and run: penstock run. It drops the slot and '
+        "ends; then run it again: penstock run."
     )
+
+
+class SlotDiscarded(SlotUndecodable):
+    """The server cannot decode its own WAL from the slot, which Penstock therefore drops."""
+
+    retry = Retry.RESTART
+    default_hint = "A new run creates another slot. Run: penstock run."
 
 
 class PositionAhead(SourceError):
     """A stored position is ahead of the server, which would silently send nothing from there."""
 
+    retry = Retry.RECREATE
     default_hint = (
         "The server was restored or replaced. To copy the tables again from this server, set on_lost_slot = "
         '"recreate" and run: penstock run.'
@@ -262,6 +276,17 @@ class LineageChanged(SourceError):
     default_hint = (
         "Positions are valid only on the server they came from. To copy the tables again, run: penstock teardown, "
         "then penstock run."
+    )
+
+
+class LostInFailover(LineageChanged):
+    """The stored positions are beyond what this server has: changes were lost in a failover or a restore."""
+
+    retry = Retry.RECREATE
+    default_hint = (
+        "The promoted standby did not have these changes. To copy the tables again from this server, set on_lost_slot "
+        '= "recreate" and run: penstock run. To keep it from happening again, set synchronized_standby_slots on the '
+        "primary (PostgreSQL 17)."
     )
 
 

@@ -28,6 +28,7 @@ from penstock.errors import (
     PenstockError,
     PermissionDenied,
     PositionAhead,
+    SlotDiscarded,
     SlotLost,
     SlotMissing,
     SlotUndecodable,
@@ -62,7 +63,7 @@ from penstock.spool import Holds, Readers, SpoolReader, SpoolSettings
 from penstock.spool.folder import SpoolFolder
 from penstock.spool.lineage import load_ancestry
 from penstock.spool.partitions import load_mentioned_leaves
-from penstock.state import Errored, IndexStatus, Ready, Store, StoredProgress, SyncDone
+from penstock.state import Store, StoredProgress
 from penstock.state.positions import start_position
 from penstock.values import TypeSettings
 
@@ -151,8 +152,15 @@ def load_left_out(connection: psycopg.Connection[Any], settings: StreamSettings)
 class Stream:
     """An open stream. Thread-safe."""
 
-    def __init__(self, settings: StreamSettings, starts: Mapping[str, Lsn], capture: CaptureProcess) -> None:
+    def __init__(
+        self,
+        settings: StreamSettings,
+        outputs: Mapping[str, Store],
+        starts: Mapping[str, Lsn],
+        capture: CaptureProcess,
+    ) -> None:
         self._settings = settings
+        self._outputs = outputs
         self._starts = starts
         self._capture = capture
         self._publication = _PublicationKeeper(settings)
@@ -162,8 +170,7 @@ class Stream:
         self._released: SlotLost | None = None
         self.headroom = Headroom()
         """As of the last refresh."""
-        self.is_decodable = True
-        """False if the server reported that it cannot decode its WAL from this slot."""
+        self._is_discarded = False
 
     def start_of(self, output: str) -> Lsn:
         """Return where an output starts to read."""
@@ -252,9 +259,24 @@ class Stream:
     def _noticing(self) -> Iterator[None]:
         try:
             yield
-        except SlotUndecodable:
-            self.is_decodable = False
-            raise
+        except SlotUndecodable as error:
+            if not self._is_dispensable():
+                raise
+            self._is_discarded = True
+            raise SlotDiscarded(error.message, slot=self._settings.slot) from None
+
+    def _is_dispensable(self) -> bool:
+        """True if nothing depends on the slot, or everything may be copied again: the next start creates another."""
+        return self._settings.on_lost_slot is OnLostSlot.RECREATE or not any(
+            store.needs_every_change for store in self._outputs.values()
+        )
+
+    def drop_discarded(self) -> None:
+        """Drop a slot that cannot be decoded, unless something depends on it by now."""
+        if self._is_discarded and self._is_dispensable():
+            with connect(self._settings.source, Role.CATALOG) as connection:
+                drop_slot(connection, self._settings.slot)
+            logger.warning("dropped a slot that cannot be decoded slot=%s", self._settings.slot)
 
 
 def _lasting(room: Room) -> str:
@@ -289,17 +311,13 @@ def _capturing(settings: StreamSettings, outputs: Mapping[str, Store], opening: 
             ),
         )
     ) as capture:
-        stream = Stream(settings, starts, capture)
+        stream = Stream(settings, outputs, starts, capture)
         try:
             stream.wait_until_streaming()
             yield stream
         finally:
             capture.stop()
-            if not stream.is_decodable and not any(needs_every_change(store) for store in outputs.values()):
-                # Nothing depends on it, so the next start creates another one, and nothing is lost.
-                with connect(settings.source, Role.CATALOG) as connection:
-                    drop_slot(connection, settings.slot)
-                logger.warning("dropped a slot that cannot be decoded: run again slot=%s", settings.slot)
+            stream.drop_discarded()
 
 
 class _PublicationKeeper:
@@ -494,7 +512,7 @@ class _Opening:
         if slot is not None and not slot.lost:
             require_usable(slot, settings.slot, database=connection.info.dbname)
             return self._with_failover(connection, slot)
-        if slot is not None or any(needs_every_change(store) for store in outputs.values()):
+        if slot is not None or any(store.needs_every_change for store in outputs.values()):
             if settings.on_lost_slot is OnLostSlot.ERROR:
                 kind = SlotMissing if slot is None else SlotLost
                 raise kind(
@@ -533,7 +551,7 @@ class _Opening:
         With `on_lost_slot = "recreate"` reset it instead.
         """
         stored = store.get_replication_progress()
-        if stored is None or reaches(stored, confirmed) or not needs_every_change(store):
+        if stored is None or reaches(stored, confirmed) or not store.needs_every_change:
             return
         if self._settings.on_lost_slot is OnLostSlot.ERROR:
             raise SlotLost(
@@ -575,11 +593,3 @@ def _distrust_indexes(store: Store) -> None:
     """
     for build in store.get_index_builds().values():
         store.store_index_build(replace(build, fingerprint=""))
-
-
-def needs_every_change(store: Store) -> bool:
-    """True if a table or search index needs every change after its position."""
-    return any(
-        isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)
-        for phase in store.get_table_replication_states().values()
-    ) or any(build.status is not IndexStatus.WANTED for build in store.get_index_builds().values())

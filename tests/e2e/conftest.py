@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.e2e.support import Stream
-from tests.integration.conftest import quick_captures
-from tests.support.disks import CannotMount, SmallDisk
+from tests.integration.conftest import quick_captures, small_disk
 
-__all__ = ["quick_captures"]
+__all__ = ["quick_captures", "small_disk"]
 
 
 @pytest.fixture
@@ -34,14 +31,3 @@ def own_stream(make_server, tmp_path):
         return made
 
     return make
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[SmallDisk]:
-    """A disk of 24 MB of which all can be taken away and given back."""
-    try:
-        disk = SmallDisk(tmp_path / "disk")
-    except CannotMount as why:
-        pytest.skip(str(why))
-    with disk:
-        yield disk

@@ -18,7 +18,6 @@ from penstock.errors import (
     SlotInUse,
     SlotLost,
     SlotMissing,
-    SlotUnusable,
 )
 from penstock.lsn import Lsn
 from tests.e2e.support import PUBLICATION, Stream, Writers, wait_for, watch_connection, write_rows
@@ -218,7 +217,7 @@ def test_slot_that_somebody_else_moved_is_refused(stream):
     idle = stream.database.idle_slot(slot)
     stream.database.execute("select pg_replication_slot_advance(%s, pg_current_wal_lsn())", [idle])
     with CaptureProcess(stream.settings()) as capture:
-        assert isinstance(outcome(capture), SlotUnusable)
+        assert isinstance(outcome(capture), SlotLost)
 
 
 @pytest.mark.trap(10)

@@ -16,6 +16,7 @@ RETRIED = {
     errors.Retry.COPY: "copy",
     errors.Retry.ALONE: "alone",
     errors.Retry.RESTART: "restart",
+    errors.Retry.RECREATE: "recreate",
     errors.Retry.OPERATOR: "no",
 }
 

@@ -24,7 +24,7 @@ from penstock.capture.parcels import Parcel, ParcelQueue
 from penstock.capture.relations import CatalogResolver
 from penstock.capture.session import ReplicationSession, StartOptions
 from penstock.capture.streams import OpenStreams
-from penstock.errors import PenstockError, Retry, SlotUnusable
+from penstock.errors import PenstockError, Retry, SlotLost
 from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.retry import Backoff
 from penstock.schema import quote_identifier
@@ -182,9 +182,9 @@ class Capture:
             # Also after each reconnect: another server may have taken over.
             ancestry.require(lineage, needed)
         if not reaches(needed, confirmed):
-            raise SlotUnusable(
-                f"slot {settings.slot!r} is at {confirmed}, after the position {needed} at which capture must resume",
-                hint="Another program has read from this slot, and the changes in between are lost: resync the tables.",
+            raise SlotLost(
+                f"slot {settings.slot!r} is at {confirmed}, after the position {needed} at which capture must resume: "
+                "another program has read from it, and the changes in between are lost",
                 slot=settings.slot,
             )
         # Started from a position that it has not reached, the server would send nothing and report no error.

@@ -7,7 +7,6 @@ regardless of the log level.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import typer
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -167,10 +166,40 @@ def print_unwrapped(console: Console, table: Table) -> None:
 
 
 def write_line(text: str) -> None:
-    """Write a line to stderr, which may be closed."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{printable(text)}\n")
-        sys.stderr.flush()
+    """Write a line to stderr."""
+    sys.stderr.write(f"{printable(text)}\n")
+    sys.stderr.flush()
+
+
+class LastingStream:
+    """A stream to which writing never fails: when its terminal hangs up or its reader ends, it writes to nowhere.
+
+    Otherwise a run would end because nobody watches it any more, with an error that says nothing about the run.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        # Of the descriptor: what is left in the buffer would fail again at the end of the process.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 class Silence:

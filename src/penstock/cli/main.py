@@ -20,7 +20,7 @@ from rich.text import Text
 from penstock.cli.check import check
 from penstock.cli.commands import pause, resume, resync, rollback
 from penstock.cli.demo import demo
-from penstock.cli.display import echo, stderr_console
+from penstock.cli.display import LastingStream, echo, stderr_console
 from penstock.cli.index import index
 from penstock.cli.init import init
 from penstock.cli.quarantine import quarantine
@@ -84,6 +84,7 @@ def main() -> None:
     """Run the program; the entry point."""
     # Imported modules live until the end. Without this, garbage collection takes a fifth of a short command's time.
     gc.freeze()
+    sys.stderr = LastingStream(sys.stderr)
     try:
         app(prog_name="penstock")
     except SystemExit as ended:

@@ -43,6 +43,7 @@ _PASSING = frozenset(
 """Faults of a disk, machine or network that time or an operator heals: full, read-only, disconnected, out of handles.
 They are never about the rows of a table."""
 _MAKE_ROOM = "Check that this disk has room, is connected and may be written; Penstock keeps trying."
+_MAKE_ROOM_FIRST = "Check that this disk has room, is connected and may be written, then run: penstock run."
 
 
 def concerns_all_tables(error: PenstockError) -> bool:
@@ -51,6 +52,14 @@ def concerns_all_tables(error: PenstockError) -> bool:
     Such an error is raised for the whole batch, never returned for a table, so that the apply worker waits.
     """
     return isinstance(error, DestinationUnavailable | ConfigError)
+
+
+def cannot_write(destination: str, error: OSError, *, hint: str) -> PenstockError:
+    """A start could not write to the folder of a destination; `hint` is for a fault that needs a person."""
+    what = f"{destination} cannot be written: {error.strerror}"
+    if error.errno in _PASSING - {errno.EACCES, errno.EPERM}:
+        return DestinationUnavailable(what, hint=_MAKE_ROOM_FIRST)
+    return unusable(what, hint=hint)
 
 
 def out_of_reach(destination: str, what: str) -> PenstockError:

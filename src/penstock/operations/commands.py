@@ -13,7 +13,7 @@ from penstock.operations.stores import choose_tables, chosen_outputs, every_chos
 from penstock.source import Role, connect
 from penstock.source.slots import inspect_slot, require_usable
 from penstock.state import Command, CommandKind, Store
-from penstock.stream import OnLostSlot, needs_every_change
+from penstock.stream import OnLostSlot
 
 WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -60,7 +60,7 @@ def send_command(
 def _require_slot(config: Config, store: Store) -> None:
     """Raise if the next start, which would carry out the command, is refused because the slot is lost."""
     settings = config.pipeline
-    if settings.on_lost_slot is OnLostSlot.RECREATE or not needs_every_change(store):
+    if settings.on_lost_slot is OnLostSlot.RECREATE or not store.needs_every_change:
         return
     try:
         with connect(settings.source, Role.CATALOG) as connection:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,14 +16,13 @@ from penstock.config import Config
 from penstock.config.units import format_bytes
 from penstock.destinations.base import ProbedDestination
 from penstock.durable import probe_folder
-from penstock.errors import NotReady, PenstockError
+from penstock.errors import NotReady, PenstockError, SpoolDiskFull, StateUnavailable
 from penstock.operations.stores import existing_store
 from penstock.source import Role, connect
 from penstock.source.preflight import Check, Report, Request, Severity, run_preflight
 from penstock.source.preflight.report import failed, passed
 from penstock.source.shapes import TableShape, remembering
 from penstock.source.slots import inspect_slot
-from penstock.stream import needs_every_change
 from penstock.tables import OnLostSlot
 
 
@@ -35,15 +35,18 @@ def check_pipeline(config: Config) -> Report:
 def require_ready(config: Config) -> None:
     """Before the first start, raise `NotReady` if it would fail or harm the source: nothing was created there yet.
 
-    A pipeline that has a slot or tables resumes instead: the server retains WAL for it, and a table that cannot be
-    followed stops alone.
+    If time heals all that keeps it from starting, such as a destination that is away, raise that error instead: a new
+    start can succeed. A pipeline that has a slot or tables resumes: the server retains WAL for it, and a table that
+    cannot be followed stops alone.
     """
     settings = config.pipeline
     with connect(settings.source, Role.CATALOG) as connection:
         if inspect_slot(connection, settings.slot) is not None or source_request(config).needs_slot:
             return
-    for finding in check_pipeline(config).critical:
-        raise NotReady(f"the start is refused: {finding.what}", hint=finding.remedy)
+    # What needs a person comes first: until that is done, waiting for the rest does not help.
+    for finding in sorted(check_pipeline(config).critical, key=lambda each: each.heals):
+        kind = type(finding.error) if finding.error is not None and finding.heals else NotReady
+        raise kind(f"the start is refused: {finding.what}", hint=finding.remedy)
 
 
 def source_request(config: Config) -> Request:
@@ -56,7 +59,7 @@ def source_request(config: Config) -> Request:
         with suppress(PenstockError), existing_store(config, output) as store:
             if store is not None:
                 shapes |= store.get_table_shapes()
-                has_tables = has_tables or needs_every_change(store)
+                has_tables = has_tables or store.needs_every_change
     return Request(
         settings.publication,
         settings.slot,
@@ -98,7 +101,8 @@ def check_here(config: Config) -> Iterator[Check]:
                 destination.probe()
                 yield passed("destination", f"the {name} can be written")
         except PenstockError as error:
-            yield failed("destination", Severity.CRITICAL, f"{name}: {error.message}", error.hint, [output.name])
+            what = f"{name}: {error.message}"
+            yield failed("destination", Severity.CRITICAL, what, error.hint, [output.name], error)
 
 
 def _check_state(config: Config) -> Iterator[Check]:
@@ -108,10 +112,13 @@ def _check_state(config: Config) -> Iterator[Check]:
         if is_new and config.state_file is not None:
             probe_folder(config.state_file.parent)
     except PenstockError as error:
-        yield failed("state", Severity.CRITICAL, f"state: {error.message}", error.hint)
+        yield failed("state", Severity.CRITICAL, f"state: {error.message}", error.hint, error=error)
     except OSError as error:
         what = f"the state cannot be written to {config.state_location}: {error.strerror}"
-        yield failed("state", Severity.CRITICAL, what, "Set state.url to a file in a folder that can be written.")
+        remedy = "Set state.url to a file in a folder that can be written."
+        yield failed(
+            "state", Severity.CRITICAL, what, remedy, error=StateUnavailable(what) if _is_full(error) else None
+        )
     else:
         yield passed("state", f"the state {'can be created' if is_new else 'is readable'} in {config.state_location}")
 
@@ -123,14 +130,15 @@ def _check_spool(config: Config) -> Iterator[Check]:
         status = os.statvfs(_existing(spool.path))
     except OSError as error:
         what = f"the spool cannot be written to {spool.path}: {error.strerror}"
-        yield failed("spool", Severity.CRITICAL, what, "Set pipeline.spool.path to a folder that can be written.")
+        remedy = "Set pipeline.spool.path to a folder that can be written."
+        yield failed("spool", Severity.CRITICAL, what, remedy, error=SpoolDiskFull(what) if _is_full(error) else None)
         return
     free = status.f_bavail * status.f_frsize
     what = f"the disk of the spool has {format_bytes(free)} free"
     if free < spool.min_free_bytes:
         ending = f", less than pipeline.spool.min_free_bytes ({format_bytes(spool.min_free_bytes)}): capture waits"
         remedy = f"Free space on the disk of {spool.path}, or set pipeline.spool.path to another disk."
-        yield failed("spool", Severity.CRITICAL, what + ending, remedy)
+        yield failed("spool", Severity.CRITICAL, what + ending, remedy, error=SpoolDiskFull(what))
     elif free < spool.max_bytes:
         ending = f", less than pipeline.spool.max_bytes ({format_bytes(spool.max_bytes)})"
         yield failed(
@@ -138,6 +146,10 @@ def _check_spool(config: Config) -> Iterator[Check]:
         )
     else:
         yield passed("spool", what)
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _existing(path: Path) -> Path:

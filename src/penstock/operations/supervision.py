@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PenstockError, Retry, SlotLost, SlotMissing
+from penstock.errors import PenstockError, Retry
 from penstock.operations.progress import StatusFile
 from penstock.operations.signals import Ending
 from penstock.private import private_folder
@@ -53,10 +53,8 @@ _ORPHAN_SECONDS = 60.0
 
 def exit_status(error: PenstockError, on_lost_slot: OnLostSlot) -> int:
     """Return the exit status of a run that ended with this error."""
-    if isinstance(error, SlotLost | SlotMissing):
-        # A start creates a new slot, and copies the tables again, if it may.
-        return START_AGAIN if on_lost_slot is OnLostSlot.RECREATE else NEEDS_A_PERSON[0]
-    return START_AGAIN if error.retry in (Retry.TIMED, Retry.RESTART) else NEEDS_A_PERSON[0]
+    helps = {Retry.TIMED, Retry.RESTART} | ({Retry.RECREATE} if on_lost_slot is OnLostSlot.RECREATE else set())
+    return START_AGAIN if error.retry in helps else NEEDS_A_PERSON[0]
 
 
 @dataclass(frozen=True, slots=True)

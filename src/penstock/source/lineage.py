@@ -18,7 +18,7 @@ import psycopg
 from psycopg import pq
 from psycopg.rows import tuple_row
 
-from penstock.errors import LineageChanged, PositionAhead, QueryFailed
+from penstock.errors import LineageChanged, LostInFailover, PositionAhead, QueryFailed
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect, run_command
 from penstock.source.faults import translated
@@ -33,11 +33,6 @@ _WRITTEN = (
 )
 _FLUSH_SECONDS = 1.0
 _UNDEFINED_FILE = "58P01"
-LOST_IN_FAILOVER = (
-    "The promoted standby did not have these changes. To copy the tables again from this server, set on_lost_slot = "
-    '"recreate" and run: penstock run. To keep it from happening again, set synchronized_standby_slots on the primary '
-    "(PostgreSQL 17)."
-)
 
 logger = logging.getLogger(__name__)
 
@@ -159,18 +154,16 @@ class Ancestry:
         current = self.current.timeline
         left = next((switch for switch in self.switches if switch.timeline == timeline), None)
         if left is None:
-            raise LineageChanged(
+            raise LostInFailover(
                 f"the server is on timeline {current}, which does not descend from {timeline}, "
                 "that of the stored position",
-                hint=LOST_IN_FAILOVER,
                 stored=timeline,
                 current=current,
             )
         if not reaches(left.left_at, position):
-            raise LineageChanged(
+            raise LostInFailover(
                 f"the server left timeline {timeline} at {left.left_at}, before the stored position {position}: "
                 "changes in between were lost in a failover or a restore",
-                hint=LOST_IN_FAILOVER,
                 stored=timeline,
                 current=current,
                 left_at=left.left_at,

@@ -21,7 +21,8 @@ from typing import Self
 
 from penstock.errors import ConfigError
 from penstock.state.commands import CommandStore
-from penstock.state.indexes import IndexStore
+from penstock.state.indexes import IndexStatus, IndexStore
+from penstock.state.phases import Errored, Ready, SyncDone
 from penstock.state.progress import ProgressStore
 from penstock.state.records import Database
 from penstock.state.tables import TableStore
@@ -44,3 +45,11 @@ class Store(TableStore, ProgressStore, CommandStore, IndexStore):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def needs_every_change(self) -> bool:
+        """True if a table or search index needs every change after its position."""
+        return any(
+            isinstance(phase, SyncDone | Ready) or (isinstance(phase, Errored) and phase.holds)
+            for phase in self.get_table_replication_states().values()
+        ) or any(build.status is not IndexStatus.WANTED for build in self.get_index_builds().values())

@@ -141,7 +141,13 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(PATIENCE)
-        os.close(self._descriptor)
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the window: what the process writes from now on fails."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def wait_for(self, part: str) -> None:
         """Until this was written, after what was waited for before."""

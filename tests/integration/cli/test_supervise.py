@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.operations.supervision import START_AGAIN
 from penstock.testing.postgres import PostgresServer
 from tests.integration.cli.support import PATIENCE, Site, check_discreet
 from tests.integration.cli.test_polling import make_site as make_polled_site
+from tests.support.disks import SmallDisk
 
 
 def look(site: Site) -> dict[str, Any]:
@@ -96,6 +98,24 @@ def test_an_outage_is_waited_for_and_told_once(make_server: Callable[..., Postgr
     assert text.count("cannot connect") == 1, text
     assert "error: " not in text
     check_discreet(site, text)
+
+
+def test_a_destination_that_is_away_at_the_first_start_is_waited_for(site: Site, small_disk: SmallDisk):
+    site.configure(destination=f'[destination]\ntype = "parquet"\npath = "{small_disk.folder}/lake"')
+    small_disk.fill()
+    refused = site.run("run")
+    assert refused.returncode == START_AGAIN, refused.stderr
+    assert "the start is refused: destination: " in refused.stderr
+    assert "No space left on device" in refused.stderr
+    process = site.start("run", "--supervise")
+    found = wait_for(site, lambda found: (found["supervisor"] or {}).get("restarts", 0) >= 2)
+    assert "No space left on device" in found["supervisor"]["last_end"]
+    assert site.output(process).count("the run ended, starting it again") == 1
+    small_disk.free()
+    site.wait_ready(3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 0, site.output(process)
+    assert site.rows("orders", f"{small_disk.folder}/lake") == site.source_rows("orders")
 
 
 def test_an_error_that_needs_a_person_is_told_with_its_remedy_and_ends_it(site: Site):

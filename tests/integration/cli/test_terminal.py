@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 
-from tests.integration.cli.support import Site, Terminal, check_discreet
+import pytest
+
+from tests.integration.cli.support import PATIENCE, Site, Terminal, check_discreet
 
 CLEAR_LINE = "\x1b[2K"
 SLOW = '[copy]\nmax_bytes_per_second = "4MB"'
@@ -40,6 +42,23 @@ def test_bars_move_while_a_copy_runs_and_are_gone_at_the_end(site: Site):
     assert "streaming" in terminal.text[logged:]
     # The cursor is shown again.
     assert terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("options", [(), ("--supervise",)], ids=["alone", "supervised"])
+def test_a_run_survives_its_terminal_and_says_what_ended_it(site: Site, options: tuple[str, ...]):
+    arguments = ("--log-level", "info", "run", *options)
+    with Terminal(*arguments, cwd=site.folder, environment=site.environment) as terminal:
+        terminal.wait_for("3 of 3 tables ready")
+        terminal.hang_up()
+        # Each copy is told in the log and by the display.
+        assert site.run("resync", "orders").returncode == 0
+        site.database.execute("insert into orders values (9000, 'unseen')")
+        site.wait_rows("orders")
+        assert terminal.process.poll() is None
+        terminal.process.send_signal(signal.SIGHUP)
+        assert terminal.process.wait(PATIENCE) == 0
+    status = json.loads(site.run("status", "--json").stdout)
+    assert status["last_run"].endswith(": a signal stopped it"), status
 
 
 def test_json_tells_the_same_at_any_log_level(site: Site):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from penstock.destinations.delta.storage import Storage
-from penstock.destinations.refusals import unusable
+from penstock.destinations.refusals import cannot_write, unusable
 from penstock.durable import restored_folders
 
 FORMAT = 1
@@ -64,7 +64,5 @@ def _writable(storage: Storage) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unusable(
-            f"{storage.url} cannot be written: {error.strerror}",
-            hint="The folder must be writable for the user that runs Penstock, on a file system with hard links.",
-        ) from error
+        hint = "The folder must be writable for the user that runs Penstock, on a file system with hard links."
+        raise cannot_write(storage.url, error, hint=hint) from error

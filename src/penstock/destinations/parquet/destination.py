@@ -36,6 +36,7 @@ from penstock.destinations.parquet.folder import (
 from penstock.destinations.parquet.reader import PinnedParquet, pin_generation
 from penstock.destinations.parquet.tasks import ChangesItem, CopyTarget, write_changes, write_range
 from penstock.destinations.refusals import (
+    cannot_write,
     fenced_copy,
     foreign_table,
     not_copied,
@@ -153,10 +154,8 @@ class ParquetDestination:
         try:
             yield
         except OSError as error:
-            raise unusable(
-                f"{self._root.path} cannot be written: {error.strerror}",
-                hint="The folder must be writable, on a file system that has hard links.",
-            ) from error
+            hint = "The folder must be writable, on a file system that has hard links."
+            raise cannot_write(str(self._root.path), error, hint=hint) from error
 
     def _check_format(self) -> None:
         found = json.loads(self._root.marker.read_text())["format"]

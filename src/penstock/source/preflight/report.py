@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from penstock.errors import PenstockError, Retry
+
 
 class Severity(StrEnum):
     """How serious a failed check is."""
@@ -30,7 +32,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `subjects` are all tables, columns or sessions that it is about."""
+    """One finding. `subjects` are all tables, columns or sessions that it is about; `error` is why something failed."""
 
     id: str
     severity: Severity
@@ -38,6 +40,12 @@ class Check:
     what: str
     remedy: str = ""
     subjects: tuple[str, ...] = ()
+    error: PenstockError | None = None
+
+    @property
+    def heals(self) -> bool:
+        """True if it may be over at the next attempt, without a change."""
+        return self.error is not None and self.error.retry is Retry.TIMED
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; its keys are stable."""
@@ -91,9 +99,16 @@ def passed(id_: str, what: str, subjects: Sequence[str] = ()) -> Check:
     return Check(id_, Severity.INFO, Status.PASSED, what, "", tuple(subjects))
 
 
-def failed(id_: str, severity: Severity, what: str, remedy: str, subjects: Sequence[str] = ()) -> Check:
+def failed(
+    id_: str,
+    severity: Severity,
+    what: str,
+    remedy: str,
+    subjects: Sequence[str] = (),
+    error: PenstockError | None = None,
+) -> Check:
     """A finding that something is wrong."""
-    return Check(id_, severity, Status.FAILED, what, remedy, tuple(subjects))
+    return Check(id_, severity, Status.FAILED, what, remedy, tuple(subjects), error)
 
 
 def unknown(id_: str, reason: str) -> Check:

@@ -33,7 +33,7 @@ def run_preflight(settings: SourceSettings, request: Request = Request()) -> Rep
         try:
             user = context.connection.info.user
         except PenstockError as error:
-            found = [failed("connection", Severity.CRITICAL, str(error), error.hint)]
+            found = [failed("connection", Severity.CRITICAL, str(error), error.hint, error=error)]
         else:
             found = [passed("connection", f"connected to {settings.location} as {user!r}")]
             for id_, check in ALL_CHECKS.items():

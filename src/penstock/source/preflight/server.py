@@ -105,7 +105,7 @@ def check_replication_connection(context: Context) -> Iterator[Check]:
         finally:
             replication.finish()
     except PenstockError as error:
-        yield failed("replication_connection", Severity.CRITICAL, str(error), error.hint)
+        yield failed("replication_connection", Severity.CRITICAL, str(error), error.hint, error=error)
     else:
         yield passed(
             "replication_connection",
