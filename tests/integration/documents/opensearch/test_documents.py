@@ -17,15 +17,18 @@ from tests.integration.documents.opensearch.conftest import Looker, MakeSink, ba
 def test_documents_are_durable_after_a_flush_and_searched_when_caught_up(
     sink: OpenSearchSink, looker: Looker, make_sink: MakeSink
 ) -> None:
-    # Only our own refresh makes them visible.
-    looker.request("PUT", f"/{looker.behind()[0]}/_settings", {"index": {"refresh_interval": "-1"}})
+    # Only our own refresh makes them visible. Closing the index ends a periodic refresh that is under way.
+    generation = looker.behind()[0]
+    looker.request("PUT", f"/{generation}/_settings", {"index": {"refresh_interval": "-1"}})
+    looker.request("POST", f"/{generation}/_close")
+    looker.request("POST", f"/{generation}/_open")
     sink.write(batch_of(looker.index, {"a": {"n": 1}, "b": {"n": 2}}))
     assert sink.flush(False).rejections == ()
     assert sink.fetch(looker.index, ["a", "b", "c"]) == {"a": {"n": 1}, "b": {"n": 2}}
     assert looker.searched() == {}
     sink.flush(True)
     assert looker.searched() == {"a": {"n": 1}, "b": {"n": 2}}
-    assert looker.settings(looker.behind()[0])["index.translog.durability"] == "request"
+    assert looker.settings(generation)["index.translog.durability"] == "request"
 
 
 @pytest.mark.trap(44)
