@@ -14,7 +14,7 @@ from psycopg.rows import tuple_row
 from penstock.documents.base import BackfillScope, DocumentBuilder, SnapshotTable
 from penstock.documents.build import build_documents, compile_build
 from penstock.documents.catalog import SourceCatalog, complete, load_catalog
-from penstock.documents.expressions import canonical, column, conjunction, from_table, table_name
+from penstock.documents.expressions import canonical, column, conjunction, from_table, rows_of, table_name
 from penstock.documents.images import Changes
 from penstock.documents.mapping import IndexMapping, index_mapping
 from penstock.documents.relation_map import RelationMap
@@ -154,7 +154,7 @@ class DocumentKeys:
             "select {keys} from {table} r tablesample bernoulli ({percent}) where {there} order by random() limit $1"
         ).format(
             keys=sql.SQL(", ").join([canonical(column("r", each.name), each) for each in root.select(self.columns)]),
-            table=name,
+            table=rows_of(root),
             percent=sql.Literal(percent),
             there=conjunction([sql.SQL("{} is not null").format(column("r", each)) for each in self.columns]),
         )

@@ -21,6 +21,7 @@ from penstock.source.columns import CatalogTable
 from penstock.source.faults import translated
 from penstock.source.membership import Heap
 from penstock.source.patterns import TableName
+from penstock.source.shapes import TableShape, load_shapes
 
 # A partitioned table and its leaves, or just the table.
 _TABLES = """
@@ -52,6 +53,7 @@ class SourceColumn:
     not_null: bool
     generated: bool = False
     """Computed from other columns; the server does not send it."""
+    modifier: int = -1
 
     @property
     def base(self) -> PostgresType:
@@ -81,6 +83,10 @@ class SourceTable:
     unique: tuple[frozenset[str], ...] = ()
     leaves: tuple[TableName, ...] = ()
     heaps: frozenset[Heap] = frozenset()
+    members: Mapping[int, TableName] = field(default_factory=dict[int, TableName])
+    """The table and its leaves, by oid: in the stream, a table may have had another name for a while."""
+    shape: TableShape | None = None
+    """Shows that rows changed although the stream does not say so."""
 
     def column(self, name: str) -> SourceColumn:
         """Return a column; raise `ConfigError` if it does not exist."""
@@ -133,12 +139,13 @@ def load_catalog(connection: psycopg.Connection[Any], names: Iterable[TableName]
         indexes = cursor.execute(_INDEXES, [sorted(oids)]).fetchall()
     tables = load_tables(connection, oids)
     types = load_types(connection, {each.type_oid for table in tables.values() for each in table.live_attributes})
+    shapes = load_shapes(connection, {int(row[2]) for row in found})
     built: dict[TableName, SourceTable] = {}
     for oid in {int(row[2]) for row in found}:
         leaves = [tables[row[3]] for row in found if row[2] == oid and row[3] in tables]
         own = [(bool(unique), tuple(columns)) for table, unique, columns in indexes if table == oid]
         table = _build(tables[oid], leaves, own, types)
-        built[table.name] = table
+        built[table.name] = replace(table, shape=shapes.get(oid))
     return SourceCatalog(built)
 
 
@@ -200,7 +207,11 @@ def _build(
 ) -> SourceTable:
     columns = {
         each.name: SourceColumn(
-            each.name, types.get(each.type_oid) or unknown_type(each.type_oid), each.not_null, bool(each.generated)
+            each.name,
+            types.get(each.type_oid) or unknown_type(each.type_oid),
+            each.not_null,
+            bool(each.generated),
+            each.type_modifier,
         )
         for each in table.live_attributes
     }
@@ -218,6 +229,7 @@ def _build(
         unique=tuple(frozenset(each) for unique, each in indexes if unique and "" not in each),
         leaves=tuple(TableName(each.namespace, each.name) for each in leaves if each.oid != table.oid),
         heaps=frozenset(_heap(each) for each in leaves or [table]),
+        members={each.oid: TableName(each.namespace, each.name) for each in (table, *leaves)},
     )
 
 

@@ -129,14 +129,17 @@ def values_source(alias: str, columns: Sequence[SourceColumn], parameter: int, *
     )
 
 
+def rows_of(table: SourceTable) -> Sql:
+    """Return what follows `from` to read a table, without the tables that inherit from it: their changes are theirs."""
+    return sql.SQL("only {}" if table.kind == "r" else "{}").format(table_name(table.name))
+
+
 def from_table(table: SourceTable, alias: str, filters: Sequence[Filter] = ()) -> Sql:
     """Return the table under an alias; raw filters are applied where only its own columns are in scope."""
     raw = raw_conditions(filters)
     if not raw:
-        return sql.SQL("{} {}").format(table_name(table.name), sql.Identifier(alias))
-    return sql.SQL("(select * from {} where {}) {}").format(
-        table_name(table.name), conjunction(raw), sql.Identifier(alias)
-    )
+        return sql.SQL("{} {}").format(rows_of(table), sql.Identifier(alias))
+    return sql.SQL("(select * from {} where {}) {}").format(rows_of(table), conjunction(raw), sql.Identifier(alias))
 
 
 def conditions(filters: Sequence[Filter], alias: str, table: SourceTable) -> list[Sql]:

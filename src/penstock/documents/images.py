@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from penstock.changes.batch import EventBatch, Rows
+from penstock.changes.batch import EventBatch, Rows, TableChanges
 from penstock.changes.segment import (
     COMMIT_LSN,
     OLD,
@@ -29,7 +29,7 @@ from penstock.changes.segment import (
     field_names,
 )
 from penstock.changes.steps import Truncation
-from penstock.schema import TableSchema
+from penstock.schema import TableSchema, resolve_domain
 from penstock.source.patterns import TableName
 
 Flags = NDArray[np.bool_]
@@ -95,6 +95,8 @@ class Changes:
     truncated: frozenset[TableName] = frozenset()
     xids: frozenset[int] = frozenset()
     """The transaction ids of the stream; documents are built once all of them are visible."""
+    unreadable: frozenset[TableName] = frozenset()
+    """Tables with changes from before a column that connects rows got another type: their values mean nothing now."""
     is_snapshot: bool = False
     """True for current rows that have only the key columns of their documents."""
 
@@ -105,6 +107,13 @@ class WantedColumns:
 
     columns: tuple[str, ...]
     identity: frozenset[str] = field(default_factory=frozenset[str])
+    oid: int = 0
+    types: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The oids of the types of these columns, which the texts are cast to."""
+
+    def fits(self, schema: TableSchema) -> bool:
+        """Return whether rows of this schema have the columns in these types."""
+        return all(self.types.get(each.name, each.type.oid) == each.type.oid for each in schema.columns)
 
 
 def changes_in_pieces(batch: EventBatch, wanted: Mapping[TableName, WantedColumns], size: int) -> Iterator[Changes]:
@@ -113,20 +122,26 @@ def changes_in_pieces(batch: EventBatch, wanted: Mapping[TableName, WantedColumn
     The row's own values determine which documents a change affects, so the rows of one transaction may be resolved in
     several pieces. Truncated tables come first: their links are forgotten before new ones are stored.
     """
-    emptied = {table.table for table in batch.tables if any(isinstance(step, Truncation) for step in table.steps)}
-    truncated = frozenset(name for name in wanted if str(name) in emptied)
+    names = {each.oid: name for name, each in wanted.items()}
+    tables = [(names[each.table_id], each) for each in batch.tables if each.table_id in names]
+    truncated = frozenset(name for name, table in tables if any(isinstance(step, Truncation) for step in table.steps))
+    unreadable = frozenset(
+        name
+        for name, table in tables
+        if any(isinstance(step, Rows) and not wanted[name].fits(step.schema) for step in table.steps)
+    )
     rows: list[RowChanges] = []
     xids: set[int] = set()
     room = size
-    for part, its_xids in _parts(batch, wanted, size):
+    for part, its_xids in _parts(tables, wanted, size):
         if len(part) > room and rows:
-            yield Changes(tuple(rows), truncated, frozenset(xids))
-            truncated, rows, xids, room = frozenset(), [], set(), size
+            yield Changes(tuple(rows), truncated, frozenset(xids), unreadable)
+            truncated, unreadable, rows, xids, room = frozenset(), frozenset(), [], set(), size
         rows.append(part)
         xids |= its_xids
         room -= len(part)
-    if rows or truncated:
-        yield Changes(tuple(rows), truncated, frozenset(xids))
+    if rows or truncated or unreadable:
+        yield Changes(tuple(rows), truncated, frozenset(xids), unreadable)
 
 
 def merge_changes(parts: Sequence[Changes]) -> Changes:
@@ -135,6 +150,7 @@ def merge_changes(parts: Sequence[Changes]) -> Changes:
         tuple(rows for part in parts for rows in part.rows),
         frozenset(name for part in parts for name in part.truncated),
         frozenset(xid for part in parts for xid in part.xids),
+        frozenset(name for part in parts for name in part.unreadable),
         all(part.is_snapshot for part in parts),
     )
 
@@ -144,6 +160,7 @@ def row_changes(segment: pa.Table, schema: TableSchema, name: TableName, wanted:
     operations = segment.column(OP).to_numpy()
     count = len(operations)
     deleted = operations == Operation.DELETE
+    updated = operations == Operation.UPDATE
     fields = dict(zip((column.name for column in schema.columns), field_names(schema), strict=True))
     indexes = {column.name: index for index, column in enumerate(schema.columns)}
     absent = _Bitmap(segment.column(UNCHANGED))
@@ -153,12 +170,13 @@ def row_changes(segment: pa.Table, schema: TableSchema, name: TableName, wanted:
         if column not in fields:
             old[column] = new[column] = Cells.absent(count)
             continue
-        texts = _texts(segment, fields[column], segment.column(fields[column]))
+        is_bytea = resolve_domain(schema.columns[indexes[column]].type, -1)[0].name == "bytea"
+        texts = _texts(segment, fields[column], segment.column(fields[column]), is_bytea=is_bytea)
         sent = ~absent.column(indexes[column])
-        before = _old_cells(segment, fields[column])
-        new[column] = _masked(texts, sent & ~deleted)
+        before = _old_cells(segment, fields[column], is_bytea=is_bytea)
+        # A value that the server omitted is unchanged, so the old row has it, if the server sent one.
+        new[column] = _masked(texts, sent & ~deleted).or_else(before, updated)
         old[column] = before.or_else(_masked(texts, sent & deleted), deleted)
-    updated = operations == Operation.UPDATE
     for column in wanted.identity.intersection(wanted.columns):
         old[column] = old[column].or_else(new[column], updated)
     return RowChanges(
@@ -199,13 +217,12 @@ class _Bitmap:
 
 
 def _parts(
-    batch: EventBatch, wanted: Mapping[TableName, WantedColumns], size: int
+    tables: Sequence[tuple[TableName, TableChanges]], wanted: Mapping[TableName, WantedColumns], size: int
 ) -> Iterator[tuple[RowChanges, set[int]]]:
-    for table in batch.tables:
+    for name, table in tables:
         for step in table.steps:
-            if isinstance(step, Rows):
-                name = TableName(step.schema.namespace, step.schema.name)
-                for file in step.segments if name in wanted else ():
+            if isinstance(step, Rows) and wanted[name].fits(step.schema):
+                for file in step.segments:
                     segment = file.read(_needed_fields(file.path, step.schema, wanted[name]))
                     for first in range(0, segment.num_rows, size):
                         part = segment.slice(first, size).combine_chunks()
@@ -222,24 +239,27 @@ def _needed_fields(path: str, schema: TableSchema, wanted: WantedColumns) -> lis
     return [name for name in there if name in needed]
 
 
-def _old_cells(segment: pa.Table, field_name: str) -> Cells:
+def _old_cells(segment: pa.Table, field_name: str, *, is_bytea: bool) -> Cells:
     if OLD not in segment.column_names:
         return Cells.absent(segment.num_rows)
     old = segment.column(OLD).combine_chunks()
     if old.type.get_field_index(field_name) < 0:
         return Cells.absent(segment.num_rows)
     sent = old.is_valid().to_numpy(zero_copy_only=False)
-    return _masked(_texts(segment, f"{OLD}.{field_name}", pc.struct_field(old, field_name)), sent)
+    return _masked(_texts(segment, f"{OLD}.{field_name}", pc.struct_field(old, field_name), is_bytea=is_bytea), sent)
 
 
 def _masked(texts: pa.StringArray, sent: Flags) -> Cells:
     return Cells(pc.if_else(pa.array(sent), texts, pa.scalar(None, pa.string())), sent)
 
 
-def _texts(segment: pa.Table, name: str, values: pa.ChunkedArray | pa.Array) -> pa.StringArray:
-    """Convert typed values to texts that Postgres can cast; unrepresentable values already have one."""
+def _texts(segment: pa.Table, name: str, values: pa.ChunkedArray | pa.Array, *, is_bytea: bool) -> pa.StringArray:
+    """Convert typed values to texts that Postgres can cast; unrepresentable values already have one.
+
+    With `unknown_types = "bytes"`, values of other types than `bytea` are the bytes of their texts.
+    """
     array = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+    if is_bytea and (pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)):
         # Cold: Arrow has no hexadecimal form, and keys are rarely bytes.
         texts = pa.array([None if each is None else f"\\x{each.hex()}" for each in array.to_pylist()], pa.string())
     else:

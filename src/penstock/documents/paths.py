@@ -12,6 +12,7 @@ old values lead up. Documents that show a row now are found from its new values 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,11 @@ class Entry:
     """From the root down to this place; empty for the root itself."""
     is_junction: bool = False
     """The table is the junction of the last relation, not its target."""
+
+    @property
+    def path(self) -> str:
+        """Identifies the path up, whatever else the specification has and in whatever order."""
+        return hashlib.sha256(repr(_way_up(self)).encode()).hexdigest()[:16]
 
 
 def entries_of(specification: IndexSpecification) -> list[Entry]:

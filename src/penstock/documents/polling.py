@@ -40,7 +40,7 @@ from psycopg.rows import tuple_row
 from penstock.changes.segment import Operation
 from penstock.documents.base import Change, ChangeCapture, SnapshotTable
 from penstock.documents.catalog import SourceCatalog, SourceTable
-from penstock.documents.expressions import column, table_name
+from penstock.documents.expressions import column, rows_of, table_name
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns
 from penstock.documents.side_tables import SCHEMA, PostgresTables, SideTables, open_side_tables
 from penstock.documents.statements import as_literal, run_statement
@@ -113,7 +113,11 @@ def polled_catalog(catalog: SourceCatalog) -> SourceCatalog:
     return SourceCatalog(
         {
             name: replace(
-                table, identity=ReplicaIdentity.DEFAULT, identity_columns=frozenset(table.primary_key), leaves=()
+                table,
+                identity=ReplicaIdentity.DEFAULT,
+                identity_columns=frozenset(table.primary_key),
+                leaves=(),
+                members={oid: member for oid, member in table.members.items() if member == name},
             )
             for name, table in catalog.tables.items()
         }
@@ -152,7 +156,7 @@ def changed_query(table: PolledTable) -> sql.Composed:
         sql.SQL(as_literal(mark)),
         sql.SQL(as_literal(_VERSION)),
         texts_of(table.columns),
-        table_name(table.table.name),
+        rows_of(table.table),
         sql.SQL(as_literal(where)),
     )
 
@@ -375,8 +379,10 @@ class PollingCapture(ChangeCapture):
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
         """See `ChangeCapture`."""
         with self._connect() as connection:
+            known = {each.table.name: rows_of(each.table) for each in self._tables}
             for each in tables:
-                text = sql.SQL("select {} from {} r").format(texts_of(each.columns), table_name(each.table))
+                rows_of_it = known.get(each.table) or table_name(each.table)
+                text = sql.SQL("select {} from {} r").format(texts_of(each.columns), rows_of_it)
                 for rows in self._read(connection, text, [], f"read {each.table}"):
                     images = cells_of(each.columns, rows)
                     changes = row_images(each.table, len(rows), images, (), Operation.INSERT, 0, 0)

@@ -40,7 +40,7 @@ from penstock.documents.expressions import (
     document_id,
     equal_columns,
     from_table,
-    table_name,
+    rows_of,
     values_source,
 )
 from penstock.documents.images import Cells, RowChanges
@@ -294,7 +294,7 @@ def _source_links(relation: TrackedRelation, position: Lsn) -> sql.Composed:
         sql.SQL(", ").join(canonical(column("r", each.name), each) for each in relation.table.select(relation.links)),
         sql.Literal(int(position)),
         sql.Literal(BEFORE_ALL),
-        table_name(relation.name),
+        rows_of(relation.table),
     )
 
 

@@ -50,8 +50,8 @@ class Question:
     """A stored question: which documents of an index these values lead to. Another process can answer it."""
 
     index: str
-    ways: tuple[int, ...]
-    """Numbers of the index's entries."""
+    paths: tuple[str, ...]
+    """Of the index's entries (`Entry.path`)."""
     values: tuple[list[str], ...]
     """One list of texts per column, entry by entry."""
 
@@ -64,6 +64,8 @@ class Resolution:
     """The answers to all questions. Read it to the end before using the connection otherwise."""
     whole_indexes: frozenset[str]
     """Indexes with a truncated table: all their documents may be affected."""
+    outdated_indexes: frozenset[str] = frozenset()
+    """Indexes whose affected documents cannot be found (`Changes.unreadable`)."""
     links: tuple[tuple[TrackedRelation, pa.Table], ...] = ()
     """For `Resolver.remember`, once the documents are durable."""
     cleared: tuple[TrackedRelation, ...] = ()
@@ -93,7 +95,7 @@ class Resolver:
         self._chunk = chunk
         completed = [complete(each, catalog) for each in specifications]
         self._indexes = [_Index(each, tuple(entries_of(each))) for each in completed]
-        self._texts: dict[tuple[str, tuple[int, ...]], str] = {}
+        self._texts: dict[tuple[str, tuple[str, ...]], str] = {}
         everything = [entry for index in self._indexes for entry in index.entries]
         self._links = {name: link_columns(everything, name) for name in {entry.table for entry in everything}}
         for name, links in self._links.items():
@@ -111,8 +113,10 @@ class Resolver:
         for name, links in self._links.items():
             table = self._catalog.table(name)
             key = self._tracked[name][0].key if name in self._tracked else ()
-            columns = WantedColumns(tuple(dict.fromkeys((*links, *key))), table.identity_columns)
-            found |= dict.fromkeys((name, *table.leaves), columns)
+            columns = tuple(dict.fromkeys((*links, *key)))
+            types = {each.name: each.type.oid for each in table.select(columns)}
+            for oid, member in table.members.items():
+                found[member] = WantedColumns(columns, table.identity_columns, oid, types)
         return found
 
     def resolve(
@@ -139,6 +143,7 @@ class Resolver:
         return Resolution(
             documents=(part for question in questions for part in self.answer(connection, question)),
             whole_indexes=frozenset(each.specification.name for each in emptied),
+            outdated_indexes=self.indexes_over({self._catalog.top(each) for each in changes.unreadable}),
             links=tuple(updates),
             # Not the table of a truncated partition: the other partitions still have their rows.
             cleared=tuple(each for each in self.tracked if each.name in changes.truncated),
@@ -152,9 +157,9 @@ class Resolver:
         documents, which are built with everything before it.
         """
         index = next(each for each in self._indexes if each.specification.name == question.index)
-        text = self._texts.get((question.index, question.ways))
+        text = self._texts.get((question.index, question.paths))
         if text is None:
-            text = self._texts[question.index, question.ways] = self._compile(index, question.ways)
+            text = self._texts[question.index, question.paths] = self._compile(index, question.paths)
         doing = f"find the documents of {question.index!r} that changed"
         with translated(connection, doing):
             try:
@@ -209,22 +214,23 @@ class Resolver:
     ) -> Iterator[Question]:
         for index in indexes:
             values: list[list[str]] = []
-            ways: list[int] = []
-            for number, entry in enumerate(index.entries):
+            paths: list[str] = []
+            for entry in index.entries:
                 if roots_only and entry.relations:
                     continue
                 tuples = _start_values(entry, known.get(entry.table, ()))
                 if tuples[0]:
-                    ways.append(number)
+                    paths.append(entry.path)
                     values += tuples
-            if ways:
-                yield Question(index.specification.name, tuple(ways), tuple(values))
+            if paths:
+                yield Question(index.specification.name, tuple(paths), tuple(values))
 
-    def _compile(self, index: _Index, chosen: tuple[int, ...]) -> str:
+    def _compile(self, index: _Index, chosen: tuple[str, ...]) -> str:
         parameter = 1
         ways: list[sql.Composable] = []
-        for number in chosen:
-            entry = index.entries[number]
+        entries = {entry.path: entry for entry in index.entries}
+        for path in chosen:
+            entry = entries[path]
             ways.append(way_up(entry, index.specification, self._catalog, parameter))
             parameter += len(entry.columns)
         # A single path can lead to the same document several times.

@@ -128,13 +128,13 @@ class _Stored:
     @classmethod
     def read(cls, work: IndexWork) -> _Stored:
         details: dict[str, Any] = dict(work.details)
-        question = Question(work.index, tuple(details["ways"]), tuple(list(each) for each in details["values"]))
+        question = Question(work.index, tuple(details["paths"]), tuple(list(each) for each in details["values"]))
         return cls(question, details["fingerprint"])
 
     @property
     def details(self) -> dict[str, Any]:
         return {
             "fingerprint": self.fingerprint,
-            "ways": list(self.question.ways),
+            "paths": list(self.question.paths),
             "values": [list(each) for each in self.question.values],
         }

@@ -22,20 +22,25 @@ import psycopg
 
 from penstock import failpoints
 from penstock.documents.build import BuildQuery, compile_build
-from penstock.documents.catalog import SourceCatalog, load_catalog
+from penstock.documents.catalog import SourceCatalog, complete, load_catalog
 from penstock.documents.images import WantedColumns
 from penstock.documents.mapping import IndexMapping, index_mapping
 from penstock.documents.output.writer import Outcome
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import Resolver
-from penstock.documents.specification import IndexSpecification
-from penstock.errors import PublicationChanged
+from penstock.documents.specification import IndexSpecification, columns_read
+from penstock.errors import ConfigError, PublicationChanged
 from penstock.source.catalog import load_tables
 from penstock.source.patterns import TableName
-from penstock.source.publications import published_tables
+from penstock.source.publications import published_tables, require_publication
 from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
+from penstock.values import TypeSettings
+from penstock.values.policy import merging_setting
 
 logger = logging.getLogger(__name__)
+
+_NEXT = "next"
+"""In the plan of a build: why another one has to follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,13 @@ class Indexes:
     resolver: Resolver
     wanted: Mapping[TableName, WantedColumns]
     """The columns to read of changes; partitions are listed under their own names, too."""
+    reads: Mapping[str, Mapping[TableName, Collection[str]]]
+    """By index and table: the columns that documents depend on."""
+
+    @property
+    def names(self) -> dict[int, TableName]:
+        """The tables of `wanted` by their oids, which the stream has."""
+        return {each.oid: name for name, each in self.wanted.items()}
 
     def over(self, tables: Collection[str]) -> frozenset[str]:
         """Return the indexes that use one of these published tables."""
@@ -74,6 +86,7 @@ def compile_indexes(
         {each.name: compile_build(each, catalog) for each in specifications},
         resolver,
         resolver.wanted,
+        {each.name: columns_read(complete(each, catalog)) for each in specifications},
     )
 
 
@@ -94,7 +107,16 @@ def require_published(indexes: Indexes, published: Collection[str], publication:
 
 
 def require_whole(connection: psycopg.Connection[Any], indexes: Indexes, publication: str) -> None:
-    """Raise `PublicationChanged` if the publication omits rows, or columns by which documents are found."""
+    """Raise `PublicationChanged` if the publication omits operations, rows, or columns by which documents are found."""
+    omitted = sorted(
+        {"insert", "update", "delete", "truncate"} - require_publication(connection, publication).operations
+    )
+    if omitted:
+        raise PublicationChanged(
+            f"publication {publication!r} does not send {' and '.join(omitted)}, so documents would miss these changes",
+            hint=f"Run: alter publication {publication} set (publish = 'insert, update, delete, truncate'); then start "
+            "the pipeline again, which rebuilds the indexes.",
+        )
     wanted = {str(name): each for name, each in indexes.wanted.items()}
     published = [each for each in published_tables(connection, publication) if str(each) in wanted]
     listed = load_tables(connection, [each.oid for each in published if each.column_attnums is not None])
@@ -116,6 +138,22 @@ def require_whole(connection: psycopg.Connection[Any], indexes: Indexes, publica
                     f"publication {publication!r} does not send {names} of {each}, which documents need",
                     hint="Add them to the column list of the publication, or publish the table without one.",
                     tables=[str(each)],
+                )
+
+
+def require_exact(indexes: Indexes, types: TypeSettings) -> None:
+    """Raise `ConfigError` if `[types]` makes different keys the same: the stream has their values in these types."""
+    kept = types.keeping()
+    for name, wanted in indexes.wanted.items():
+        for column in indexes.catalog.table(indexes.catalog.top(name)).select(wanted.columns):
+            chosen = kept.of(str(name), column.name)
+            setting = merging_setting(column.type, column.modifier, chosen)
+            if setting is not None:
+                value = getattr(chosen, setting)
+                raise ConfigError(
+                    f'{name}: {setting} = "{value}" cannot be used for column {column.name!r}, by which documents are '
+                    "found: different values would become the same",
+                    hint=f'Set {setting} = "string" in [tables."{name}".types.columns."{column.name}"].',
                 )
 
 
@@ -171,12 +209,31 @@ class Builds:
             return self._changed.wait_for(lambda: not self.held and bool(self.unfinished), timeout)
 
     def want(self, index: str, fingerprint: str, reason: str) -> IndexBuild:
-        """Request a rebuild of an index from the start; stored when it returns."""
+        """Request a rebuild of an index from the start; stored when it returns.
+
+        One that has not begun sees everything that is committed now, so a second one is not needed.
+        """
+        known = self.of(index)
+        if known is not None and known.status is IndexStatus.WANTED and known.fingerprint == fingerprint:
+            return known
         build = IndexBuild(index, uuid.uuid4().hex, fingerprint, IndexStatus.WANTED, reason)
         logger.info("rebuilding index index=%s reason=%s", index, reason)
         self._put(build)
         failpoints.reach("after_build_wanted")
         return build
+
+    def want_next(self, index: str, fingerprint: str, reason: str) -> None:
+        """Request a rebuild that starts after the current one, if there is one; stored when it returns.
+
+        For what may happen more often than a build takes: each build is complete as of its start, or later.
+        """
+        with self._changed:
+            known = self._builds.get(index)
+            if known is None or known.status is not IndexStatus.FILLING or known.fingerprint != fingerprint:
+                self.want(index, fingerprint, reason)
+            elif _NEXT not in known.plan:
+                logger.info("rebuilding index after the current build index=%s reason=%s", index, reason)
+                self._put(replace(known, plan={**known.plan, _NEXT: reason}))
 
     def skip(self, index: str, fingerprint: str) -> None:
         """Count an index as built, whatever its content, because of `skip_backfill`."""
@@ -187,8 +244,14 @@ class Builds:
         return self._advance(replace(build, status=IndexStatus.FILLING, plan=plan))
 
     def seeded(self, build: IndexBuild) -> IndexBuild | None:
-        """Store that the build is complete and serves."""
-        return self._advance(replace(build, status=IndexStatus.SEEDED, plan={}))
+        """Store that the build is complete and serves, or that the next one is wanted (`want_next`)."""
+        with self._changed:
+            if not self.is_current(build):
+                return None
+            reason = self._builds[build.index].plan.get(_NEXT)
+            if reason is not None:
+                return self.want(build.index, build.fingerprint, reason)
+            return self._advance(replace(build, status=IndexStatus.SEEDED, plan={}))
 
     def forget(self, index: str) -> None:
         """Forget an index that is no longer in the config file."""

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +130,7 @@ class LiveChanges:
     def _take(self, indexes: Indexes) -> list[Entry]:
         """Return entries with about `max_changes` relevant changes, or those that arrive within `max_delay`."""
         policy = self._settings.batch
-        names = {str(name) for name in indexes.wanted}
+        names = indexes.names
         if not self._reader.wait(self._position, IDLE_SECONDS):
             return []
         deadline = time.monotonic() + policy.max_delay
@@ -208,8 +208,11 @@ class LiveChanges:
         self._rejections.handle([*written.rejections, *report.rejections], end)
         documents += written.documents
         self._fan_outs.add(many, session.indexes)
+        marks = {name: mapping.fingerprint for name, mapping in session.indexes.mappings.items()}
         for index in sorted(resolution.whole_indexes):
-            self._builds.want(index, session.indexes.mappings[index].fingerprint, "one of its tables was truncated")
+            self._builds.want_next(index, marks[index], "one of its tables was truncated")
+        for index in sorted(resolution.outdated_indexes):
+            self._builds.want_next(index, marks[index], "a column that connects its tables has another type")
         failpoints.reach("after_documents")
         resolver.remember(resolution)
         failpoints.reach("after_links")
@@ -244,12 +247,12 @@ class LiveChanges:
 
 def _versions_of(entries: Sequence[Entry], indexes: Indexes) -> dict[tuple[int, str], TableName]:
     """Return the schemas of the rows in these entries: table id and version, with the table's name."""
-    names = {str(name): name for name in indexes.wanted}
+    names = indexes.names
     return {
-        (step.table_id, step.version): names[step.table]
+        (step.table_id, step.version): names[step.table_id]
         for entry in entries
         for step in entry.steps
-        if isinstance(step, Segment) and step.table in names
+        if isinstance(step, Segment) and step.table_id in names
     }
 
 
@@ -266,16 +269,16 @@ def _is_identified(schema: TableSchema, name: TableName, indexes: Indexes) -> bo
     return sent >= wanted.identity.intersection(wanted.columns)
 
 
-def _gather(entries: Sequence[Entry], names: set[str], limit: int) -> tuple[list[Entry], int]:
+def _gather(entries: Sequence[Entry], tables: Container[int], limit: int) -> tuple[list[Entry], int]:
     """Return the first entries with about `limit` changes of these tables, and the number of changes."""
     taken: list[Entry] = []
     count = 0
     for entry in entries:
         taken.append(entry)
         for step in entry.steps:
-            if isinstance(step, Segment) and step.table in names:
+            if isinstance(step, Segment) and step.table_id in tables:
                 count += step.rows
-            elif isinstance(step, Truncation) and step.table in names:
+            elif isinstance(step, Truncation) and step.table_id in tables:
                 count += 1
         if count >= limit:
             break

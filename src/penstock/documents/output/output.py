@@ -26,7 +26,14 @@ from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import load_catalog
 from penstock.documents.output.backfill import Backfill
 from penstock.documents.output.fan_out import FanOuts
-from penstock.documents.output.indexes import Builds, Indexes, compile_indexes, require_published, require_whole
+from penstock.documents.output.indexes import (
+    Builds,
+    Indexes,
+    compile_indexes,
+    require_exact,
+    require_published,
+    require_whole,
+)
 from penstock.documents.output.live import LiveChanges, Session
 from penstock.documents.output.readiness import Readiness
 from penstock.documents.output.writer import (
@@ -43,7 +50,7 @@ from penstock.documents.quarantine import Quarantine, Rejections
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import LOCKED
-from penstock.errors import PenstockError, Retry
+from penstock.errors import PenstockError, QueryFailed, Retry
 from penstock.lsn import distance
 from penstock.output import RunningOutput, unknown_command
 from penstock.retry import Backoff
@@ -114,6 +121,8 @@ class RunningDocuments(RunningOutput):
         self._builds = Builds(self.store)
         self._rejections = Rejections(self._documents.failure_policies, output.quarantine, self._observer)
         self._begun = False
+        self._outdated = False
+        """True if the indexes have to be compiled again."""
         self._published: Published | None = None
         """The publication that the coordinator saw last, until the thread that follows changes has processed it."""
         self._retried_at = 0.0
@@ -228,7 +237,7 @@ class RunningDocuments(RunningOutput):
             except Stopping:
                 return
             except Exception as error:
-                if not isinstance(error, PenstockError) or not _can_be_tried_again(error):
+                if not isinstance(error, PenstockError) or not (_can_be_tried_again(error) or self._is_outdated(error)):
                     self._observer.on_error(str(error))
                     raise
                 delay = backoff.next_delay()
@@ -239,14 +248,25 @@ class RunningDocuments(RunningOutput):
             if stopping:
                 return
 
+    def _is_outdated(self, error: PenstockError) -> bool:
+        """Return True if a statement failed, and tables have changed since it was compiled."""
+        if not isinstance(error, QueryFailed):
+            return False
+        compiled = self._compiled().catalog
+        with connect(self.settings.source, Role.DOCUMENTS, parameters=SESSION) as connection:
+            self._outdated = load_catalog(connection, compiled.tables) != compiled
+        return self._outdated
+
     def _round(self) -> None:
         """Do the work that is due between batches, then process a batch, unless the output is paused."""
         if not self._begun:
             self._check_wanted()
             session = self._session or self._open_session()
-            self._readiness.begin(session.indexes, self._stream.refresh(), self.status.applied)
+            self._readiness.begin(session, self._stream.refresh(), self.status.applied)
             self._begun = True
             self._observer.on_live_started()
+        if self._outdated:
+            self._close_session()
         self._between_batches()
         with self.lifecycle.working() as may_work:
             if may_work:
@@ -279,6 +299,7 @@ class RunningDocuments(RunningOutput):
                 raise published.unpublished[name]
             require_published(indexes, published.tables.values(), self.settings.publication)
             require_whole(connection, indexes, self.settings.publication)
+            require_exact(indexes, self.settings.types)
         except BaseException:
             connection.close()
             raise
@@ -291,13 +312,14 @@ class RunningDocuments(RunningOutput):
         try:
             # First, because the backfill builds the wanted indexes with these.
             self._indexes = indexes
+            self._outdated = False
             self._readiness.look_again(indexes)
         except BaseException:
             connection.close()
             raise
         self._session = Session(connection, indexes)
         if self._begun:
-            self._readiness.resume(indexes, published)
+            self._readiness.resume(self._session, published)
         return self._session
 
     def _close_session(self) -> None:
@@ -332,11 +354,10 @@ class RunningDocuments(RunningOutput):
             self._look_at_catalog(published)
 
     def _look_at_catalog(self, published: Published) -> None:
-        """Detect changes that the server does not send: replaced tables, added and removed partitions."""
+        """Detect changes that the server does not send: replaced and rewritten tables, partitions, labels of enums."""
         session = self._session or self._open_session()
-        catalog = load_catalog(session.connection, session.indexes.catalog.tables)
-        if catalog.heaps == session.indexes.catalog.heaps:
-            self._readiness.note(session.indexes, published)
+        if load_catalog(session.connection, session.indexes.catalog.tables) == session.indexes.catalog:
+            self._readiness.note(session, published)
         else:
             self._open_session()
 

@@ -19,6 +19,7 @@ from penstock.documents.specification.tree import (
     SoftDelete,
     Transform,
     Verb,
+    columns_read,
     relations_in,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "SoftDelete",
     "Transform",
     "Verb",
+    "columns_read",
     "load_specification",
     "parse_specification",
     "relations_in",

@@ -7,7 +7,7 @@ The root is an `IndexSpecification`. Its `fields` are of six kinds. Three take t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -230,6 +230,64 @@ class IndexSpecification:
             if relation.junction is not None:
                 found.add(relation.junction.table)
         return found
+
+
+EVERY_COLUMN = "*"
+
+
+def columns_read(specification: IndexSpecification) -> dict[TableName, set[str]]:
+    """Return the columns that the documents of a complete specification depend on, by table.
+
+    `EVERY_COLUMN` is among those of a table with a filter in SQL, which may name any of them.
+    """
+    found: dict[TableName, set[str]] = {specification.table: {*specification.primary_key, *specification.doc_id}}
+    own = found[specification.table]
+    own.update(_filtered(specification.filters))
+    if specification.soft_delete is not None:
+        own.update({specification.soft_delete.column}, _filtered(specification.soft_delete.when))
+    _read(specification.fields, specification.table, None, found)
+    return found
+
+
+def _read(
+    fields: tuple[Field, ...], table: TableName, junction: TableName | None, found: dict[TableName, set[str]]
+) -> None:
+    for each in fields:
+        match each:
+            case Scalar():
+                found[junction if each.junction and junction else table].add(each.column)
+            case Geo():
+                found[table].update(filter(None, (each.latitude, each.longitude, each.column)))
+            case Group():
+                _read(each.fields, table, junction, found)
+            case Join() | Aggregate():
+                _read_relation(each.relation, table, found)
+                if isinstance(each, Join):
+                    between = each.relation.junction
+                    _read(each.fields, each.relation.table, between and between.table, found)
+                elif each.column:
+                    found[each.relation.table].add(each.column)
+            case Constant():
+                pass
+
+
+def _read_relation(relation: Relation, parent: TableName, found: dict[TableName, set[str]]) -> None:
+    found[parent].update(relation.parent_columns)
+    own = found.setdefault(relation.table, set())
+    own.update(relation.columns, relation.primary_key)
+    between = own
+    if relation.junction is not None:
+        between = found.setdefault(relation.junction.table, set())
+        between.update(relation.junction.left_key, relation.junction.right_key)
+    for order in relation.order_by:
+        (between if order.junction else own).add(order.column)
+    own.update(_filtered(each for each in relation.filters if not each.junction))
+    between.update(_filtered(each for each in relation.filters if each.junction))
+
+
+def _filtered(filters: Iterable[Filter]) -> Iterator[str]:
+    for each in filters:
+        yield EVERY_COLUMN if each.raw else each.column
 
 
 def relations_in(fields: tuple[Field, ...]) -> Iterator[Relation]:

@@ -15,7 +15,7 @@ from penstock.documents.resolve import Question
 from penstock.errors import ServerUnavailable
 from penstock.state import MemoryStore, WorkKind
 
-QUESTION = Question("people", (0,), (["1"],))
+QUESTION = Question("people", ("a path",), (["1"],))
 
 
 class OnceAwayStore(MemoryStore):
