@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from difflib import unified_diff
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
+from rich.tree import Tree
 
 from penstock.cli.check import findings_table
 from penstock.cli.commands import Wait, print_answer, print_json
@@ -24,11 +26,19 @@ from penstock.config import Config, IndexChoice, load_config
 from penstock.config.units import count_of
 from penstock.documents.base import ReadableSink, readable
 from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience
+from penstock.documents.explain import Branch, Explanation, Statement
 from penstock.documents.mapping import index_mapping
 from penstock.documents.specification.models import json_schema
 from penstock.errors import PenstockError
 from penstock.operations.commands import WAIT_SECONDS, send_command
-from penstock.operations.indexes import check_indexes, chosen_indexes, compare_indexes, index_states, live_documents
+from penstock.operations.indexes import (
+    check_indexes,
+    chosen_indexes,
+    compare_indexes,
+    explain_indexes,
+    index_states,
+    live_documents,
+)
 from penstock.operations.signals import Ending
 from penstock.operations.status import IndexState
 from penstock.operations.stores import existing_store, require_shared_state, running
@@ -41,7 +51,7 @@ _SHOWN = 10
 
 index = typer.Typer(
     name="index",
-    help="Check, preview, list, rebuild and compare search indexes.",
+    help="Check, explain, preview, list, rebuild and compare search indexes.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -89,6 +99,36 @@ def check(names: IndexNames = None, config_path: ConfigPath = DEFAULT_PATH, as_j
         raise typer.Exit(1)
 
 
+@index.command("explain")
+def explain(
+    names: IndexNames = None,
+    config_path: ConfigPath = DEFAULT_PATH,
+    plans: Annotated[
+        bool, typer.Option("--plans", help="Also print the statements that run, with the server's plans.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show which tables an index reads, and how a change of each table finds the documents that show it.
+
+    Names lookups without an index, which read a whole table for each batch of changes. The server plans the statements
+    but does not run them; nothing is written.
+
+    Examples:
+
+        penstock index explain customers
+        penstock index explain customers --plans
+        penstock index explain --json | jq '.indexes[].paths[] | {table, columns, through}'
+    """
+    with configured(config_path) as config:
+        found = explain_indexes(config, chosen_indexes(config, names))
+    if as_json:
+        indexes = [{**asdict(each), "findings": [check.to_dict() for check in each.findings]} for each in found]
+        echo(json.dumps({"indexes": indexes}, indent=2, ensure_ascii=False))
+        return
+    for each in found:
+        _print_explanation(each, plans=plans)
+
+
 @index.command("preview")
 def preview(
     name: IndexName,
@@ -97,28 +137,38 @@ def preview(
         typer.Argument(help="Key of the document: the values of its key columns, or its id.", metavar="KEY..."),
     ],
     config_path: ConfigPath = DEFAULT_PATH,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Compare with the document in the sink, and print the lines that differ.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Build a document from the current rows of the database, and print it.
 
-    Nothing is written, and the sink is not queried. The exit status is 1 if there is no such document.
+    Nothing is written, and without `--diff` the sink is not queried. The exit status is 1 if there is no such document;
+    with `--diff`, 0 if the stored document is equal, 1 if it differs or exists on one side only.
 
     Examples:
 
         penstock index preview customers 42
         penstock index preview order_items 1001 2
+        penstock index preview customers 42 --diff
     """
     with configured(config_path) as config:
         index = config.indexes.index(name)
+        reader = readable(config.indexes.create_sink(), config.indexes.sink_type) if diff else None
         with live_documents(config, (index,)) as live:
             [row] = live.documents.build(live.keys(index).named(key)).to_pylist()
-    if row["body"] is None:
+        stored = None if reader is None else reader.fetch(name, [row["id"]]).get(row["id"])
+    built = None if row["body"] is None else json.loads(row["body"])
+    if built is None and stored is None:
         raise PenstockError(
             f"index {name!r} has no document {row['id']!r}",
             hint=f"{index.specification.table} has no such row, or filters or soft_delete exclude it.",
         )
-    document = json.loads(row["body"])
-    shown = {"index": name, "id": row["id"], "version": row["version"], "document": document} if as_json else document
+    if diff:
+        _print_both(name, row["id"], stored, built, as_json=as_json)
+        raise typer.Exit(0 if stored == built else DIFFERENT)
+    shown = {"index": name, "id": row["id"], "version": row["version"], "document": built} if as_json else built
     echo(json.dumps(shown, indent=2, ensure_ascii=False))
 
 
@@ -265,6 +315,63 @@ def _print_checks(reports: dict[str, Report]) -> None:
     warnings = sum(each.severity is Severity.WARNING for report in reports.values() for each in report.failed)
     ending = f" ({warnings} warning{'s' * (warnings > 1)})" if warnings else ""
     console.print(Text(f"{', '.join(reports)}: ready{ending}", style="green"), soft_wrap=True)
+
+
+def _print_explanation(found: Explanation, *, plans: bool) -> None:
+    console = wide_console()
+    console.print(Text(f"{found.index}: a document for each row of {found.table}, by {', '.join(found.key)}"))
+    tree = Tree(Text(found.table, style="bold"), guide_style="dim")
+    _grow(tree, found.branches)
+    console.print(tree)
+    console.print()
+    table = make_table("a change of", "finds its documents through", "old values")
+    for path in found.paths:
+        way = " → ".join((", ".join(path.columns), *path.through))
+        table.add_row(Text(path.table), Text(way), Text("relation map" if path.in_relation_map else "from the server"))
+    console.print(table)
+    if found.findings:
+        console.print()
+        console.print(findings_table(found.findings, console.width))
+    if plans:
+        _print_statement("build documents", found.build)
+        for path in found.paths:
+            _print_statement(f"find the documents of a changed row of {path.table}", path.statement)
+    console.print()
+
+
+def _grow(tree: Tree, branches: Sequence[Branch]) -> None:
+    for each in branches:
+        label = Text.assemble((each.field, "bold"), f": {each.kind} {each.table}, ", (each.condition, "dim"))
+        _grow(tree.add(label), each.branches)
+
+
+def _print_statement(what: str, statement: Statement) -> None:
+    console = wide_console()
+    console.print()
+    console.print(Text(what, style="bold"))
+    console.print(Text(statement.query), soft_wrap=True)
+    for line in statement.plan:
+        console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
+
+
+def _print_both(name: str, id_: str, stored: Any, built: Any, *, as_json: bool) -> None:
+    """Print how a stored document differs from the one that the database gives now."""
+    if as_json:
+        facts = {"index": name, "id": id_, "equal": stored == built, "stored": stored, "built": built}
+        echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    if stored == built:
+        echo(f"{name} {id_}: the stored document equals the database")
+        return
+    lines = unified_diff(
+        _lines_of(stored), _lines_of(built), "stored in the sink", "built from the database", lineterm=""
+    )
+    for line in lines:
+        echo(line)
+
+
+def _lines_of(document: Any) -> list[str]:
+    return [] if document is None else json.dumps(document, indent=2, ensure_ascii=False, sort_keys=True).splitlines()
 
 
 def _print_states(found: Sequence[IndexState]) -> None:

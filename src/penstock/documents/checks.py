@@ -105,7 +105,7 @@ def check_index(
             checks.append(failed("key", Severity.CRITICAL, error.message, error.hint))
         else:
             checks += _check_identities(completed, catalog)
-            checks += _check_indexes(completed, catalog)
+            checks += missing_indexes(completed, catalog)
             checks += _check_statements(connection, completed, catalog)
     checks = checks or [passed("index", f"{name}: matches the database")]
     return Report(Place.of(connection).where, tuple(checks))
@@ -330,8 +330,9 @@ def _check_generated(table: SourceTable, links: Sequence[str]) -> Iterator[Check
             )
 
 
-def _check_indexes(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
-    """Find missing indexes. Building looks up rows by columns that point at the parent, resolving by the parent's."""
+def missing_indexes(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
+    """Find lookups without an index: building looks up rows by columns that point at the parent, resolving by the
+    parent's."""
     wanted: dict[tuple[TableName, tuple[str, ...]], None] = {}
     for entry in entries_of(specification):
         parent = specification.table

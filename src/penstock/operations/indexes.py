@@ -16,6 +16,7 @@ from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.checks import check_index, check_polling
 from penstock.documents.diff import DiffObserver, DiffReport, IndexDiff, Patience
+from penstock.documents.explain import Explanation, explain_index
 from penstock.documents.polling import polled_catalog
 from penstock.errors import PenstockError
 from penstock.operations.status import IndexState, stored_indexes
@@ -87,6 +88,13 @@ def check_indexes(config: Config, indexes: Sequence[IndexChoice]) -> dict[str, R
             report = check_index(connection, each.specification, catalog)
             found[each.name] = _with(report, check_polling(connection, tables, catalog, cursors))
         return found
+
+
+def explain_indexes(config: Config, indexes: Sequence[IndexChoice]) -> list[Explanation]:
+    """Explain how indexes are built and how changes find their documents."""
+    with connect(config.pipeline.source, Role.CATALOG) as connection:
+        catalog = load_catalog(connection, {table for each in indexes for table in each.specification.tables()})
+        return [explain_index(connection, each.specification, catalog) for each in indexes]
 
 
 def compare_indexes(

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from penstock.documents.mapping import index_mapping
+from penstock.documents.specification import load_specification
 from penstock.testing.shop import create_shop, fill_shop
+from tests.integration.documents.opensearch.conftest import batch_of
 from tests.program import penstock
+from tests.support.document_sink import FileSink
 
 ROOT = Path(__file__).parents[3]
 
@@ -121,6 +125,62 @@ def test_a_preview_is_the_document_as_it_is_now(desk: Desk) -> None:
     desk.database.execute("update shop.customers set name = 'Somebody Else' where id = 1")
     shown = json.loads(desk.run("preview", "customers", "1", "--json").stdout)
     assert (shown["index"], shown["id"], shown["document"]["name"]) == ("customers", "1", "Somebody Else")
+
+
+def test_an_explanation_has_the_relations_the_paths_and_what_they_cost(desk: Desk) -> None:
+    result = desk.run("explain", "customers", COLUMNS="120")
+    assert result.returncode == 0, result.stderr
+    for line in (
+        "customers: a document for each row of shop.customers, by id",
+        "│   └── lines: has_many shop.order_items, order_id = id above",
+        "├── orderCount: count shop.orders, customer_id = id above",
+        "Run: create index concurrently on shop.order_items (sku);",
+    ):
+        assert line in result.stdout
+    assert "select distinct" not in result.stdout
+
+    planned = desk.run("explain", "customers", "--plans")
+    assert "find the documents of a changed row of shop.products" in planned.stdout
+    assert "Scan" in planned.stdout
+
+    desk.database.execute("create index on shop.order_items (sku)")
+    desk.database.execute("alter table shop.orders replica identity full")
+    [index] = json.loads(desk.run("explain", "customers", "--json").stdout)["indexes"]
+    assert index["findings"] == []
+    paths = {each["table"]: (each["columns"], each["through"], each["in_relation_map"]) for each in index["paths"]}
+    assert paths == {
+        "shop.customers": (["id"], [], False),
+        "shop.orders": (["customer_id"], ["shop.customers"], False),
+        "shop.order_items": (["order_id"], ["shop.orders", "shop.customers"], False),
+        "shop.products": (["sku"], ["shop.order_items", "shop.orders", "shop.customers"], False),
+    }
+
+
+def test_a_preview_shows_how_the_stored_document_differs(desk: Desk) -> None:
+    desk.configure('type = "tests.support.document_sink:FileSink"\npath = "documents.db"')
+    desk.specify("products", "version: 1\nschema: shop\ntable: products\nfields: [{keyword: sku}, {text: name}]\n")
+    [(sku, name)] = desk.database.execute("select sku, name from shop.products order by sku limit 1")
+    sink = FileSink(desk.folder / "documents.db")
+    assert desk.run("preview", "products", "nothing", "--diff").returncode == 1, "on neither side"
+
+    specification = load_specification(desk.folder / "products.schema.yml")
+    sink.ensure_index(index_mapping(specification))
+    sink.mark_seeded("products")
+    missing = desk.run("preview", "products", sku, "--diff")
+    assert (missing.returncode, f'+  "name": "{name}"' in missing.stdout) == (1, True)
+
+    sink.write(batch_of("products", {sku: {"sku": sku, "name": name}}))
+    sink.flush(True)
+    equal = desk.run("preview", "products", sku, "--diff")
+    assert (equal.returncode, equal.stdout) == (0, f"products {sku}: the stored document equals the database\n")
+
+    desk.database.execute("update shop.products set name = 'renamed' where sku = %s", [sku])
+    differs = desk.run("preview", "products", sku, "--diff")
+    assert differs.returncode == 1
+    assert f'-  "name": "{name}"' in differs.stdout
+    assert '+  "name": "renamed"' in differs.stdout
+    both = json.loads(desk.run("preview", "products", sku, "--diff", "--json").stdout)
+    assert (both["equal"], both["stored"]["name"], both["built"]["name"]) == (False, name, "renamed")
 
 
 def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
