@@ -433,8 +433,8 @@ class _Trial:
         for attempt in (1, 2):
             self._revive()
             try:
-                if end is None and self._settings.ddl is Ddl.STRUCTURE:
-                    # There is always something that is being copied.
+                if end is None and self._settings.ddl.has_rewrites:
+                    # There is always something that is being copied; on a busy machine, all tables are never ready.
                     self._wait_looks(pipeline)
                     return
                 self._wait_ready(pipeline, end)
