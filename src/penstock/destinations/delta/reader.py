@@ -42,45 +42,53 @@ class DeltaReader:
 
     def tables(self) -> list[str]:
         """Return the tables with a complete copy."""
-        return sorted(self._folders())
+        return sorted(self._found())
 
     def schema(self, table: str) -> TableSchema:
         """Return the source's schema of the current rows."""
-        return self._look(table)[1].source
+        return self._look(table).layout.source
 
     def layout(self, table: str) -> TableLayout:
         """Return the table's layout in the lake."""
-        return self._look(table)[1]
+        return self._look(table).layout
 
     def folder(self, table: str) -> str:
         """Return the table's location, for other readers."""
-        return self._storage.child(self._folders()[table]).url
+        return self._look(table).storage.url
 
     def read_table(self, table: str) -> pa.Table:
         """Return the live rows, named and typed as in segments, without soft-deleted ones."""
-        snapshot, layout = self._look(table)
-        reader = LakeReader(self._storage.child(self._folders()[table]), layout)
-        batches = [batch for add in snapshot.files.values() for batch in reader.read(add)]
+        found = self._look(table)
+        reader = LakeReader(found.storage, found.layout)
+        batches = [batch for add in found.snapshot.files.values() for batch in reader.read(add)]
         tables = [pa.Table.from_batches([batch]) for batch in batches]
         return pa.concat_tables(tables, promote_options="default") if tables else reader.nothing()
 
-    def _look(self, table: str) -> tuple[Snapshot, TableLayout]:
-        folder = self._folders()[table]
-        snapshot = DeltaLog(self._storage.child(folder), table).refresh()
-        state = None if snapshot is None else from_metadata(snapshot.metadata)
-        if snapshot is None or state is None:
-            raise KeyError(table)
-        return snapshot, state.layout
+    def _look(self, table: str) -> _Found:
+        return self._found(table)[table]
 
-    def _folders(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def _found(self, table: str | None = None) -> dict[str, _Found]:
+        """Return the tables with a complete copy by name; with `table`, without the logs of tables of other names."""
+        found: dict[str, _Found] = {}
         for table_id, place in all_places(self._storage):
-            snapshot = DeltaLog(self._storage.child(place.folder), place.folder).refresh()
+            if table is not None and place.table not in ("", table):
+                continue
+            storage = self._storage.child(place.folder)
+            snapshot = DeltaLog(storage, place.table or place.folder).refresh()
             state = None if snapshot is None else from_metadata(snapshot.metadata)
             # The rows of another table that has taken over the folder are listed under that table's place.
-            if state is not None and state.copied and state.layout.source.table_id == table_id:
-                found[place.table or str(state.layout.source)] = place.folder
+            if snapshot and state and state.copied and state.layout.source.table_id == table_id:
+                found[place.table or str(state.layout.source)] = _Found(storage, snapshot, state.layout)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A table in its folder."""
+
+    storage: Storage
+    snapshot: Snapshot
+    layout: TableLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +159,7 @@ class PinnedVersion:
 
 def pin_table(lake: Storage, schema: TableSchema) -> PinnedVersion | None:
     """Pin the newest version of a table; None if there is none with a complete copy."""
-    # A table that kept its folder when it was renamed is found by its number.
-    for folder in (FOLDERS.table(schema), *(place.folder for _, place in all_places(lake))):
+    for folder in _folders_of(lake, schema):
         storage = lake.child(folder)
         snapshot = DeltaLog(storage, str(schema)).refresh()
         state = None if snapshot is None else from_metadata(snapshot.metadata)
@@ -168,6 +175,13 @@ def pin_table(lake: Storage, schema: TableSchema) -> PinnedVersion | None:
         reader = LakeReader(storage, state.layout)
         return PinnedVersion(state.layout.source, tuple(snapshot.files.values()), reader, snapshot.version, pin)
     return None
+
+
+def _folders_of(lake: Storage, schema: TableSchema) -> Iterator[str]:
+    """Yield where a table may be. One that kept its folder when it was renamed is found by its number."""
+    yield FOLDERS.table(schema)
+    for _, place in all_places(lake):
+        yield place.folder
 
 
 def _read_times(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:

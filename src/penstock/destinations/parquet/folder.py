@@ -334,13 +334,17 @@ class RootFolder:
         """Return the folder with this path, whether or not it exists."""
         return TableFolder(self.path / folder)
 
-    def readable(self) -> list[tuple[TableFolder, Owner, Generation]]:
+    def readable(self, table: str | None = None) -> list[tuple[TableFolder, Owner, Generation]]:
         """Return the tables with a complete copy: folder, owner, and the generation that readers see.
 
         A table that is moving to another folder is listed in the old one until the copy in the new one is complete.
+        With `table`, others may be left out.
         """
-        found = [(folder, folder.owner(), folder.current()) for folder in self.tables()]
-        copied = [(folder, owner, current) for folder, owner, current in found if owner and current]
+        claimed = [(folder, owner) for folder in self.tables() if (owner := folder.owner())]
+        named = [(folder, owner) for folder, owner in claimed if table in (None, owner.table)]
+        # A folder that its table has left depends on the others.
+        found = claimed if any(folder.is_left() for folder, _ in named) else named
+        copied = [(folder, owner, current) for folder, owner in found if (current := folder.current())]
         tables = {folder: (owner.pipeline_id, current.origin().table_id) for folder, owner, current in copied}
         left = {folder for folder in tables if folder.is_left()}
         followed = {table for folder, table in tables.items() if folder not in left}

@@ -127,7 +127,7 @@ class ParquetReader:
         return [each for each in found if each.origin().table_id == table_id and each.number <= current.number]
 
     def _generation(self, table: str) -> Generation:
-        for _, owner, generation in self._root.readable():
+        for _, owner, generation in self._root.readable(table):
             if owner.table == table:
                 return generation
         raise KeyError(table)
