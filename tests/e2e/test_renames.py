@@ -19,7 +19,7 @@ from penstock.destinations.parquet.destination import ParquetDestination
 from penstock.destinations.parquet.reader import ParquetReader
 from penstock.errors import PenstockError
 from penstock.lsn import reaches
-from penstock.state import CommandKind, MemoryStore
+from penstock.state import CommandKind, Init, MemoryStore
 from penstock.testing.destinations.script import LocalTasks
 from penstock.testing.faults import FaultyDestination
 from tests.e2e.support import Alone, Background, current_position, tables_alone, tables_settings, wait_for
@@ -257,7 +257,7 @@ def test_old_rows_stay_readable_until_the_copy_is_complete(house: Callable[..., 
             assert made.in_folder("public/t") == old
             assert made.reader().folder("public.t_2025").endswith("public/t")
             # The new table waits for the folder.
-            wait_for(lambda: pipeline.phases["public.t"].name == "init", "the new table")
+            wait_for(lambda: isinstance(pipeline.phases.get("public.t"), Init), "the new table")
             assert [call.tables for call in made.destination.calls if call.method == "drop_table_for_copy"][3:] == [
                 ("public.t_2025",)
             ]
