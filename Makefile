@@ -5,6 +5,7 @@ ARGS ?=
 WORKERS ?= 2
 # Tests on servers spend most of their time waiting.
 SERVER_WORKERS ?= 7
+SERVER_TESTS := $(wildcard tests/integration tests/e2e)
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
@@ -58,7 +59,7 @@ demo-search: $(STAMP) opensearch ## replicate a demo shop into OpenSearch docume
 # The type checker uses one core, and downloads use none: they run beside the unit tests. Their output is kept apart.
 .PHONY: test
 test: $(STAMP) ## run everything that must pass: lint, unit, integration and end-to-end tests
-	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target unit lint jars opensearch
+	@$(MAKE) --no-print-directory --jobs 5 --output-sync=target unit lint collected jars opensearch
 	@$(MAKE) --no-print-directory integration
 
 .PHONY: unit
@@ -67,7 +68,12 @@ unit: $(STAMP) ## run the tests that need no service
 
 .PHONY: integration
 integration: $(STAMP) system jars opensearch ## run the tests on real servers, and the end-to-end tests
-	$(PYTEST) -q -n $(SERVER_WORKERS) --dist loadgroup $(wildcard tests/integration tests/e2e) $(ARGS)
+	$(PYTEST) -q -n $(SERVER_WORKERS) --dist loadgroup $(SERVER_TESTS) $(ARGS)
+
+# Otherwise each of many processes compiles these tests.
+.PHONY: collected
+collected: $(STAMP)
+	@$(PYTEST) -qq --collect-only $(SERVER_TESTS) > $(VENV)/collected || { cat $(VENV)/collected; exit 1; }
 
 .PHONY: lint
 lint: ruff types imports ## run ruff, the type checker and the import-order check

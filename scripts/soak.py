@@ -172,6 +172,9 @@ STAGES = (
     Stage("migrations", "steps of each history", 1000, 0.10, 20, 30, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/e2e/test_migrations.py"),
         {"PENSTOCK_SOAK_MIGRATIONS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
+    Stage("properties", "times the examples of each property", 20, 0.05, 40, 30, lambda count, seed: Run(
+        ("-q", "--timeout", "0", "-m", "hypothesis and not soak", f"--hypothesis-seed={seed}", "tests/unit"),
+        {"PENSTOCK_SOAK_EXAMPLES": str(count)})),
     Stage("commands", "run of their long tests", 1, 0.05, 120, 5, lambda count, seed: Run(
         _soak("tests/integration/cli", "tests/integration/testing"))),
 )  # fmt: skip

@@ -34,6 +34,7 @@ from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSea
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer, execute_on
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 from tests.support.delta_jars import delta_spark_options, find_delta_jars
+from tests.support.examples import examples
 from tests.support.opensearch_shared import shared_opensearch
 from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
@@ -58,7 +59,7 @@ _SLOT_SECONDS = 120.0
 """A guard against hangs."""
 
 # A slow machine is no failure; hangs are caught by the time-out of each test.
-hypothesis_settings.register_profile("penstock", deadline=None, print_blob=True)
+hypothesis_settings.register_profile("penstock", max_examples=examples(30), deadline=None, print_blob=True)
 hypothesis_settings.load_profile("penstock")
 
 

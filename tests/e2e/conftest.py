@@ -1,13 +1,20 @@
-"""A published database with slots, spools and captures on it."""
+"""A published database with slots, spools and captures on it; pipelines that look at the catalog often."""
 
 from __future__ import annotations
 
 import pytest
 
+from penstock import coordinator
 from tests.e2e.support import Stream
 from tests.integration.conftest import quick_captures, small_disk
 
 __all__ = ["quick_captures", "small_disk"]
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the publication and the catalog more often than usual: many tests wait for it."""
+    monkeypatch.setattr(coordinator, "REFRESH_SECONDS", 0.5)
 
 
 @pytest.fixture

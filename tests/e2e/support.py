@@ -25,6 +25,7 @@ from tests.support import oracle
 from tests.support.counting import CountingCoordinator
 from tests.support.oracle import check_transactions, normalised
 from tests.support.replay import Replayable, Table, read_spool
+from tests.support.waiting import pause
 from tests.support.workload import read_rows
 
 PUBLICATION = "e2e"
@@ -35,11 +36,11 @@ _Result = TypeVar("_Result")
 
 def wait_for(look: Callable[[], _Result], what: str, timeout: float = HANG_SECONDS) -> _Result:
     """Call `look` until it returns something true, and return that."""
-    deadline = time.monotonic() + timeout
+    begun = time.monotonic()
     while not (seen := look()):
-        if time.monotonic() > deadline:
+        if time.monotonic() > begun + timeout:
             raise TimeoutError(f"waited {timeout:g} s for {what}")
-        time.sleep(0.01)
+        pause(begun)
     return seen
 
 

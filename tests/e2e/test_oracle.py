@@ -118,7 +118,7 @@ def one_server(request, server_pool):
 @TRAPS
 @pytest.mark.skipif(SEED is not None, reason="PENSTOCK_SEED asks for one example")
 @settings(
-    max_examples=8,
+    max_examples=5,
     derandomize=True,
     database=None,
     phases=(Phase.generate,),

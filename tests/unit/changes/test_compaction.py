@@ -23,6 +23,7 @@ from penstock.destinations.batch_events import batch_events
 from penstock.destinations.mirror import MirrorTable
 from penstock.schema import TableSchema
 from penstock.testing.destinations.script import ScriptedSource
+from tests.support.examples import examples
 from tests.unit.changes.random_changes import KEYED, SCHEMAS, RandomTable
 
 
@@ -94,7 +95,7 @@ def expected(mirror: MirrorTable) -> list[Any]:
 
 
 @pytest.mark.trap(25, 26, 27, 29)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.integers(0, 1 << 32),
     st.sampled_from(SCHEMAS),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.changes.keys import fingerprints, row_keys
+from tests.support.examples import examples
 
 
 @pytest.mark.trap(31)
@@ -66,7 +67,7 @@ _TYPES: dict[pa.DataType, st.SearchStrategy[Any]] = {
 
 
 @pytest.mark.parametrize("type_", _TYPES, ids=str)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_whole_rows_of_one_column_have_the_same_key_exactly_if_they_are_the_same(type_: pa.DataType, data: Any) -> None:
     values = data.draw(st.lists(st.none() | _TYPES[type_], max_size=12))

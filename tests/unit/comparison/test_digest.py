@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.comparison import digest
 from penstock.comparison.digest import digest_cells, digest_rows
+from tests.support.examples import examples
 
 _DECIMALS = st.integers(-(10**37), 10**37).map(lambda value: Decimal(value).scaleb(-10))
 _TEXTS = st.one_of(
@@ -50,7 +51,7 @@ def identity(value: Any) -> Any:
     return repr(value)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_digests_are_equal_exactly_if_values_are(kind: str, data: st.DataObject) -> None:
@@ -75,7 +76,7 @@ def test_no_number_is_null_in_both_lanes() -> None:
     assert len({tuple(pair) for pair in cells.T.tolist()}) == 3
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_digests_do_not_depend_on_offsets(kind: str, data: st.DataObject) -> None:

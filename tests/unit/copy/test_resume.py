@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.copy.plan import Leaf, plan_ranges
 from penstock.copy.resume import Blocks, FinishedRanges, blocks_by_heap, finds_rows_again, key_ranges, usable
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
+from tests.support.examples import examples
 
 HEAP, SLOTS = 7, 2
 """A block has room for two rows."""
@@ -74,7 +75,7 @@ CHANGE = st.tuples(st.integers(0, 3), KEYS, KEYS, st.integers(0, 30))
 CHANGES = st.lists(CHANGE, max_size=12)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(CHANGES, st.lists(st.tuples(CHANGES, CHANGES, st.integers(0, 4)), min_size=1, max_size=4), CHANGES)
 def test_a_resumed_copy_is_the_table_in_its_last_snapshot(before: Any, attempts: Any, during: Any) -> None:
     heap = Heap()

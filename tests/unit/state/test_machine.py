@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from penstock.state import MemoryState, MemoryStore, SqliteStore
+from tests.support.examples import examples
 from tests.unit.state.machine import StoreMachine
 
 
@@ -22,4 +23,4 @@ def test_memory_and_sqlite_do_what_the_model_does() -> None:
                 state, path = MemoryState(), Path(folder) / f"{next(count)}.db"
                 return [lambda: MemoryStore("p", state), lambda: SqliteStore(path, "p")]
 
-        run_state_machine_as_test(Machine, settings=settings(max_examples=15, stateful_step_count=30))
+        run_state_machine_as_test(Machine, settings=settings(max_examples=examples(10), stateful_step_count=30))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.schema import PostgresType, TypeKind
 from penstock.values import NumericPolicy, OutOfRange, TypeSettings, UnknownTypes, apply_policy, codec_for
 from penstock.values.cells import cast_matching
+from tests.support.examples import examples
 from tests.unit.values.columns import (
     array_of,
     builtin,
@@ -57,7 +58,7 @@ CELLS = st.lists(st.none() | st.lists(PIECES, max_size=7).map("".join) | st.text
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(cells=CELLS)
 @example(cells=[])
 @example(cells=[None, None])
@@ -77,7 +78,7 @@ def test_no_text_ever_raises(column: str, cells: list[str | None]) -> None:
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@settings(max_examples=20)
+@settings(max_examples=examples(10))
 @given(cells=CELLS, near=CELLS)
 def test_a_cell_does_not_depend_on_its_neighbours(column: str, cells: list[str | None], near: list[str | None]) -> None:
     type_, modifier, choices = COLUMNS[column]

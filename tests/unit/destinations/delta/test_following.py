@@ -33,6 +33,7 @@ from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
 from penstock.workers.process_tasks import ProcessTasks
+from tests.support.examples import examples
 from tests.unit.changes.random_changes import KEYED, SCHEMAS, RandomTable
 from tests.unit.destinations.delta.reading import read_rows, read_table, replay_history
 
@@ -155,7 +156,7 @@ PLANS = st.lists(st.lists(st.integers(1, 15), min_size=1, max_size=4), min_size=
 
 @pytest.mark.trap(25, 26, 27, 28, 29, 31, 32)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "mirror")
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(seed=st.integers(0, 1 << 32), schema=st.sampled_from(SCHEMAS), plan=PLANS)
 def test_readers_see_what_the_changes_say(
     options: dict[str, Any], seed: int, schema: TableSchema, plan: list[list[int]]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.changes.keys import fingerprints, row_keys
 from penstock.destinations.delta.index import IndexFolder, KeyQuery, build_index
 from penstock.destinations.delta.storage import LocalStorage
+from tests.support.examples import examples
 
 _INTS = st.integers(-3, 3) | st.integers(-(2**63), 2**63 - 1)
 _TEXTS = st.text(max_size=3) | st.text("ab", max_size=30)
@@ -50,7 +51,7 @@ ROWS = st.lists(st.tuples(_INTS, _TEXTS, _DATES, _FLOATS, _LISTS), max_size=40)
 
 
 @pytest.mark.parametrize("kind", ["number", "text", "all"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(there=ROWS, asked=ROWS)
 def test_all_rows_of_a_key_are_found(tmp_path_factory: Any, kind: str, there: list[Any], asked: list[Any]) -> None:
     folder = IndexFolder(LocalStorage(tmp_path_factory.mktemp("table")), "digest")
