@@ -36,6 +36,11 @@ class Headroom:
     wal: Room | None = None
     """WAL that the server retains for the slot."""
 
+    @property
+    def wal_limit(self) -> int | None:
+        """How much WAL the server may retain for the slot; None if that is not known."""
+        return None if self.wal is None else self.wal.used + self.wal.left
+
 
 class Trend:
     """Samples of the room that is left."""

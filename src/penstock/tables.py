@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,11 +53,11 @@ from penstock.workers import (
     ApplyWorker,
     BatchSettings,
     Board,
-    CopyHold,
     CopyStatus,
     DropColumn,
     DropTable,
     ErrorHold,
+    HoldLimits,
     Lifecycle,
     SchemaChanges,
     SnapshotWait,
@@ -153,7 +153,9 @@ class TablesOutput:
                 )
             )
             stack.callback(self.destination.shutdown)
-            running = RunningTables(self, lifecycle, start, published, folders, transforms, policies)
+            running = RunningTables(
+                self, lifecycle, start, published, folders, transforms, policies, lambda: stream.headroom.wal_limit
+            )
             stack.callback(running.drain)
             running.start()
             yield running
@@ -177,7 +179,9 @@ class RunningTables(RunningOutput):
         folders: TableFolders | None = None,
         transforms: Transforms | None = None,
         policies: Policies | None = None,
+        wal_limit: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """`wal_limit` returns what `Headroom.wal_limit` says."""
         settings = output.settings
         super().__init__(settings.output, settings, output.store, lifecycle)
         self._tables = settings
@@ -217,7 +221,7 @@ class RunningTables(RunningOutput):
             settings=settings.batches,
             error_hold=settings.error_hold,
             # The rest of the spool is for changes that the destination does not have yet.
-            copy_hold=CopyHold(settings.copy.resume_max_bytes, settings.spool.max_bytes // 2),
+            hold_limits=HoldLimits(settings.copy.resume_max_bytes, settings.spool.max_bytes // 2, wal_limit),
             types=settings.types,
             transforms=self._transforms,
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),

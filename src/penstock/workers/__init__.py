@@ -1,6 +1,6 @@
 """The threads that move data: one apply worker for all tables, and one table sync worker per table that is copied."""
 
-from penstock.workers.apply import ApplyStatus, ApplyWorker, CopyHold, ErrorHold
+from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold, HoldLimits
 from penstock.workers.apply_hold import ApplyHold, HoldStep
 from penstock.workers.batches import BatchSettings
 from penstock.workers.board import Board
@@ -15,11 +15,11 @@ __all__ = [
     "ApplyWorker",
     "BatchSettings",
     "Board",
-    "CopyHold",
     "CopyStatus",
     "DropColumn",
     "DropTable",
     "ErrorHold",
+    "HoldLimits",
     "HoldStep",
     "Lifecycle",
     "Partitions",

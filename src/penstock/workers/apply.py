@@ -56,11 +56,15 @@ class ErrorHold:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyHold:
-    """How much WAL, and how much of the spool, a copy may hold back so that it can be resumed."""
+class HoldLimits:
+    """How much one table may hold back, copied or errored, so that the others neither wait nor lose the slot."""
 
-    bytes: int = 4 << 30
+    resume_bytes: int = 4 << 30
+    """WAL for a copy that can be resumed."""
     spool_bytes: int = 2 << 30
+    """Captured changes: when the spool is full, all tables wait."""
+    wal: Callable[[], int | None] = lambda: None
+    """Returns how much WAL the server may retain for the slot, None if that is not known; a table may have half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class ApplyWorker:
         lifecycle: Lifecycle,
         settings: BatchSettings,
         error_hold: ErrorHold,
-        copy_hold: CopyHold | None = None,
+        hold_limits: HoldLimits | None = None,
         types: TypeSettings | None = None,
         transforms: Transforms | None = None,
         try_tasks: Callable[[], object],
@@ -128,7 +132,7 @@ class ApplyWorker:
         self._try_tasks = try_tasks
         self._settings = settings
         self._error_hold = error_hold
-        self._copy_hold = copy_hold or CopyHold()
+        self._hold_limits = hold_limits or HoldLimits()
         self._schema_changes = schema_changes
         self._copied_again: dict[int, _CopiedAgain] = {}
         self._failed: dict[int, Errored] = {}
@@ -381,13 +385,12 @@ class ApplyWorker:
 
         A table whose error time heals is copied again then, as soon as it can be, if its policy allows that.
         """
-        now = datetime.now(UTC)
+        now, hold = datetime.now(UTC), self._error_hold
 
         def is_overdue(phase: TableReplicationPhase) -> TypeGuard[Errored]:
             if not isinstance(phase, Errored) or not phase.holds or phase.position is None:
                 return False
-            hold = self._error_hold
-            return now - phase.since > hold.time or distance(phase.position, end) > hold.bytes
+            return now - phase.since > hold.time or self._holds_too_much(phase.position, end, hold.bytes)
 
         for table_id, overdue in self._board.phases().items():
             if not is_overdue(overdue):
@@ -410,20 +413,27 @@ class ApplyWorker:
 
     def _give_up_resuming(self, end: Lsn) -> None:
         """Let go of copies that hold back progress too long: if they are interrupted, they start again."""
-        now, hold = datetime.now(UTC), self._copy_hold
+        now, most = datetime.now(UTC), self._hold_limits.resume_bytes
         for table_id, phase in self._board.phases().items():
             resumption = phase.resumption if isinstance(phase, DataSync | Errored) else None
             if resumption is None:
                 continue
             is_late = isinstance(phase, Errored) and now - phase.since > self._error_hold.time
-            try:
-                is_large = (
-                    sum(entry.bytes for entry in self._writer.reader.entries(resumption.since)) > hold.spool_bytes
-                )
-            except PositionGone:
-                is_large = True  # resuming is impossible
-            if is_late or is_large or distance(resumption.since, end) > hold.bytes:
+            if is_late or self._holds_too_much(resumption.since, end, most):
                 text = "copy held back progress for too long: if it is interrupted, it starts again table=%s since=%s"
                 logger.warning(text, self._board.name_of(table_id), resumption.since)
                 failpoints.reach("before_give_up_resuming")
                 self._board.give_up_resuming(table_id)
+
+    def _holds_too_much(self, position: Lsn, end: Lsn, most: int) -> bool:
+        """True if a table holds back more than `most` bytes of WAL, or so much that the others would suffer from it."""
+        limits, held = self._hold_limits, distance(position, end)
+        retained = limits.wal()
+        if held > most or (retained is not None and held > retained // 2):
+            return True
+        try:
+            # Later ones are not there because of this table.
+            entries = (each for each in self._writer.reader.entries(position) if reaches(end, each.end))
+            return sum(entry.bytes for entry in entries) > limits.spool_bytes
+        except PositionGone:
+            return True  # there is nothing left to wait for
