@@ -40,6 +40,8 @@ VERSIONED = (
     *(f"tests/e2e/test_{each}.py" for each in ("schema_changes", "transforms", "types")),
 )
 """Where tests run on the newest version, or also on the oldest, in `make test`."""
+MEMORY = "tests/e2e/test_memory_limits.py"
+"""Where the memory of processes is compared with the limits in docs/guides/sizing.md."""
 GRACE_SECONDS = 120.0
 """A stage that takes this much more than twice its share is stopped."""
 
@@ -139,8 +141,16 @@ STAGES = (
     Stage("failpoints", "rounds over all points", 10, 0.10, 110, 5, _failpoints),
     Stage("300 tables", "seconds of changes", 1800, 0.15, 1.2, 60, lambda count, seed: Run(
         _soak("tests/e2e/test_many_tables.py"), {"PENSTOCK_SOAK_ROUNDS": str(count)})),
-    Stage("huge transaction", "rows in one transaction", 10_000_000, 0.10, 0.00005, 60, lambda count, seed: Run(
-        _soak("tests/e2e/test_huge_transaction.py"), {"PENSTOCK_SOAK_HUGE_ROWS": str(count)})),
+    Stage("300 tables, memory", "seconds of changes, with Spark and without", 300, 0.10, 3, 60, lambda count, seed: Run(
+        (*_soak(MEMORY), "-k", "300_tables"), {"PENSTOCK_SOAK_TABLES_SECONDS": str(count)})),
+    Stage("huge transaction", "rows in one transaction", 10_000_000, 0.10, 0.00008, 60, lambda count, seed: Run(
+        (*_soak(MEMORY), "-k", "huge"), {"PENSTOCK_SOAK_HUGE_ROWS": str(count)})),
+    Stage("100 million rows", "rows in one transaction", 100_000_000, 0.10, 0.00003, 60, lambda count, seed: Run(
+        (*_soak(MEMORY), "-k", "huge and soft_delete and none"), {"PENSTOCK_SOAK_HUGE_ROWS": str(count)})),
+    Stage("gigabyte", "megabytes in a batch", 1024, 0.10, 0.5, 60, lambda count, seed: Run(
+        (*_soak(MEMORY), "-k", "gigabyte"), {"PENSTOCK_SOAK_BATCH_MEGABYTES": str(count)})),
+    Stage("full spool", "seconds without room, with Spark and without", 300, 0.10, 2.5, 60, lambda count, seed: Run(
+        (*_soak(MEMORY), "-k", "full"), {"PENSTOCK_SOAK_FULL_SECONDS": str(count)})),
     Stage("fuzz", "mutated streams of messages", 100_000, 0.05, 0.003, 5, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/unit/capture/test_fuzz.py"),
         {"PENSTOCK_FUZZ_CASES": str(count), "PENSTOCK_SEED": str(seed)})),

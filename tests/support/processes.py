@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from enum import StrEnum
 from pathlib import Path
 
@@ -59,3 +60,41 @@ def resident_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return pages * resource.getpagesize()
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has had in RAM; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    peaks = [int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:")]
+    return peaks[0] if peaks else 0
+
+
+class PeakWatch:
+    """Collects the peak memory of a driver and of all processes that it starts while the block runs."""
+
+    def __init__(self, driver: int) -> None:
+        self.peaks: dict[Part, int] = {}
+        """Of each kind of process, the largest peak."""
+        self._driver = driver
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peaks", daemon=True)
+
+    def __enter__(self) -> PeakWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.2):
+            for pid, part in [
+                (self._driver, Part.DRIVER),
+                *((pid, part_of(pid)) for pid in descendants_of(self._driver)),
+            ]:
+                if part is not None:
+                    self.peaks[part] = max(peak_bytes(pid), self.peaks.get(part, 0))

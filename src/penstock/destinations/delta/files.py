@@ -259,5 +259,11 @@ class RecentlyUsed(Generic[_Value]):
                 _, forgotten = self._known.popitem(last=False)
                 self._total -= self._weight(forgotten)
 
+    def clear(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self._known.clear()
+            self._total = 0
+
 
 _vectors = RecentlyUsed[Vector](_CACHED_ROWS, len)

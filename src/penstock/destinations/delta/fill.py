@@ -44,17 +44,20 @@ def fill(
     if not net.origins:
         yield net
         return
+    parts: list[NetChanges] = []  # emptied as they are yielded, so that the caller can free them
     for before, is_last in _read_before(net, matches, storage, layout):
         if is_last:
             net = net.located(before)
             del before
         else:
             part, net = net.split(before.numbers)
-            part = part.located(before)
-            del before  # its rows are in `part` now
-            yield part
+            parts.append(part.located(before))
+            del before, part  # its rows are in the located part now
+            yield parts.pop()
     rows, columns = net.incomplete()
-    yield _ask(net, rows, columns, layout, source) if len(rows) else net
+    parts.append(_ask(net, rows, columns, layout, source) if len(rows) else net)
+    del net
+    yield parts.pop()
 
 
 def _read_before(

@@ -228,6 +228,11 @@ def _read_index(path: str) -> KeyIndex:
 _indexes = RecentlyUsed[KeyIndex](_MAPPED_BYTES, lambda index: index.bytes)
 
 
+def unmap_indexes() -> None:
+    """Unmap all indexes; the next search maps those that it needs again."""
+    _indexes.clear()
+
+
 @cache
 def _boot() -> bytes:
     """Identify the current boot of this machine; `_NO_BOOT` if the system does not reveal it."""

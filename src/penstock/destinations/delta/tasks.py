@@ -28,7 +28,7 @@ from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.fill import fill
-from penstock.destinations.delta.index import FileMatch, find_rows
+from penstock.destinations.delta.index import FileMatch, find_rows, unmap_indexes
 from penstock.destinations.delta.layout import Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import (
@@ -43,6 +43,7 @@ from penstock.destinations.delta.write import (
 )
 from penstock.destinations.refusals import unexpected, unreadable
 from penstock.errors import PenstockError
+from penstock.freed_memory import release_freed_memory
 from penstock.observe.reports import may_end_here
 
 SLICE_ROWS = 500_000
@@ -139,6 +140,8 @@ def _append(work: TableWork) -> WrittenFiles:
     row_count = 0
     for rows in history_rows(work.steps, work.stages, work.layout, SLICE_ROWS, SLICE_BYTES):
         may_end_here()
+        if added:
+            release_freed_memory()
         watch.lap("read")
         added.append(write_rows(work.storage, work.layout, rows))
         row_count += rows.num_rows
@@ -147,12 +150,14 @@ def _append(work: TableWork) -> WrittenFiles:
 
 
 def _apply(work: TableWork) -> WrittenFiles:
-    draft, steps = Draft(work), work.steps
+    steps = work.steps
     if work.layout.mode is Mode.MIRROR:
         # Rows before a truncate do not matter, neither in the lake nor in the batch.
         truncates = [number for number, step in enumerate(steps) if isinstance(step, Truncation)]
         steps = steps[truncates[-1] :] if truncates else steps
-    for part in slices(steps):
+    parts = list(slices(steps))
+    draft = Draft(work, is_large=len(parts) > 1)
+    for part in parts:
         may_end_here()
         if isinstance(part, Truncation):
             draft.truncate(part.commit_time)
@@ -168,8 +173,10 @@ class Draft:
     transaction: the server checks keys after every change. Only what is left at the end becomes part of the table.
     """
 
-    def __init__(self, work: TableWork) -> None:
+    def __init__(self, work: TableWork, *, is_large: bool = False) -> None:
+        """`is_large` says that there are several slices: what one of them frees must not be in memory with the next."""
         self._work = work
+        self._is_large = is_large
         self._files = {file.path: file for file in work.files}
         self._new: dict[str, Add] = {}
         self._lost: dict[str, LostRows] = {}
@@ -182,10 +189,13 @@ class Draft:
 
     def apply(self, steps: Sequence[Rows]) -> None:
         """Apply consecutive changes."""
+        self._release()
         work, layout, watch = self._work, self._work.layout, self._watch
         changes = read_steps(work, steps)
+        self._release()
         watch.lap("read")
         net = compact(changes, layout.key, keep_deleted=layout.mode is Mode.SOFT_DELETE)
+        del changes
         watch.lap("compact")
         # A truncated row is not live, but it is replaced by a new row with its key.
         files = [file for path, file in self._files.items() if layout.key or path not in self._truncated]
@@ -194,11 +204,19 @@ class Draft:
         watch.lap("match")
         live = [match for match in matches if match.file.path not in self._truncated]
         self._lose(matches)
-        for complete in fill(net, live, work.storage, layout, work.source):
+        self._release()
+        touched, parts = net.touched, fill(net, live, work.storage, layout, work.source)
+        # What is written needs the memory of what it was made from.
+        del net, matches, live
+        for complete in parts:
             watch.lap("fill")
-            if len(complete.images):
-                keys = None if complete.keys is None else net.touched.take(pa.array(complete.keys))
-                self.add(write_rows(work.storage, layout, assemble(complete, layout), keys), len(complete.images))
+            count = len(complete.images)
+            if count:
+                keys = None if complete.keys is None else touched.take(pa.array(complete.keys))
+                rows = assemble(complete, layout)
+                del complete
+                self.add(write_rows(work.storage, layout, rows, keys), count)
+                del rows, keys
             watch.lap("write")
 
     def remove(self, keys: pa.Array) -> None:
@@ -211,6 +229,11 @@ class Draft:
         self._new[add.path] = add
         self._files[add.path] = LiveFile.of(add)
         self._row_count += row_count
+
+    def _release(self) -> None:
+        if self._is_large:
+            unmap_indexes()
+            release_freed_memory()
 
     def _lose(self, matches: Sequence[FileMatch]) -> None:
         for match in matches:
@@ -241,6 +264,7 @@ class Draft:
             file, lost = self._files[path], self._lost.pop(path, None)
             dead = dead_rows(work.storage, file) if lost is None else lost.dead
             again.append(rewrite(work.storage, work.layout, file, dead, deleted_at=moment))
+        self._release()
         written = bury(work.storage, work.layout, list(self._lost.values()), deletion_vectors=work.deletion_vectors)
         self._watch.lap("bury")
         vectors = dict(written.vectors)
