@@ -86,7 +86,7 @@ def read_changes(
     `constants` are what rows from before a column was added have in it, by the column's name in segments.
     """
     parts = [_read_step(step, schema, constants or {}) for step in steps]
-    return parts[0] if len(parts) == 1 else _concatenate(parts, schema)
+    return parts[0] if len(parts) == 1 else concatenate_changes(parts, schema)
 
 
 def constant_of(table: str, column: Column, type_: pa.DataType) -> pa.Scalar:
@@ -286,7 +286,8 @@ def _with_added(rows: pa.Table, schema: TableSchema, constants: Mapping[str, pa.
     return pa.table(columns)
 
 
-def _concatenate(parts: Sequence[ChangeColumns], schema: TableSchema) -> ChangeColumns:
+def concatenate_changes(parts: Sequence[ChangeColumns], schema: TableSchema) -> ChangeColumns:
+    """Return changes of one schema one after the other."""
     borders = np.cumsum([0, *(part.count for part in parts)])
     names = {name for part in parts for name in part.not_sent}
     not_sent = {

@@ -18,6 +18,7 @@ from penstock.changes.steps import Segment
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.batch_events import leave_out
 from penstock.destinations.naming import FOLDERS
+from penstock.destinations.parquet.current import PinnedParquet, pin_generation
 from penstock.destinations.parquet.folder import (
     FORMAT,
     DataFile,
@@ -33,7 +34,6 @@ from penstock.destinations.parquet.folder import (
     make_folder,
     put_if_absent,
 )
-from penstock.destinations.parquet.reader import PinnedParquet, pin_generation
 from penstock.destinations.parquet.tasks import ChangesItem, CopyTarget, write_changes, write_range
 from penstock.destinations.refusals import (
     cannot_write,
