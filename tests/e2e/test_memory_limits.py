@@ -110,7 +110,7 @@ class Pipeline:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("mode", "master"), [("mirror", "none"), ("soft_delete", "none"), ("soft_delete", "local[2]")])
-def test_a_huge_transaction(mode, master, database, tmp_path, record_property):
+def test_a_huge_transaction(mode: str, master: str, database: Any, tmp_path: Path, record_property: Any) -> None:
     """Rows are inserted, updated, moved to other keys and deleted, all in one transaction."""
     database.execute("create table huge (id int8 primary key, n int, note text, at timestamptz)")
     pipeline = Pipeline(database, tmp_path, master=master, mode=mode)
@@ -135,7 +135,9 @@ def test_a_huge_transaction(mode, master, database, tmp_path, record_property):
 @pytest.mark.parametrize(
     ("tables", "kilobytes"), [(1, 1024), (1, 4), (100, 64)], ids=["large rows", "one table", "100 tables"]
 )
-def test_a_gigabyte_in_a_batch(tables, kilobytes, master, database, tmp_path, record_property):
+def test_a_gigabyte_in_a_batch(
+    tables: int, kilobytes: int, master: str, database: Any, tmp_path: Path, record_property: Any
+) -> None:
     """One transaction inserts it, and another one updates all rows and omits the large values."""
     rows = BATCH_MEGABYTES * 1024 // kilobytes // tables
     names = [f"t{number}" for number in range(tables)]
@@ -159,7 +161,7 @@ def test_a_gigabyte_in_a_batch(tables, kilobytes, master, database, tmp_path, re
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @with_and_without_spark
-def test_300_tables_that_change_every_second(master, database, tmp_path, record_property):
+def test_300_tables_that_change_every_second(master: str, database: Any, tmp_path: Path, record_property: Any) -> None:
     with database.connect() as connection:
         for table in range(TABLES):
             connection.execute(f"create table t{table} (id int primary key, version int, note text)")
@@ -190,7 +192,7 @@ def test_300_tables_that_change_every_second(master, database, tmp_path, record_
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @with_and_without_spark
-def test_a_spool_that_is_full_for_minutes(master, database, tmp_path, record_property):
+def test_a_spool_that_is_full_for_minutes(master: str, database: Any, tmp_path: Path, record_property: Any) -> None:
     """The disk of the lake is not mounted for that long, while rows are written."""
     database.execute("create table busy (id int8 generated always as identity primary key, n int, note text)")
     pipeline = Pipeline(database, tmp_path, master=master, more=f'spool = {{max_bytes = "{SPOOL_MEGABYTES}MB"}}')
