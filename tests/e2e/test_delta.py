@@ -85,7 +85,7 @@ def test_random_tables_are_followed(database, tmp_path, options, read):
 @pytest.mark.parametrize(
     "settings",
     [
-        TrialSettings(31, kills=4, destination="delta", ddl=Ddl.ANY),
+        TrialSettings(31, kills=3, destination="delta", ddl=Ddl.ANY),
         TrialSettings(32, kills=2, destination="delta", options={"mode": "history"}),
     ],
     ids=["mirror", "history"],

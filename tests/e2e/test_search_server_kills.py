@@ -63,7 +63,7 @@ def test_documents_in_a_search_server_survive_kills_on_both_sides(
     server = pressed.start()
     with driven(database, tmp_path, random, sink=sink_on(server)) as found:
         with Load(database.dsn, SEED) as load:
-            kill_both_at_random(found, server, load, random, 3)
+            kill_both_at_random(found, server, load, random, 2)
         check(found, server)
         with Load(database.dsn, SEED + 1) as load:
             found.rebuild()

@@ -17,7 +17,7 @@ SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))
 @pytest.mark.trap(3, 4, 19, 20, 28)
 @pytest.mark.parametrize(
     "settings",
-    [TrialSettings(2, pipelines=2), TrialSettings(50, kills=2, master="local[2]")],
+    [TrialSettings(2, kills=4, pipelines=2), TrialSettings(50, kills=2, master="local[2]")],
     ids=["two pipelines", "spark"],
 )
 def test_whoever_is_killed_nothing_is_lost_or_doubled(settings, make_server, tmp_path):

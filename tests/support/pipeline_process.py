@@ -29,9 +29,11 @@ from penstock.testing.server import wait_until_gone
 from tests.program import DRIVER, Piped
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.processes import Part, descendants_of, part_of
+from tests.support.waiting import pause
 
 HANG_SECONDS = 240.0
 """A guard against hangs, far longer than anything here takes."""
+_LOOK_SECONDS = 0.05
 
 
 class PipelineEnded(AssertionError):
@@ -75,6 +77,7 @@ class PipelineProcess:
         self._process: Piped | None = None
         self._reader: threading.Thread | None = None
         self._seen = Seen()
+        self._changed = threading.Condition()
 
     @property
     def seen(self) -> Seen:
@@ -161,23 +164,25 @@ class PipelineProcess:
     def wait_for(self, what: str, look: Callable[[Seen], object], timeout: float = HANG_SECONDS) -> None:
         """Wait until its status satisfies a condition; raise `PipelineEnded` if it ends first."""
         deadline = time.monotonic() + timeout
-        while not look(self._seen):
-            if not self.running:
-                raise PipelineEnded(f"the pipeline ended while waiting for {what}; it was at {self._seen}")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {timeout:g} s for {what}; it is at {self._seen}")
-            time.sleep(0.01)
+        with self._changed:
+            while not look(self._seen):
+                if not self.running:
+                    raise PipelineEnded(f"the pipeline ended while waiting for {what}; it was at {self._seen}")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"waited {timeout:g} s for {what}; it is at {self._seen}")
+                # Its end closes the pipe, unless another process has it, too.
+                self._changed.wait(_LOOK_SECONDS)
 
     def keep_running(self, is_done: Callable[[], bool], timeout: float = 2 * HANG_SECONDS) -> None:
         """Restart it whenever it has ended, as a supervisor does, until something is done."""
-        deadline, backoff = time.monotonic() + timeout, Backoff(first=0.1, longest=2.0)
+        begun, backoff = time.monotonic(), Backoff(first=0.1, longest=2.0)
         while not is_done():
-            if time.monotonic() > deadline:
+            if time.monotonic() > begun + timeout:
                 raise TimeoutError(f"waited {timeout:g} s for a pipeline that recovers; it is at {self._seen}")
             if not self.running:
                 time.sleep(backoff.next_delay())
                 self.start()
-            time.sleep(0.01)
+            pause(begun)
 
     def wait_until(self, look: Callable[[Seen], object], timeout: float = HANG_SECONDS) -> None:
         """Wait until its status satisfies a condition, or until it ends."""
@@ -199,7 +204,12 @@ class PipelineProcess:
 
     def _read(self, process: Piped) -> None:
         for line in process.stdout:
-            self._seen = Seen.parse(line.decode())
+            seen = Seen.parse(line.decode())
+            with self._changed:
+                self._seen = seen
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     def _close(self) -> None:
         if self._process is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.destinations.parquet.reader import ParquetReader
 from tests.program import PATIENCE, Command, penstock
+from tests.support.waiting import pause
 
 ONE = '[destination]\ntype = "parquet"\npath = "lake"'
 SECOND = '[[destination]]\nname = "second"\ntype = "parquet"\npath = "second"'
@@ -90,20 +91,20 @@ class Site:
         return {each["table"]: each["phase"] for each in json.loads(result.stdout)["tables"]}
 
     def wait_ready(self, count: int) -> None:
-        deadline = time.monotonic() + PATIENCE
+        begun = time.monotonic()
         while list((phases := self.phases()).values()) != ["ready"] * count:
-            assert time.monotonic() < deadline, phases
-            time.sleep(0.2)
+            assert time.monotonic() < begun + PATIENCE, phases
+            pause(begun, shortest=0.2, longest=1.0)
 
     def rows(self, table: str, lake: str = "lake") -> list[tuple[Any, ...]]:
         found = ParquetReader(self.folder / lake).read_table(f"public.{table}").select(["id", "note"])
         return sorted(tuple(row.values()) for row in found.to_pylist())
 
     def wait_rows(self, table: str) -> None:
-        deadline = time.monotonic() + PATIENCE
+        begun = time.monotonic()
         while self.rows(table) != (wanted := self.source_rows(table)):
-            assert time.monotonic() < deadline, (len(self.rows(table)), len(wanted))
-            time.sleep(0.1)
+            assert time.monotonic() < begun + PATIENCE, (len(self.rows(table)), len(wanted))
+            pause(begun, shortest=0.1, longest=1.0)
 
     def source_rows(self, table: str) -> list[tuple[Any, ...]]:
         return sorted(self.database.execute(f"select id, note from {table}"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cli.support import PATIENCE, Site
+from tests.support.waiting import pause
 
 DELTA = '[destination]\ntype = "delta"\npath = "lake"'
 PARQUET = '[destination]\ntype = "parquet"\npath = "lake"'
@@ -24,10 +25,10 @@ def tables(site: Site) -> dict[str, dict[str, Any]]:
 
 
 def wait(look: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    begun = time.monotonic()
     while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+        assert time.monotonic() < begun + PATIENCE
+        pause(begun, shortest=0.2, longest=1.0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from penstock.testing.postgres import PostgresServer
 from tests.integration.cli.support import PATIENCE, Site, check_discreet
 from tests.integration.cli.test_polling import make_site as make_polled_site
 from tests.support.disks import SmallDisk
+from tests.support.waiting import pause
 
 
 def look(site: Site) -> dict[str, Any]:
@@ -23,10 +24,10 @@ def look(site: Site) -> dict[str, Any]:
 
 
 def wait_for(site: Site, is_so: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    deadline = time.monotonic() + PATIENCE
+    begun = time.monotonic()
     while not is_so(found := look(site)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
+        assert time.monotonic() < begun + PATIENCE, found
+        pause(begun, shortest=0.2, longest=1.0)
     return found
 
 
