@@ -10,7 +10,6 @@ sub-transactions: by the same code, and with the same ordinals as if it had not 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +72,6 @@ class Assembler:
         self._ordinal = 0
         self._described: tuple[int, OrderKey | None] = 0, None
         """The table that was described last, and where."""
-        self._leaves: list[tuple[int, int, Lsn]] = []
-        """Tables that were described right after another one, with that one, until the next change."""
         self._committed = Extent()
         self._end: Lsn | None = None
         """The end of the last commit that is not published yet."""
@@ -200,8 +197,6 @@ class Assembler:
         begun = scan.positions(begins, 1), scan.commit_times(begins, 9), scan.uint32(begins, 17)
         self._block.add_transactions(*begun)
         rows = first + np.flatnonzero(is_row)
-        if self._leaves:
-            self._note_leaves(np.unique(scan.uint32(rows, 1)).tolist())
         if len(rows):
             number = np.searchsorted(begins, rows)
             if (number + (opened is not None) - np.searchsorted(commits, rows) != 1).any():
@@ -311,27 +306,16 @@ class Assembler:
             raise DecodeError("a streamed run ends that never started", offset=0)
 
     def _describe(self, relation: Relation, at: OrderKey | None, stream: int | None = None) -> None:
-        """Take the description of a table. The one of a leaf directly follows that of the table it belongs to.
-
-        So do those of tables that are truncated together, and one that follows a change that was rolled back.
-        """
+        """Take the description of a table. The one of a leaf directly follows that of the table it belongs to."""
         self._relations.describe(relation, transaction=stream, at=at)
         if at is not None:
             table_id, place = self._described
             if place == at and table_id != relation.table_id:
-                self._leaves.append((table_id, relation.table_id, at.commit_lsn))
+                self._sink.note_leaf(table_id, relation.table_id, at.commit_lsn)
             self._described = relation.table_id, at
-
-    def _note_leaves(self, named: Collection[int] = ()) -> None:
-        """Note the leaves that were described before changes of the tables `named`: no change names a leaf."""
-        for table_id, leaf, at in self._leaves:
-            if leaf not in named:
-                self._sink.note_leaf(table_id, leaf, at)
-        self._leaves = []
 
     def _take_truncate(self, message: bytes, transaction: Transaction, stream: int | None = None) -> None:
         truncate = parse_truncate(message, streamed=stream is not None)
-        self._note_leaves(truncate.table_ids)
         key = OrderKey(transaction.commit_lsn, self._ordinal)
         self._ordinal += 1
         for table_id in truncate.table_ids:
@@ -383,7 +367,6 @@ class Assembler:
         for parcel in stream.parcels(self._settings.block_bytes // 4):
             self._replay(parcel, transaction, stream.aborted)
             self._limit_block()
-        self._note_leaves()
         self._relations.commit(commit.xid)
         self._open = None
         self._ordinal = 0
@@ -420,8 +403,6 @@ class Assembler:
             rows = rows[~np.isin(scan.uint32(rows, 1), aborted)]
         if not len(rows):
             return
-        if self._leaves:
-            self._note_leaves(np.unique(scan.uint32(rows, 5)).tolist())
         number = np.full(len(rows), self._block.transactions - 1, np.int32)
         ordinal = self._ordinal + np.arange(len(rows))
         self._ordinal += len(rows)
