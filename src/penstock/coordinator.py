@@ -22,7 +22,7 @@ from typing import Any, Self
 from penstock import failpoints
 from penstock.errors import PenstockError, Retry
 from penstock.headroom import Headroom
-from penstock.output import Output, RunningOutput
+from penstock.output import FailedOutput, Output, RunningOutput
 from penstock.retry import Backoff
 from penstock.stream import Stream, open_stream
 from penstock.workers.lifecycle import Lifecycle
@@ -84,6 +84,8 @@ class Coordinator:
     def start(self) -> None:
         """Return when changes flow; copies continue. If a step fails, undo the steps before it and raise.
 
+        An output that has run before and cannot start now fails alone, unless no other one starts.
+
         A coordinator starts once: a second call raises `RuntimeError` and does not affect the running stream.
         """
         if self._is_started:
@@ -96,11 +98,22 @@ class Coordinator:
             )
             published = stream.refresh()
             for output, (lifecycle, epoch) in zip(self._outputs, leases, strict=True):
-                running = stack.enter_context(output.opened(stream, lifecycle, epoch, published))
+                try:
+                    running = stack.enter_context(output.opened(stream, lifecycle, epoch, published))
+                except PenstockError as error:
+                    if not self._may_fail_alone(output):
+                        raise
+                    running = FailedOutput(output, lifecycle, stream.start_of(output.output), error)
                 self._running.append(running)
+            if len(self.errors) == len(self._running):
+                self.check()
             self._unpublished = stream.unpublished
             stack.enter_context(self._coordinating(stream))
             self._stack = stack.pop_all()
+
+    def _may_fail_alone(self, output: Output) -> bool:
+        """Return True if the others start without this output: it has run before. A first start succeeds as a whole."""
+        return len(self._outputs) > 1 and output.store.get_replication_progress() is not None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all outputs have ended; return False on timeout.

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 from penstock.errors import LeaseLost, PenstockError
+from penstock.lsn import Lsn
 from penstock.state import (
     Command,
     CommandKind,
@@ -232,6 +233,29 @@ class RunningOutput(ABC):
     def indexes(self) -> Mapping[str, IndexBuild]:
         """The last build of each index."""
         return {}
+
+
+class FailedOutput(RunningOutput):
+    """An output that could not start: it refuses commands, with the reason, and does nothing else."""
+
+    def __init__(self, definition: Output, lifecycle: Lifecycle, position: Lsn, error: PenstockError) -> None:
+        super().__init__(definition.output, definition.settings, definition.store, lifecycle)
+        self._position = position
+        lifecycle.fail(error)
+
+    @property
+    def status(self) -> ApplyStatus:
+        return ApplyStatus(self._position, self._position, 0, 0, 0)
+
+    def refresh(self, published: Published) -> None:
+        """Do nothing."""
+
+    def tend(self, *, source_answers: bool) -> None:
+        """Do nothing."""
+
+    def carry_out(self, command: Command) -> bool:
+        """Refuse the command; not called, because the output has an error."""
+        raise unknown_command(command)
 
 
 def unknown_command(command: Command, hint: str = "") -> PenstockError:

@@ -166,6 +166,9 @@ class FlushReport:
 class Sink(Protocol):
     """Stores documents. One thread at a time calls it, except for `write` in tasks."""
 
+    runs_in_tasks: bool = True
+    """False if only this process can use it: documents are then built in this process, too, not by Spark."""
+
     def write(self, batch: pa.Table) -> None:
         """Take documents (`DOCUMENT_SCHEMA`); they may be kept in memory until `flush`.
 

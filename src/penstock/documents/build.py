@@ -71,6 +71,11 @@ BUILT = pa.schema(
 )
 """The columns of built documents: id, version, and JSON; a null body means that there is no document."""
 
+PIECE_BYTES = 8 << 20
+"""About this many bytes of documents are in memory at once, plus `_FETCHED_ROWS` of the largest."""
+_FETCHED_ROWS = 50
+"""Documents that are read at once."""
+
 # The statement's own snapshot. xip has the transactions below xmax that had not ended.
 _VERSION = """
     (select pg_catalog.pg_snapshot_xmax(s)::text::int8
@@ -109,6 +114,9 @@ class BuildQuery:
     range_tail: str = ""
     range_condition: str = ""
     """More conditions, where only the row's own columns are in scope; may be empty."""
+    keys_head: str = ""
+    """Followed by a heap and `keys_tail`, it returns the keys of all rows of that heap."""
+    keys_tail: str = ""
 
 
 def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> BuildQuery:
@@ -139,6 +147,8 @@ def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> 
         id=document_id([canonical(column(ROOT, each.name), each) for each in key]), version=sql.SQL(_VERSION), body=body
     )
     tail = sql.SQL(" {} where {}").format(sql.Identifier(ROOT), conjunction([*named, *there]))
+    keys = sql.SQL(", ").join([canonical(column(ROOT, each.name), each) for each in key])
+    keys_tail = sql.SQL(" {} where {}").format(sql.Identifier(ROOT), conjunction(named))
     return BuildQuery(
         specification.name,
         specification.doc_id,
@@ -147,6 +157,8 @@ def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> 
         head.as_string(None),
         tail.as_string(None),
         " and ".join(each.as_string(None) for each in raw_conditions(specification.filters)),
+        sql.SQL("select {} from ").format(keys).as_string(None),
+        keys_tail.as_string(None),
     )
 
 
@@ -159,13 +171,53 @@ def build_range(
     """
     where = " and ".join(filter(None, [condition, query.range_condition])) or "true"
     text = f"{query.range_head}(select * from only {heap} where {where}){query.range_tail}"  # noqa: S608 (quoted)
+    return _streamed(connection, query, text, None, chunk)
+
+
+def range_keys(
+    connection: psycopg.Connection[Any], query: BuildQuery, heap: str, condition: str
+) -> tuple[list[str], ...]:
+    """Return the keys of the rows of a heap that match a condition, one list per key column; `heap` is quoted."""
+    text = f"{query.keys_head}(select * from only {heap} where {condition or 'true'}){query.keys_tail}"  # noqa: S608
+    rows = run_statement(connection, text, [], f"list the documents of {query.index!r}")
+    return tuple(list(each) for each in zip(*rows, strict=True)) if rows else tuple([] for _ in query.key_columns)
+
+
+def build_pieces(
+    connection: psycopg.Connection[Any], query: BuildQuery, keys: Sequence[Sequence[str]], *, chunk: int
+) -> Iterator[pa.Table]:
+    """Yield the documents with these keys as `build_documents` does, but only so many at a time as memory allows."""
+    wanted = len(keys[0])
+    if wanted <= _FETCHED_ROWS:
+        yield build_documents(connection, query, keys)
+        return
+    with connection.transaction():
+        count = 0
+        for piece in _streamed(connection, query, query.text, [list(each) for each in keys], chunk):
+            count += piece.num_rows
+            yield piece
+        _require_unique(query, wanted, count)
+
+
+def _streamed(
+    connection: psycopg.Connection[Any], query: BuildQuery, text: str, parameters: list[list[str]] | None, chunk: int
+) -> Iterator[pa.Table]:
+    """Run a statement and yield its documents in pieces of up to `chunk` documents or `PIECE_BYTES`."""
     doing = f"build documents of {query.index!r}"
     with translated(connection, doing):
         try:
-            with psycopg.RawServerCursor(connection, "penstock_range", row_factory=tuple_row) as cursor:
-                cursor.execute(as_literal(text))
-                while rows := cursor.fetchmany(chunk):
-                    yield _as_built(query, rows)
+            with psycopg.RawServerCursor(connection, "penstock_build", row_factory=tuple_row) as cursor:
+                cursor.execute(as_literal(text), parameters)
+                count = _FETCHED_ROWS
+                waiting: list[pa.Table] = []
+                while rows := cursor.fetchmany(count):
+                    waiting.append(_as_table(rows))
+                    count = max(1, min(_FETCHED_ROWS, PIECE_BYTES * len(rows) // max(1, waiting[-1].nbytes)))
+                    if sum(map(len, waiting)) + count > chunk or sum(each.nbytes for each in waiting) >= PIECE_BYTES:
+                        yield _transformed(query, pa.concat_tables(waiting))
+                        waiting = []
+                if waiting:
+                    yield _transformed(query, pa.concat_tables(waiting))
         except psycopg.Error as error:
             raise without_values(error, connection, doing) from None
 
@@ -179,18 +231,25 @@ def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys
     if wanted == 0:
         return BUILT.empty_table()
     rows = run_statement(connection, query.text, [list(each) for each in keys], f"build documents of {query.index!r}")
-    if len(rows) != wanted:
+    _require_unique(query, wanted, len(rows))
+    return _transformed(query, _as_table(rows))
+
+
+def _require_unique(query: BuildQuery, wanted: int, found: int) -> None:
+    if found != wanted:
         raise QueryFailed(
             f"{wanted} documents of index {query.index!r} were requested, but the query returned "
-            f"{len(rows)}: the key is not unique",
+            f"{found}: the key is not unique",
             hint=f"Create a unique index on ({', '.join(query.key_columns)}), or name other columns in doc_id.",
         )
-    return _as_built(query, rows)
 
 
-def _as_built(query: BuildQuery, rows: Sequence[tuple[Any, ...]]) -> pa.Table:
+def _as_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
     columns = [pa.array(values, each.type) for values, each in zip(zip(*rows, strict=True), BUILT, strict=True)]
-    built = pa.Table.from_arrays(columns, schema=BUILT)
+    return pa.Table.from_arrays(columns, schema=BUILT)
+
+
+def _transformed(query: BuildQuery, built: pa.Table) -> pa.Table:
     return transform_documents(query.transform, built) if query.transform else built
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.documents.base import BackfillScope, DocumentBuilder, SnapshotTable
+from penstock.documents.base import BackfillScope, DocumentBuilder, Rejection, SnapshotTable
 from penstock.documents.build import build_documents, compile_build
 from penstock.documents.catalog import SourceCatalog, complete, load_catalog
 from penstock.documents.expressions import canonical, column, conjunction, from_table, rows_of, table_name
@@ -21,10 +21,12 @@ from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import DEFAULT_CHUNK, Resolution, ResolvedKeys, Resolver
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import run_statement, wait_until_visible
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, QueryFailed
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName
 
+_OF_VALUES = ("22", "54")
+"""Classes of SQLSTATE that a value causes: it is out of a type's range, or the result too large for the server."""
 _SAMPLED_WHOLE = 100_000
 """A sample reads smaller tables entirely, and about this many rows of larger ones."""
 
@@ -105,6 +107,47 @@ class PostgresDocuments(DocumentBuilder):
         return [index_mapping(each, self._catalog) for each in self._written.values()]
 
 
+def build_apart(
+    build: Callable[[ResolvedKeys], Iterable[pa.Table]], keys: ResolvedKeys
+) -> Iterator[pa.Table | Rejection]:
+    """Yield the documents of these keys; those with a value that the server cannot compute are reported instead.
+
+    They are found by halving. After a failure, documents that were built before it are built once more.
+    """
+    try:
+        yield from build(keys)
+    except QueryFailed as error:
+        if not is_about_values(error):
+            raise
+        if len(keys) == 1:
+            id_ = join_key([column[0] for column in keys.keys])
+            state = error.facts["sqlstate"]
+            yield Rejection(keys.index, id_, f"the document cannot be built from its rows (SQLSTATE {state})")
+            return
+        half = len(keys) // 2
+        for part in (slice(None, half), slice(half, None)):
+            yield from build_apart(build, ResolvedKeys(keys.index, tuple(each[part] for each in keys.keys)))
+
+
+def is_about_values(error: QueryFailed) -> bool:
+    """Return True if a value of a row made a statement fail; the same statement succeeds for other rows."""
+    return str(error.facts.get("sqlstate", "")).startswith(_OF_VALUES)
+
+
+def join_key(parts: Sequence[str]) -> str:
+    """Return the id of a document from the canonical texts of its key, as `document_id` does on the server."""
+    if len(parts) == 1:
+        return parts[0]
+    return ":".join(each.replace("%", "%25").replace(":", "%3A") for each in parts)
+
+
+def split_id(id_: str, width: int) -> tuple[str, ...]:
+    """Split a document's id into its key; an invalid id gives another number of values than `width`."""
+    if width == 1:
+        return (id_,)
+    return tuple(each.replace("%3A", ":").replace("%25", "%") for each in id_.split(":"))
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentKeys:
     """The keys and ids of an index's documents."""
@@ -123,9 +166,7 @@ class DocumentKeys:
 
     def parse(self, id_: str) -> tuple[str, ...]:
         """Split a document's id into its key; an invalid id gives another number of values than `columns`."""
-        if len(self.columns) == 1:
-            return (id_,)
-        return tuple(each.replace("%3A", ":").replace("%25", "%") for each in id_.split(":"))
+        return split_id(id_, len(self.columns))
 
     def named(self, parts: Sequence[str]) -> ResolvedKeys:
         """Return the key of one document, given as a value for each key column or as its id."""

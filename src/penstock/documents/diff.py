@@ -19,14 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 import psycopg
 
-from penstock.documents.base import DocumentBuilder, ReadableSink
-from penstock.documents.builder import DocumentKeys
+from penstock.documents.base import DocumentBuilder, ReadableSink, Rejection
+from penstock.documents.builder import DocumentKeys, build_apart
 from penstock.documents.resolve import ResolvedKeys
-from penstock.errors import QueryFailed
 
 MOST_SUSPECTS = 100_000
 """With more differences the index is plainly wrong, and the comparison stops."""
-_NO_SUCH_VALUE = "22"
 _SHOWN_FIELDS = 8
 _PAUSE_SECONDS = 0.5
 
@@ -222,20 +220,13 @@ class IndexDiff:
         self._suspects = found
 
     def _build(self, keys: ResolvedKeys) -> Iterator[Built]:
-        """Build a piece; keys that do not fit their columns' types are isolated by halving it, and left out."""
+        """Build a piece; keys that do not fit their columns' types are left out."""
         if not len(keys):
             return
-        try:
-            table = self._documents.build(keys)
-        except QueryFailed as error:
-            if not str(error.facts.get("sqlstate", "")).startswith(_NO_SUCH_VALUE):
-                raise
-            half = len(keys) // 2
-            for part in (slice(None, half), slice(half, None)) if half else ():
-                yield from self._build(ResolvedKeys(keys.index, tuple(each[part] for each in keys.keys)))
-            return
-        ids, bodies = table.column("id").to_pylist(), table.column("body").to_pylist()
-        yield {id_: (key, body) for id_, key, body in zip(ids, zip(*keys.keys, strict=True), bodies, strict=True)}
+        for built in build_apart(lambda part: [self._documents.build(part)], keys):
+            if not isinstance(built, Rejection):
+                ids, bodies = built.column("id").to_pylist(), built.column("body").to_pylist()
+                yield {id_: (self._keys.parse(id_), body) for id_, body in zip(ids, bodies, strict=True)}
 
 
 def _suspects(built: Built, stored: Mapping[str, Any]) -> Iterator[tuple[str, _Suspect]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -196,6 +196,12 @@ class Rejections:
             with self._lock:
                 self._quarantined[index] = self._quarantined.get(index, frozenset()).difference(ids)
             logger.info("sink accepted quarantined documents index=%s count=%d", index, len(ids))
+
+    def forget(self, index: str, ids: Collection[str]) -> None:
+        """Drop ids that no document has any more."""
+        if ids and self._quarantine is not None:
+            self._quarantine.drop(index, sorted(ids))
+            logger.info("no document has these quarantined ids any more index=%s count=%d", index, len(ids))
 
     def wanted(self, index: str) -> list[str]:
         """Return the documents for which a user asked for a retry."""

@@ -139,7 +139,8 @@ _CANDIDATES = """
     from pg_catalog.pg_class c
     join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.relkind in ('r', 'p') and c.relpersistence = 'p'
-      and n.nspname !~ '^pg_' and n.nspname not in ('information_schema', 'penstock_ddl')
+      and n.nspname !~ '^pg_'
+      and n.nspname not in ('information_schema', 'penstock', 'penstock_documents', 'penstock_ddl')
     order by n.nspname, c.relname
 """
 

@@ -36,8 +36,9 @@ from penstock.documents.output.writer import (
 from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
-from penstock.errors import IndexIncomplete, TableRewritten
+from penstock.errors import IndexIncomplete, PenstockError, Retry, TableRewritten
 from penstock.lsn import Lsn, reaches
+from penstock.retry import Backoff
 from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
 from penstock.source.lineage import current_position
@@ -55,6 +56,23 @@ _OID = "select pg_catalog.to_regclass(pg_catalog.format('%I.%I', $1::text, $2::t
 
 class _Superseded(Exception):
     """Another build of this index was requested."""
+
+
+class _Delay:
+    """The time until the next attempt."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(first=0.5, longest=30.0)
+        self._until = float("-inf")
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def begin(self) -> float:
+        delay = self._backoff.next_delay()
+        self._until = time.monotonic() + delay
+        return delay
 
 
 class Backfill:
@@ -91,24 +109,35 @@ class Backfill:
         self._followed = followed
         self._observer = observer
         self._stop = stop
+        self._delays: dict[str, _Delay] = {}
+        """By index: one that cannot be built now holds back no other."""
 
     def round(self, timeout: float) -> None:
         """Wait for wanted builds, and do them."""
         if not self._builds.wait(timeout):
             return
-        self._observer.on_backfill_started([each.index for each in self._builds.unfinished])
-        for build in self._builds.unfinished:
+        due = [each for each in self._builds.unfinished if self._delays.setdefault(each.index, _Delay()).is_over]
+        if not due:
+            self._stop.wait(timeout)
+            return
+        self._observer.on_backfill_started([each.index for each in due])
+        for build in due:
             try:
                 self._build(build)
+                self._delays.pop(build.index)
             except _Superseded:
                 logger.info("build superseded by another one index=%s", build.index)
             except Stopping:
                 return
             except TableRewritten as error:
                 self._builds.want(build.index, build.fingerprint, error.message)
-            except IndexIncomplete as error:
-                self._builds.want(build.index, build.fingerprint, error.message)
-                raise
+            except PenstockError as error:
+                if error.retry is not Retry.TIMED:
+                    raise
+                if isinstance(error, IndexIncomplete):
+                    self._builds.want(build.index, build.fingerprint, error.message)
+                delay = self._delays[build.index].begin()
+                logger.warning("build failed, retrying index=%s in=%.1fs error=%s", build.index, delay, error)
         if not self._builds.unfinished:
             self._observer.on_backfill_completed()
 
@@ -169,7 +198,9 @@ class Backfill:
             raise Stopping
         if not self._builds.is_current(build):
             raise _Superseded
-        sink = SharedSink(self._filling(build.index), self._sink.lock)
+        filling = self._filling(build.index)
+        # Its own lock: changes do not wait for the requests of a backfill.
+        sink = SharedSink(filling, self._sink.lock if filling is self._sink.sink else None)
         query = self._indexes().queries[build.index]
         quarantined = self._rejections.quarantined.get(build.index, frozenset())
         job = RangeJob(self._source, query, sink, self._settings.chunk_documents, quarantined)
@@ -179,9 +210,7 @@ class Backfill:
         for each in outcomes:
             self._rejections.release(each.index, each.taken)
         failpoints.reach("after_range")
-        done = {
-            part.part: outcome.bodies - len(outcome.rejections) for part, outcome in zip(parts, outcomes, strict=True)
-        }
+        done = {part.part: outcome.bodies for part, outcome in zip(parts, outcomes, strict=True)}
         self._store.finish_index_ranges(build.index, build.build, done)
 
     def _filling(self, index: str) -> Sink:

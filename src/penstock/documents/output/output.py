@@ -60,6 +60,7 @@ from penstock.spool import Stopping
 from penstock.state import Command, CommandKind, IndexBuild, Store, WorkKind
 from penstock.stream import Published, Stream, StreamSettings
 from penstock.workers import ApplyStatus, Lifecycle
+from penstock.workers.process_tasks import ProcessTasks
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ class RunningDocuments(RunningOutput):
         self._documents = output.documents
         self._specifications = output.specifications
         self._tasks = output.tasks
+        if not output.sink.runs_in_tasks and not isinstance(output.tasks, ProcessTasks):
+            self._tasks = ProcessTasks()
         self._relations = relations
         self._stream = stream
         self._observer = output.observer or NoopObserver()
@@ -140,10 +143,11 @@ class RunningDocuments(RunningOutput):
         """None while there is no connection."""
         try:
             self._rejections.load()
-            self._readiness.prepare(self._indexes)
+            self._builds.load()
         except BaseException:
             connection.close()
             raise
+        self._builds.held = True
         self._fan_outs = FanOuts(
             source=self.settings.source,
             store=self.store,
@@ -208,10 +212,9 @@ class RunningDocuments(RunningOutput):
 
     def start(self) -> None:
         """Start its threads: changes, backfill, fan-out, and lag if there is an observer."""
-        self._observer.on_indexes_ensured(len(self._specifications))
         self._start_rounds("changes", self._round)
         self._start_rounds("backfill", lambda: self._backfill.round(_IDLE_SECONDS))
-        self._start_rounds("fan-out", lambda: self._fan_outs.round(_IDLE_SECONDS))
+        self._start_rounds("fan-out", self._fan_out_round)
         if self._is_observed:
             self._start_rounds("lag", self._report_lag)
 
@@ -262,6 +265,9 @@ class RunningDocuments(RunningOutput):
         if not self._begun:
             self._check_wanted()
             session = self._session or self._open_session()
+            # Here and not at the start: a sink that is away is waited for, and other outputs do not wait.
+            self._readiness.prepare(session.indexes)
+            self._observer.on_indexes_ensured(len(self._specifications))
             self._readiness.begin(session, self._stream.refresh(), self.status.applied)
             self._begun = True
             self._observer.on_live_started()
@@ -272,6 +278,13 @@ class RunningDocuments(RunningOutput):
             if may_work:
                 self._live.round(self._session or self._open_session())
         if not may_work:
+            self.lifecycle.stop.wait(_IDLE_SECONDS)
+
+    def _fan_out_round(self) -> None:
+        """Answer stored questions, once the sink has its indexes."""
+        if self._begun:
+            self._fan_outs.round(_IDLE_SECONDS)
+        else:
             self.lifecycle.stop.wait(_IDLE_SECONDS)
 
     def _report_lag(self) -> None:
@@ -375,6 +388,8 @@ class RunningDocuments(RunningOutput):
             chunks = [keys.resolved(parsed[first : first + size]) for first in range(0, len(parsed), size)]
             written = self._writer().write(chunks)
             self._rejections.quarantine(written.rejections, None)
+            # Neither accepted nor rejected: ids that no document can have, such as those of an earlier key.
+            self._rejections.forget(name, set(ids).intersection(self._rejections.wanted(name)))
 
     # For the coordinator's thread
 

@@ -56,8 +56,6 @@ class Readiness:
 
     def prepare(self, indexes: Indexes) -> None:
         """Create every index, and mark those for a rebuild that changes cannot bring up to date; builds nothing yet."""
-        self._builds.load()
-        self._builds.held = True
         for name in self._builds.all().keys() - indexes.specifications.keys():
             self._builds.forget(name)
         for mapping in indexes.mappings.values():

@@ -10,14 +10,17 @@ removed documents if they are wanted.
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any
+from queue import SimpleQueue
+from typing import IO, Any, Self
 
 import psycopg
 import pyarrow as pa
@@ -26,10 +29,11 @@ from psycopg import pq
 
 from penstock.destinations.base import Tasks
 from penstock.documents.base import DOCUMENT_SCHEMA, BatchPolicy, FailurePolicies, Rejection, Sink
-from penstock.documents.build import BuildQuery, build_documents, build_range
+from penstock.documents.build import BuildQuery, build_pieces, build_range, range_keys
+from penstock.documents.builder import build_apart, is_about_values, split_id
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
-from penstock.errors import ServerUnavailable, TableRewritten
+from penstock.errors import QueryFailed, ServerUnavailable, TableRewritten
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.workers.process_tasks import ProcessTasks
 
@@ -37,6 +41,8 @@ SESSION: Mapping[str, str] = {**NO_TIMEOUTS, "lock_timeout": "200"}
 """No timeout for rows, a short one for locks: in a deadlock with a session that truncates or alters several tables,
 this session gives way and retries long before the server chooses a victim."""
 
+_BACKLOG_BYTES = 32 << 20
+"""Documents that wait in memory for the sink, by task; more of them wait on disk."""
 _KEPT = 4
 """Idle connections to keep; a Python worker of Spark needs one."""
 # Both read the current state, whatever snapshot the transaction has.
@@ -184,6 +190,7 @@ class Outcome:
     documents: int
     """The number of bodies and removals."""
     bodies: int
+    """The number of bodies that the sink has accepted."""
     rejections: tuple[Rejection, ...] = ()
     removed: tuple[list[str], ...] = ()
     """The keys of removed documents, one list per key column; only for indexes in `BuildJob.recorded`."""
@@ -204,16 +211,22 @@ class BuildJob:
     """Ids of quarantined documents by index."""
 
     def __call__(self, keys: ResolvedKeys) -> Outcome:
-        with POOL.borrow(self.source) as connection:
-            built = build_documents(connection, self.queries[keys.index], keys.keys)
-        gone = pc.is_null(built.column("body"))
+        with Backlog() as backlog:
+            _build(self.source, self.queries[keys.index], keys, backlog, len(keys))
+            backlog.end()
+            sent = _send(backlog, keys.index, self.sink, self.quarantined.get(keys.index))
         removed: tuple[list[str], ...] = ()
-        count = int(pc.sum(gone).as_py() or 0)
-        if count and keys.index in self.recorded:
-            removed = tuple(pa.array(each, pa.string()).filter(gone.combine_chunks()).to_pylist() for each in keys.keys)
-        rejections = self.sink.write(keys.index, built)
-        taken = _taken(built, self.quarantined.get(keys.index), rejections)
-        return Outcome(keys.index, len(keys), len(keys) - count, rejections, removed, taken)
+        if sent.removed and keys.index in self.recorded:
+            width = len(keys.keys)
+            split = [split_id(id_, width) for id_ in sent.removed]
+            removed = tuple(list(each) for each in zip(*split, strict=True))
+        return Outcome(keys.index, len(keys), sent.bodies, tuple(sent.rejections), removed, tuple(sent.taken))
+
+
+def _build(source: SourceSettings, query: BuildQuery, keys: ResolvedKeys, backlog: Backlog, chunk: int) -> None:
+    with POOL.borrow(source) as connection:
+        for built in build_apart(lambda part: build_pieces(connection, query, part.keys, chunk=chunk), keys):
+            backlog.put(built)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,31 +251,129 @@ class RangeJob:
     quarantined: frozenset[str] = frozenset()
 
     def __call__(self, part: HeapRange) -> Outcome:
+        try:
+            return self._written(partial(self._read, part))
+        except QueryFailed as error:
+            if not is_about_values(error):
+                raise
+        # One row spoils the statement for all: list the keys, and find it.
+        return self._written(partial(self._read_apart, part))
+
+    def _read(self, part: HeapRange, backlog: Backlog) -> None:
         with POOL.borrow(self.source) as connection, connection.transaction():
             heap = lock_heap(connection, part)
-            return self._write(build_range(connection, self.query, heap, part.condition, chunk=self.chunk))
+            for built in build_range(connection, self.query, heap, part.condition, chunk=self.chunk):
+                backlog.put(built)
 
-    def _write(self, pieces: Iterable[pa.Table]) -> Outcome:
-        documents = bodies = 0
-        rejections: list[Rejection] = []
-        taken: list[str] = []
-        for built, refused in self._overlapped(pieces):
-            documents += built.num_rows
-            bodies += built.num_rows - built.column("body").null_count
-            rejections += refused
-            taken += _taken(built, self.quarantined, refused)
-        return Outcome(self.query.index, documents, bodies, tuple(rejections), (), tuple(taken))
+    def _read_apart(self, part: HeapRange, backlog: Backlog) -> None:
+        with POOL.borrow(self.source) as connection, connection.transaction():
+            keys = range_keys(connection, self.query, lock_heap(connection, part), part.condition)
+        for first in range(0, len(keys[0]), self.chunk):
+            some = ResolvedKeys(self.query.index, tuple(each[first : first + self.chunk] for each in keys))
+            _build(self.source, self.query, some, backlog, self.chunk)
 
-    def _overlapped(self, pieces: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, tuple[Rejection, ...]]]:
-        """Write each piece while the server builds the next one; yields pieces with their rejections."""
-        with ThreadPoolExecutor(1, thread_name_prefix="documents-range") as writer:
-            before: tuple[pa.Table, Future[tuple[Rejection, ...]]] | None = None
-            for built in pieces:
-                if before is not None:
-                    yield before[0], before[1].result()
-                before = built, writer.submit(self.sink.write, self.query.index, built)
-            if before is not None:
-                yield before[0], before[1].result()
+    def _written(self, read: Callable[[Backlog], None]) -> Outcome:
+        """Send documents while others are read. Reading never waits for the sink: it holds a lock and a snapshot."""
+        index = self.query.index
+        with ThreadPoolExecutor(1, thread_name_prefix="documents-range") as sender, Backlog() as backlog:
+            sending = sender.submit(_send, backlog, index, self.sink, self.quarantined)
+            try:
+                read(backlog)
+            finally:
+                backlog.end()
+                wait([sending])
+            sent = sending.result()
+        return Outcome(index, sent.documents, sent.bodies, tuple(sent.rejections), (), tuple(sent.taken))
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """Documents in a temporary file, which is gone when it is closed."""
+
+    file: IO[bytes]
+
+    @classmethod
+    def of(cls, built: pa.Table) -> _OnDisk:
+        file = tempfile.TemporaryFile(prefix="penstock-documents-")  # noqa: SIM115 (`read` closes it)
+        with pa.ipc.new_stream(file, built.schema) as writer:
+            writer.write_table(built)
+        file.seek(0)
+        return cls(file)
+
+    def read(self) -> pa.Table:
+        with self.file, pa.ipc.open_stream(self.file) as reader:
+            return reader.read_all()
+
+
+class Backlog:
+    """Documents between the server and the sink: a few in memory, the others in temporary files.
+
+    One thread puts, one iterates. Iterating ends after `end`.
+    """
+
+    def __init__(self, most_bytes: int = _BACKLOG_BYTES) -> None:
+        self._most = most_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[pa.Table | Rejection | _OnDisk | None] = SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Let go of what nobody has taken."""
+        while not self._queue.empty():
+            self._queue.get()
+
+    def put(self, built: pa.Table | Rejection) -> None:
+        if isinstance(built, Rejection):
+            self._queue.put(built)
+            return
+        with self._lock:
+            fits = self._bytes + built.nbytes <= self._most
+            self._bytes += built.nbytes if fits else 0
+        self._queue.put(built if fits else _OnDisk.of(built))
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[pa.Table | Rejection]:
+        while (built := self._queue.get()) is not None:
+            if isinstance(built, _OnDisk):
+                built = built.read()
+            elif not isinstance(built, Rejection):
+                with self._lock:
+                    self._bytes -= built.nbytes
+            yield built
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What a sink has made of documents."""
+
+    documents: int = 0
+    bodies: int = 0
+    """Those that the sink has accepted."""
+    rejections: list[Rejection] = field(default_factory=list[Rejection])
+    removed: list[str] = field(default_factory=list[str])
+    taken: list[str] = field(default_factory=list[str])
+
+
+def _send(backlog: Backlog, index: str, sink: SharedSink, quarantined: frozenset[str] | None) -> _Sent:
+    sent = _Sent()
+    for built in backlog:
+        if isinstance(built, Rejection):
+            sent.documents += 1
+            sent.rejections.append(built)
+            continue
+        refused = sink.write(index, built)
+        gone = pc.is_null(built.column("body"))
+        sent.documents += built.num_rows
+        sent.bodies += built.num_rows - built.column("body").null_count - len(refused)
+        sent.rejections += refused
+        sent.removed += built.column("id").filter(gone).to_pylist()
+        sent.taken += _taken(built, quarantined, refused)
+    return sent
 
 
 def _taken(built: pa.Table, quarantined: frozenset[str] | None, refused: Sequence[Rejection]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +24,15 @@ class Generation:
 
     fingerprint: str
     documents: dict[str, tuple[int, str | None]] = field(default_factory=dict[str, tuple[int, str | None]])
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    """A backfill and changes write to a generation at the same time."""
 
     def take(self, id_: str, version: int, body: str | None) -> None:
         """Store a body or a removal, unless a higher version exists."""
-        known = self.documents.get(id_)
-        if known is None or known[0] <= version:
-            self.documents[id_] = (version, body)
+        with self.lock:
+            known = self.documents.get(id_)
+            if known is None or known[0] <= version:
+                self.documents[id_] = (version, body)
 
     @property
     def count(self) -> int:
@@ -51,6 +55,8 @@ class MemoryIndex:
 
 class MemorySink(Sink):
     """Indexes in memory, for tests: generations, versions and seeding work as in a search server."""
+
+    runs_in_tasks = False
 
     def __init__(self) -> None:
         self.indexes: dict[str, MemoryIndex] = {}
@@ -146,6 +152,8 @@ class StdoutSink(Sink):
     It cannot store that it was filled: without `skip_backfill` each start prints everything again.
     """
 
+    runs_in_tasks = False
+
     def __init__(self, stream: TextIO | None = None, *, pretty: bool = False) -> None:
         self._stream = stream
         self._pretty = pretty
@@ -174,6 +182,8 @@ class StdoutSink(Sink):
 class CountingSink(Sink):
     """Counts documents and bytes by index, and stores nothing: to measure everything before the sink."""
 
+    runs_in_tasks = False
+
     def __init__(self) -> None:
         self.upserts: Counter[str] = Counter()
         self.deletes: Counter[str] = Counter()
@@ -201,6 +211,7 @@ class TeeSink(Sink):
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
+        self.runs_in_tasks = all(each.runs_in_tasks for each in self._sinks)
 
     def write(self, batch: pa.Table) -> None:
         """See `Sink`."""

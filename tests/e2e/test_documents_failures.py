@@ -1,0 +1,219 @@
+"""Whose failure it is: of a row, an index, the sink or an output. Everything else goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.coordinator import Coordinator
+from penstock.destinations.parquet import ParquetDestination
+from penstock.documents.base import FailurePolicies, FailurePolicy, FlushReport, Rejection, Sink
+from penstock.documents.mapping import IndexMapping
+from penstock.documents.output import DocumentsSettings
+from penstock.documents.quarantine import open_quarantine
+from penstock.documents.sinks import MemorySink
+from penstock.errors import ConfigError, DestinationUnavailable, DocumentsRejected
+from penstock.lsn import reaches
+from penstock.state import IndexStatus, MemoryStore
+from penstock.tables import TablesOutput, TablesSettings
+from penstock.workers.process_tasks import ProcessTasks
+from tests.e2e.documents import Site, run, specifications
+from tests.e2e.support import current_position, wait_for
+
+TABLES = """
+create schema w;
+create table w.people (id int primary key, name text);
+create table w.orders (id int primary key, person_id int, price numeric);
+create index on w.orders (person_id);
+insert into w.people select n, 'person ' || n from generate_series(1, 50) n;
+insert into w.orders select n, n, n from generate_series(1, 50) n;
+"""
+PEOPLE = """
+version: 1
+schema: w
+table: people
+fields:
+  - {text: name}
+  - {avg: mean, table: orders, foreign_key: person_id, column: price}
+"""
+ORDERS = "version: 1\nschema: w\ntable: orders\nfields: [{integer: person_id}]\n"
+TOO_LARGE = "update w.orders set price = 1e400 where id in (7, 8)"
+SKIP = DocumentsSettings(failure_policies=FailurePolicies(FailurePolicy.SKIP))
+
+
+@pytest.fixture
+def site(database: Any, tmp_path: Path) -> Site:
+    database.execute(TABLES)
+    sink = MemorySink()
+    return Site(database, tmp_path, specifications(people=PEOPLE, orders=ORDERS), sink, sink.documents)
+
+
+def with_sink(site: Site, sink: MemorySink) -> None:
+    site.sink, site.read = sink, sink.documents
+
+
+@pytest.mark.parametrize("when", ["changed", "filled"])
+def test_a_row_that_cannot_be_built_quarantines_its_documents_only(site: Site, when: str) -> None:
+    site.settings = SKIP
+    with closing(open_quarantine("memory:", "e2e")) as quarantine, run(output := site.output(quarantine=quarantine)):
+        if when == "filled":
+            site.database.execute(TOO_LARGE)
+        site.wait_settled(output)
+        if when == "changed":
+            site.database.execute(TOO_LARGE)
+            site.database.execute("update w.people set name = 'changed' where id in (1, 7)")
+            site.wait_settled(output)
+        assert {(each.index, each.id) for each in quarantine.entries()} == {("people", "7"), ("people", "8")}
+        assert "22003" in quarantine.entries()[0].reason
+        assert len(site.read("people")) == (48 if when == "filled" else 50)
+        site.database.execute("update w.orders set price = 1 where id = 7; delete from w.orders where id = 8")
+        site.wait_settled(output)
+        site.check()
+        assert quarantine.entries() == []
+
+
+@pytest.fixture
+def tables(site: Site, tmp_path: Path) -> TablesOutput:
+    names = ("id", "source", "publication", "slot", "spool", "tables")
+    stream = {name: getattr(site.stream_settings(), name) for name in names}
+    lake = ParquetDestination(str(tmp_path / "lake"))
+    return TablesOutput(TablesSettings(**stream), MemoryStore("e2e:tables"), lake, ProcessTasks(), None)
+
+
+def test_under_stop_such_a_row_ends_the_documents_and_no_tables(site: Site, tables: TablesOutput) -> None:
+    for attempt in range(2):
+        with Coordinator([tables, site.definition()]) as coordinator:
+            lake, documents = coordinator
+            if not attempt:
+                wait_for(lambda: getattr(documents, "is_complete"), "the indexes")  # noqa: B009, B023
+                site.database.execute(TOO_LARGE)
+            wait_for(lambda: coordinator.errors, "the documents to stop")
+            with pytest.raises(DocumentsRejected, match="cannot be built"):
+                documents.wait(60)
+            site.database.execute("update w.people set name = 'later' where id = 2")
+            end = current_position(site.database)
+            wait_for(lambda: reaches(lake.status.acknowledged, end), "the tables")  # noqa: B023
+            assert lake.error is None
+
+
+def test_an_output_that_has_run_before_and_cannot_start_now_fails_alone(site: Site, tables: TablesOutput) -> None:
+    with Coordinator([tables, site.definition()]) as coordinator:
+        wait_for(lambda: all(getattr(each, "is_complete", True) for each in coordinator), "the indexes")
+    site.database.execute("alter table w.people drop name")
+    with Coordinator([tables, site.definition()]) as coordinator:
+        assert {name: type(error) for name, error in coordinator.errors.items()} == {"documents": ConfigError}
+        lake = next(iter(coordinator))
+        site.database.execute("delete from w.people where id = 2")
+        end = current_position(site.database)
+        wait_for(lambda: reaches(lake.status.acknowledged, end), "the tables")
+    with pytest.raises(ConfigError, match="no column 'name'"), run(site.output()):
+        pass
+
+
+def test_an_index_that_is_never_complete_holds_back_no_other(site: Site) -> None:
+    class Miscounting(MemorySink):
+        def count(self, index: str) -> int | None:
+            return -1
+
+        def filling(self, index: str) -> Sink:
+            sink = super().filling(index)
+            if index == "orders":
+                sink.count = self.count
+            return sink
+
+    with_sink(site, Miscounting())
+    with run(output := site.output()):
+        wait_for(lambda: output.wait(0) or output.indexes["people"].status is IndexStatus.SEEDED, "the other index")
+        assert output.indexes["orders"].status is not IndexStatus.SEEDED
+
+
+def test_a_sink_that_is_away_at_the_start_is_waited_for(site: Site) -> None:
+    class Away(MemorySink):
+        attempts = 0
+
+        def ensure_index(self, mapping: IndexMapping) -> None:
+            self.attempts += 1
+            if self.attempts < 3:
+                raise DestinationUnavailable("the sink is away")
+            super().ensure_index(mapping)
+
+    with_sink(site, Away())
+    with run(output := site.output()):
+        site.wait_settled(output)
+        site.check()
+
+
+def test_a_retry_of_ids_that_no_document_can_have_ends_nothing(site: Site) -> None:
+    site.settings = SKIP
+    site.database.execute(TOO_LARGE)
+    earlier = "0d9d6f0c-8c0d-4f0b-9b3c-2f1f5f1d7a11"
+    with closing(open_quarantine("memory:", "e2e")) as quarantine, run(output := site.output(quarantine=quarantine)):
+        site.wait_settled(output)
+        quarantine.add([Rejection("people", each, "of an earlier key") for each in (earlier, "0042", "9")], None)
+        quarantine.retry("people")
+        wait_for(lambda: output.wait(0) or not quarantine.wanted("people"), "the attempts")
+        left = {each.id: (each.attempts, each.reason[-15:-1]) for each in quarantine.entries()}
+        assert left == {"7": (2, "SQLSTATE 22003"), "8": (2, "SQLSTATE 22003"), earlier: (2, "SQLSTATE 22P02")}
+        site.database.execute("update w.people set name = 'changed' where id = 1")
+        site.wait_settled(output)
+
+
+class Elsewhere:
+    """Tasks that run elsewhere, where a sink in memory is another one."""
+
+    def run(self, items: Any, function: Any, *, description: str) -> Any:
+        raise AssertionError(f"nothing may run elsewhere: {description}")
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        yield
+
+
+def test_a_sink_of_this_process_is_filled_by_this_process(site: Site) -> None:
+    site.settings = DocumentsSettings(local_documents=0)
+    with run(output := site.output(Elsewhere())):
+        site.wait_settled(output)
+        site.database.execute("update w.people set name = 'changed'")
+        site.wait_settled(output)
+        site.check()
+
+
+def test_a_backfill_whose_requests_are_slow_holds_back_neither_changes_nor_ddl(site: Site) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    class Slow(MemorySink):
+        """The sink of a backfill: waits before it takes anything."""
+
+        def flush(self, caught_up: bool) -> FlushReport:
+            held.set()
+            assert go_on.wait(60)
+            return super().flush(caught_up)
+
+    class Filled(MemorySink):
+        def filling(self, index: str) -> Sink:
+            sink = Slow()
+            sink.indexes = super().filling(index).indexes  # type: ignore[attr-defined]
+            return sink
+
+    sink = Filled()
+    with_sink(site, sink)
+    site.specifications = site.specifications[:1]
+    with run(output := site.output()):
+        try:
+            assert held.wait(60)
+            site.database.execute("set lock_timeout = '5s'; alter table w.people add extra int")
+            site.database.execute("update w.people set name = 'changed' where id = 1")
+            end = current_position(site.database)
+            wait_for(lambda: output.wait(0) or reaches(output.status.acknowledged, end), "the change", 20)
+            filling = sink.indexes["people"].filling
+            assert filling is not None
+            assert filling.documents["1"][1] == '{"name":"changed","mean":1}'
+        finally:
+            go_on.set()
+        site.wait_settled(output)
+        site.check()
