@@ -79,8 +79,15 @@ class ChangeCapture(Protocol):
     def prepare(self) -> None:
         """Create what has to exist before any snapshot is read: the publication, then the slot. Safe on every start."""
 
+    def resumes(self) -> bool:
+        """Return whether `live` continues where an earlier run left off; False before the first `prepare`.
+
+        If it does not, indexes that are already filled have a gap, so the engine fills them again.
+        """
+        return True
+
     def live(self) -> Iterator[Change]:
-        """Yield changes as they happen, from where the mechanism left off.
+        """Ensure the set-up (`prepare`), and yield changes as they happen, from where the mechanism left off.
 
         The mechanism stores its own position, and must not move it past an unconfirmed change. It may deliver changes
         of other tables, too, and does not interpret them. Ends only when the mechanism does.
@@ -136,6 +143,10 @@ class DocumentBuilder(Protocol):
         """Yield the keys of all documents that an index should have now."""
         ...
 
+    def named(self, index: str, ids: Sequence[str]) -> Iterator[ResolvedKeys]:
+        """Yield the keys of the documents with these ids; ids that no document can have are left out."""
+        return iter(())
+
     def backfill_scopes(self) -> Sequence[BackfillScope]:
         """Return every index with the table that it is filled from."""
         return ()
@@ -161,6 +172,32 @@ class FlushReport:
     """The result of a flush: everything written since the last one is durable, except for the rejections."""
 
     rejections: tuple[Rejection, ...] = ()
+
+
+class Queue(Protocol):
+    """Passes changes from the thread that captures them to the one that applies them, in order, within a limit."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is waiting now."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the queue is closed without a failure, and empty."""
+        ...
+
+    def publish(self, change: Change) -> bool:
+        """Wait for room and add a piece; return False if the queue is closed."""
+        ...
+
+    def receive(self, timeout: float | None = None) -> Change | None:
+        """Return the next piece; None after the timeout or at the end. Raise the failure that it was closed with."""
+        ...
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Accept no more pieces, and wake up waiting threads. May be called twice; the first failure counts."""
+        ...
 
 
 class Sink(Protocol):
@@ -206,6 +243,9 @@ class Sink(Protocol):
 
     def mark_seeded(self, index: str) -> None:
         """Switch searches to the new index, in one step: all its documents are durable."""
+
+    def serve(self, index: str) -> None:
+        """Let searches see the index as it is, though it was not filled (`skip_backfill`); it stays not seeded."""
 
     def reindex(self, mapping: IndexMapping) -> None:
         """Create an empty index beside the one that serves; not seeded until `mark_seeded`."""

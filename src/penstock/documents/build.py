@@ -405,12 +405,17 @@ class DocumentSql:
         wanted += [(each, False, False) for each in relation.primary_key]
         if row.junction is not None:
             wanted += [(each, False, True) for each in row.junction[1].primary_key]
+        keyless = [] if relation.primary_key else [row.alias]
+        if row.junction is not None and not row.junction[1].primary_key:
+            keyless.append(row.junction[0])
         order: list[tuple[Sql, bool]] = []
         for name, descending, junction in wanted:
             alias = row.junction[0] if junction and row.junction is not None else row.alias
             down = sql.SQL(" desc" if descending and not plain else "")
             order.append((sql.SQL("{}{}").format(column(alias, name), down), descending))
-        return order
+        # Without a key, the whole row decides: rows that are equal in everything may change places.
+        whole = sql.SQL('({}.*)::pg_catalog.text collate pg_catalog."C"')
+        return [*order, *((whole.format(sql.Identifier(alias)), False) for alias in keyless)]
 
     def _alias(self, letter: str) -> str:
         return f"{letter}{next(self._numbers)}"

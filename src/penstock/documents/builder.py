@@ -49,7 +49,9 @@ class PostgresDocuments(DocumentBuilder):
         *,
         catalog: SourceCatalog | None = None,
         chunk: int = DEFAULT_CHUNK,
+        owner: str = "",
     ) -> None:
+        """`owner` is the output that writes the indexes, and no other one may."""
         tables = {name for each in specifications for name in each.tables()}
         self._catalog = catalog or load_catalog(building, tables)
         self._specifications = {each.name: complete(each, self._catalog) for each in specifications}
@@ -58,6 +60,7 @@ class PostgresDocuments(DocumentBuilder):
         self._resolving = resolving
         self._building = building
         self._chunk = chunk
+        self._owner = owner
         self.resolver = Resolver(specifications, self._catalog, relation_map, chunk=chunk)
 
     def resolve(self, changes: Changes, scope: frozenset[str] | None = None) -> Resolution:
@@ -104,7 +107,11 @@ class PostgresDocuments(DocumentBuilder):
 
     def index_mappings(self) -> Sequence[IndexMapping]:
         """See `DocumentBuilder`."""
-        return [index_mapping(each, self._catalog) for each in self._written.values()]
+        return [index_mapping(each, self._catalog, owner=self._owner) for each in self._written.values()]
+
+    def named(self, index: str, ids: Sequence[str]) -> Iterator[ResolvedKeys]:
+        """See `DocumentBuilder`."""
+        return DocumentKeys(self._specifications[index], self._catalog).of_ids(ids, self._chunk)
 
 
 def build_apart(
@@ -178,6 +185,12 @@ class DocumentKeys:
                 hint="Give one value for each column, or one id in which they are joined by ':'.",
             )
         return self.resolved([key])
+
+    def of_ids(self, ids: Sequence[str], chunk: int) -> Iterator[ResolvedKeys]:
+        """Yield the keys of documents in pieces; ids with another number of values are left out."""
+        parsed = [key for key in map(self.parse, ids) if len(key) == len(self.columns)]
+        for first in range(0, len(parsed), chunk):
+            yield self.resolved(parsed[first : first + chunk])
 
     def resolved(self, keys: Sequence[Sequence[str]]) -> ResolvedKeys:
         """Return keys in the form that the builder takes."""

@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pyarrow as pa
 
@@ -25,15 +26,22 @@ from penstock.documents.base import (
     ChangeCapture,
     DocumentBuilder,
     FailurePolicies,
-    FlushReport,
     NoopObserver,
     Observer,
+    Queue,
+    Rejection,
     Sink,
 )
+from penstock.documents.builder import build_apart
 from penstock.documents.images import Changes, merge_changes
+from penstock.documents.quarantine import Quarantine, Rejections
 from penstock.documents.resolve import Resolution, ResolvedKeys
+from penstock.errors import PenstockError
 
 DEFAULT_QUEUE_CAPACITY = 1024
+DEFAULT_LAG_INTERVAL = 5.0
+RETRY_SECONDS = 0.5
+"""How often the engine checks for quarantined documents that a user wants to retry."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,37 +56,88 @@ class Engine:
         sink: Sink,
         *,
         observer: Observer | None = None,
+        queue: Callable[[int], Queue] | None = None,
         queue_capacity: int = DEFAULT_QUEUE_CAPACITY,
         batch: BatchPolicy | None = None,
         skip_backfill: bool = False,
         failure_policies: FailurePolicies | None = None,
+        quarantine: Quarantine | None = None,
+        lag_interval: float = DEFAULT_LAG_INTERVAL,
     ) -> None:
-        """`queue_capacity` is how many changes may wait between capture and the worker, at least 1.
+        """`queue` makes a queue for a capacity, `ChangeQueue` by default.
 
-        `skip_backfill` fills no index, whatever the sink says: for sinks that cannot store that they were filled.
+        `queue_capacity` is how many changes may wait between capture and the worker, at least 1. `skip_backfill` fills
+        no index, whatever the sink says: for sinks that cannot store that they were filled; searches see it as it is.
+        `quarantine` stores rejected documents. An observer hears of the lag every `lag_interval` seconds.
         """
         self.queue_capacity = max(1, queue_capacity)
         self.batch = batch or BatchPolicy()
         self.skip_backfill = skip_backfill
         self.failure_policies = failure_policies or FailurePolicies()
+        self.lag_interval = lag_interval
+        self._queue = queue or ChangeQueue
         self._source = source
         self._documents = documents
         self._sink = sink
+        self._is_observed = observer is not None
         self._observer = observer or NoopObserver()
+        self._rejections = Rejections(self.failure_policies, quarantine, self._observer)
+        self._unbuilt: list[Rejection] = []
+        self._returning: dict[str, set[str]] = {}
+        """Quarantined documents that were written since the last flush."""
+        self._retried_at = 0.0
 
     def run(self) -> None:
         """Ensure all indexes, fill those that are not seeded, then follow changes until the source ends."""
+        batch = self.batch
+        text = "engine started skip_backfill=%s queue_capacity=%d max_changes=%d max_delay=%gs"
+        logger.info(text, self.skip_backfill, self.queue_capacity, batch.max_changes, batch.max_delay)
+        started = time.monotonic()
         try:
-            self._run()
+            with self._reporting_lag():
+                self._run()
         except Exception as error:
             self._observer.on_error(str(error))
             raise
+        finally:
+            logger.info("engine ended seconds=%.1f", time.monotonic() - started)
+
+    @contextmanager
+    def _reporting_lag(self) -> Iterator[None]:
+        """Sample the lag in a thread of its own inside the block, if somebody hears of it."""
+        ended = threading.Event()
+
+        def sample() -> None:
+            while not ended.wait(self.lag_interval):
+                try:
+                    lag = self._source.lag()
+                except PenstockError as error:
+                    logger.warning("cannot read the lag error=%s", error)
+                    continue
+                if lag is not None:
+                    self._observer.on_slot_lag(lag)
+
+        if self._is_observed:
+            threading.Thread(target=sample, name="documents-lag", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def _run(self) -> None:
         mappings = self._documents.index_mappings()
         for mapping in mappings:
             self._sink.ensure_index(mapping)
         self._observer.on_indexes_ensured(len(mappings))
+        self._rejections.load()
+        if self.skip_backfill:
+            for mapping in mappings:
+                if not self._sink.is_seeded(mapping.index):
+                    self._sink.serve(mapping.index)
+        elif not self._source.resumes():
+            # Before there is a position: after a crash in between, indexes with a gap must not look complete.
+            for mapping in mappings:
+                self._sink.reindex(mapping)
         self._source.prepare()
         if not self.skip_backfill:
             self._backfill()
@@ -102,7 +161,7 @@ class Engine:
             self._seeded(index)
 
     def _pump(self, stream: Iterator[Change], scope: frozenset[str] | None) -> None:
-        queue = ChangeQueue(self.queue_capacity)
+        queue = self._queue(self.queue_capacity)
         capture = threading.Thread(target=self._drain, args=(stream, queue), name="documents-capture", daemon=True)
         capture.start()
         try:
@@ -110,10 +169,12 @@ class Engine:
                 batch = self._receive(queue)
                 if batch:
                     self._commit(batch, scope, queue)
+                if scope is None:
+                    self._retry_wanted()
         finally:
             queue.close()
 
-    def _drain(self, stream: Iterator[Change], queue: ChangeQueue) -> None:
+    def _drain(self, stream: Iterator[Change], queue: Queue) -> None:
         try:
             for change in stream:
                 if not queue.publish(change):
@@ -124,8 +185,8 @@ class Engine:
         else:
             queue.close()
 
-    def _receive(self, queue: ChangeQueue) -> list[Change]:
-        first = queue.receive()
+    def _receive(self, queue: Queue) -> list[Change]:
+        first = queue.receive(RETRY_SECONDS)
         if first is None:
             return []
         batch, count = [first], first.count
@@ -138,7 +199,7 @@ class Engine:
             count += following.count
         return batch
 
-    def _commit(self, batch: Sequence[Change], scope: frozenset[str] | None, queue: ChangeQueue) -> None:
+    def _commit(self, batch: Sequence[Change], scope: frozenset[str] | None, queue: Queue) -> None:
         changes = merge_changes([each.changes for each in batch])
         resolution = self._documents.resolve(changes, scope)
         documents: Counter[str] = Counter()
@@ -148,9 +209,10 @@ class Engine:
         for index in sorted(resolution.whole_indexes):
             documents[index] += self._rebuild(index)
         started = time.monotonic()
-        report = self._sink.flush(queue.is_empty)
+        rejections = self._flush(queue.is_empty)
         seconds = time.monotonic() - started
-        self._handle_rejections(report)
+        # Decides about all before it acts on one: a batch delivered again must not be counted twice.
+        self._rejections.handle(rejections, None)
         self._finish(batch, changes, resolution, BatchStatistics(sum(each.count for each in batch), documents, seconds))
 
     def _finish(
@@ -171,7 +233,7 @@ class Engine:
         for keys in self._documents.every_key(index):
             self._write(keys)
             count += len(keys)
-        self._handle_rejections(self._sink.flush(False))
+        self._rejections.handle(self._flush(False), None)
         self._seeded(index)
         return count
 
@@ -180,20 +242,47 @@ class Engine:
         self._observer.on_index_seeded(index)
 
     def _write(self, keys: ResolvedKeys) -> None:
-        built = self._documents.build(keys)
-        index = pa.repeat(pa.scalar(keys.index, pa.string()), built.num_rows)
-        self._sink.write(pa.Table.from_arrays([index, *built.columns], schema=DOCUMENT_SCHEMA))
+        quarantined = self._rejections.quarantined.get(keys.index, frozenset())
+        for built in build_apart(lambda part: [self._documents.build(part)], keys):
+            if isinstance(built, Rejection):
+                self._unbuilt.append(built)
+                continue
+            index = pa.repeat(pa.scalar(keys.index, pa.string()), built.num_rows)
+            self._sink.write(pa.Table.from_arrays([index, *built.columns], schema=DOCUMENT_SCHEMA))
+            if quarantined:
+                self._returning.setdefault(keys.index, set()).update(quarantined.intersection(built["id"].to_pylist()))
 
-    def _handle_rejections(self, report: FlushReport) -> None:
-        """Decide about all rejections before reporting one: a batch delivered again must not be counted twice."""
-        self.failure_policies.raise_fatal(report.rejections)
-        for each in report.rejections:
-            logger.warning("document quarantined index=%s reason=%s", each.index, each.reason)
-            self._observer.on_document_quarantined(each)
+    def _flush(self, caught_up: bool) -> list[Rejection]:
+        """Make everything durable; return the rejections. Documents that the sink accepts leave the quarantine."""
+        report = self._sink.flush(caught_up)
+        rejections, self._unbuilt = [*self._unbuilt, *report.rejections], []
+        refused = {(each.index, each.id) for each in rejections}
+        for index, ids in self._returning.items():
+            self._rejections.release(index, [id_ for id_ in sorted(ids) if (index, id_) not in refused])
+        self._returning.clear()
+        return rejections
+
+    def _retry_wanted(self) -> None:
+        """Build quarantined documents that a user wants to retry; those rejected again stay quarantined."""
+        now = time.monotonic()
+        if now - self._retried_at < RETRY_SECONDS:
+            return
+        self._retried_at = now
+        for mapping in self._documents.index_mappings():
+            ids = self._rejections.wanted(mapping.index)
+            if ids:
+                self._rejections.load()
+                for keys in self._documents.named(mapping.index, ids):
+                    self._write(keys)
+                self._rejections.quarantine(self._flush(False), None)
+                self._rejections.forget(mapping.index, set(ids).intersection(self._rejections.wanted(mapping.index)))
 
 
-class ChangeQueue:
-    """A queue with one producer and one consumer. The bound counts changes; a larger piece waits until it is empty."""
+class ChangeQueue(Queue):
+    """A queue in memory with one producer and one consumer.
+
+    The bound counts changes; a larger piece waits until the queue is empty.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity)

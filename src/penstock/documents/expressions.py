@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from psycopg import sql
@@ -178,9 +179,16 @@ def scalar_value(field: Scalar, alias: str, table: SourceTable) -> Sql:
 
 
 def convert(value: Sql, type_: ScalarType, source: SourceColumn) -> Sql:
-    """Convert values whose JSON form no index reads; arrays are left to JSON."""
+    """Convert values whose JSON form no index reads; other arrays than those of such values are left to JSON."""
     if source.base.kind is TypeKind.ARRAY:
-        return value
+        if type_ in _TEXTS or source.element.name not in ("bytea", "money"):
+            return value
+        element = convert(column("u", "e"), type_, replace(source, type=source.element))
+        converted = sql.SQL(
+            "(select coalesce(pg_catalog.json_agg({} order by u.n), '[]'::pg_catalog.json)"
+            " from unnest({}) with ordinality u (e, n))"
+        ).format(element, value)
+        return sql.SQL("case when {} is not null then {} end").format(value, converted)
     if type_ in _TEXTS:
         return sql.SQL("{}::pg_catalog.text").format(value)
     if source.base.name == "bytea":

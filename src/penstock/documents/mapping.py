@@ -89,6 +89,8 @@ class IndexMapping:
     """Identifies the shape of documents and mappings; a new fingerprint means a new generation."""
     mappings: dict[str, Any]
     analysis: dict[str, Any]
+    owner: str = ""
+    """The output that writes the index: no other one may."""
 
     def body(self, *, shards: int = 1, replicas: int = 1, refresh_interval: str = "1s") -> dict[str, Any]:
         """Return the body of the request that creates the index."""
@@ -101,7 +103,9 @@ class IndexMapping:
         return {"settings": {"index": settings}, "mappings": self.mappings}
 
 
-def index_mapping(specification: IndexSpecification, catalog: SourceCatalog | None = None) -> IndexMapping:
+def index_mapping(
+    specification: IndexSpecification, catalog: SourceCatalog | None = None, *, owner: str = ""
+) -> IndexMapping:
     """Return the index of a specification; without the catalog its fingerprint is incomplete, so only for display."""
     writer = _Writer()
     properties = writer.properties(specification.fields, "")
@@ -111,7 +115,7 @@ def index_mapping(specification: IndexSpecification, catalog: SourceCatalog | No
     analysis = {name: {**part, **writer.analysis.get(name, {})} for name, part in _ANALYSIS.items()}
     analysis = {name: part for name, part in analysis.items() if part}
     mark = fingerprint(specification) if catalog is None else build_fingerprint(specification, catalog)
-    return IndexMapping(specification.name, mark, mappings, analysis)
+    return IndexMapping(specification.name, mark, mappings, analysis, owner)
 
 
 class _Writer:

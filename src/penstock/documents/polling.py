@@ -347,11 +347,16 @@ class PollingCapture(ChangeCapture):
             marks = _Marks(_oldest_start(connection), *_snapshot(connection))
         self._positions.store(self._after(marks, None))
 
+    def resumes(self) -> bool:
+        """See `ChangeCapture`."""
+        return self._positions.load() is not None
+
     def live(self) -> Iterator[Change]:
         """See `ChangeCapture`."""
+        self.prepare()
         position = self._positions.load()
         if position is None:
-            raise ConfigError("polling has no position", hint="Call prepare() before anything is read.")
+            raise ConfigError("polling has lost its position", hint="Do not remove it while a pipeline runs.")
         # Changes that another run received but did not confirm have to be delivered again.
         self._delivered = {each.table.name: Delivered() for each in self._tables}
         self._polls.clear()
@@ -454,7 +459,12 @@ class PollingCapture(ChangeCapture):
         ):
             cursor.execute(text, parameters)
             while rows := cursor.fetchmany(self._settings.chunk):
-                yield rows
+                try:
+                    yield rows
+                except GeneratorExit:
+                    # Nobody reads on: the run has ended, perhaps because of this connection.
+                    connection.close()
+                    raise
 
     def _warn_about_hidden_sessions(self) -> None:
         if all(each.cursor == XMIN for each in self._tables):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from penstock.documents.build import BUILT, PIECE_BYTES, build_documents, build_pieces, build_range, compile_build
+from penstock.documents.build import BUILT, build_documents, compile_build
 from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError, QueryFailed
 from penstock.source.connections import Role, SourceSettings, connect
@@ -400,24 +400,3 @@ def test_keys_that_are_equal_under_their_collation_only_name_different_documents
         built = build_documents(connection, query, [["Ada", "ADA"]])
     assert built.column("id").to_pylist() == ["Ada", "ADA"]
     assert built.column("body").to_pylist() == [None, '{"code":"ADA"}']
-
-
-def test_documents_of_any_size_come_in_pieces_that_fit_into_memory(library: psycopg.Connection[Any]) -> None:
-    library.execute("insert into lib.books (id, title) select n, repeat('x', 200) from generate_series(1, 400) n")
-    library.execute("update lib.books set title = repeat('x', 1000000) where id > 200")
-    specification = parse_specification(HEAD + "fields: [{text: title}]", "books")
-    query = compile_build(specification, catalog_of(library, specification))
-    keys = [[str(number) for number in range(1, 402)]]
-    by_key = [(each.num_rows, each.nbytes) for each in build_pieces(library, query, keys, chunk=1000)]
-    with library.transaction():
-        of_range = [(r.num_rows, r.nbytes) for r in build_range(library, query, "lib.books", "", chunk=1000)]
-    assert sum(count for count, _ in by_key) == 401, "one answer for each key"
-    assert sum(count for count, _ in of_range) == 400
-    for pieces in (by_key, of_range):
-        assert pieces[0][0] > 200, "small ones come together"
-        assert max(size for _, size in pieces) < PIECE_BYTES + 50 * 1_000_100
-        assert all(size <= 2 * PIECE_BYTES for _, size in pieces[1:])
-    doubled = parse_specification(HEAD + "doc_id: title\nfields: [{text: title}]", "books")
-    again = compile_build(doubled, catalog_of(library, doubled))
-    with pytest.raises(QueryFailed, match="not unique"):
-        list(build_pieces(library, again, [["x" * 200, *map(str, range(50))]], chunk=1000))

@@ -94,6 +94,14 @@ def test_a_managed_publication_follows_its_patterns(any_database: Any, connectio
     assert names(connection) == ["public.later", "public.orders"]
 
 
+def test_tables_of_penstock_itself_are_never_published(any_database: Any, connection: Connection) -> None:
+    any_database.execute("create schema penstock; create table penstock.pipelines (id int primary key)")
+    any_database.execute("create schema penstock_documents; create table penstock_documents.maps (id int primary key)")
+    any_database.execute("create table t (id int primary key)")
+    ensure_publication(connection, "pub", ["*.*"])
+    assert names(connection) == ["public.t"]
+
+
 def test_a_pattern_that_matches_nothing_makes_an_empty_publication(connection: Connection) -> None:
     ensured = ensure_publication(connection, "pub", ["nothing.*"])
     assert ensured.created

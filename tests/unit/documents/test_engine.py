@@ -31,7 +31,7 @@ from penstock.documents.images import Changes, RowChanges
 from penstock.documents.mapping import IndexMapping
 from penstock.documents.resolve import Resolution, ResolvedKeys
 from penstock.documents.sinks import MemorySink, TeeSink
-from penstock.errors import DocumentsRejected
+from penstock.errors import DocumentsRejected, QueryFailed
 from penstock.source.patterns import TableName
 
 TABLE = TableName("public", "users")
@@ -256,6 +256,88 @@ def test_seeding_can_be_skipped(journal: Journal) -> None:
     assert observer.heard == ["ensured 1", "backfilled", "live"]
 
 
+def test_what_was_not_filled_serves_as_it_is_and_does_not_count_as_filled(journal: Journal) -> None:
+    sink = JournalSink(journal)
+    engine(journal, [piece(journal, "a")], sink=sink, skip_backfill=True).run()
+    assert set(sink.documents("one")) == {"a"}
+    assert not sink.is_seeded("one")
+    engine(journal, [], sink=sink, skip_backfill=False, snapshot=[piece(journal, "s")]).run()
+    assert set(sink.documents("one")) == {"s"}
+    assert sink.is_seeded("one")
+
+
+def test_a_source_that_does_not_resume_fills_all_indexes_again(journal: Journal) -> None:
+    sink = JournalSink(journal)
+    engine(journal, [], sink=sink, skip_backfill=False, snapshot=[piece(journal, "a")]).run()
+    assert sink.is_seeded("one")
+
+    class Lost(ListedCapture):
+        def resumes(self) -> bool:
+            return False
+
+        def prepare(self) -> None:
+            assert not sink.is_seeded("one"), "before there is a position"
+            super().prepare()
+
+    Engine(Lost(journal, [], [piece(journal, "b")]), NamedDocuments(journal), sink).run()
+    assert set(sink.documents("one")) == {"b"}
+
+
+def test_the_lag_of_the_source_is_sampled(journal: Journal) -> None:
+    heard = threading.Event()
+
+    class Lagging(ListedCapture):
+        def live(self) -> Iterator[Change]:
+            assert heard.wait(30)
+            return iter(())
+
+        def lag(self) -> int | None:
+            return 42
+
+    class Listening(JournalObserver):
+        def on_slot_lag(self, lag: int) -> None:
+            self.heard.append(f"lag {lag}")
+            heard.set()
+
+    observer = Listening()
+    source = Lagging(journal, [])
+    Engine(
+        source, NamedDocuments(journal), MemorySink(), skip_backfill=True, observer=observer, lag_interval=0.01
+    ).run()
+    assert "lag 42" in observer.heard
+
+
+def test_the_queue_can_be_another_one(journal: Journal) -> None:
+    made: list[int] = []
+
+    class Counted(ChangeQueue):
+        def __init__(self, capacity: int) -> None:
+            made.append(capacity)
+            super().__init__(capacity)
+
+    engine(journal, [piece(journal, "a")], queue=Counted, queue_capacity=7).run()
+    assert made == [7]
+    assert "ack a" in journal.lines
+
+
+def test_a_document_that_cannot_be_built_is_rejected_alone(journal: Journal) -> None:
+    class Failing(NamedDocuments):
+        def build(self, keys: ResolvedKeys) -> pa.Table:
+            if "b" in keys.keys[0]:
+                raise QueryFailed("a value does not fit its type", sqlstate="22003")
+            return super().build(keys)
+
+    pieces = [piece(journal, name) for name in "abc"]
+    sink, observer = JournalSink(journal), JournalObserver()
+    policies = FailurePolicies(FailurePolicy.SKIP)
+    options: dict[str, Any] = {"skip_backfill": True, "observer": observer, "batch": BatchPolicy(256, 5)}
+    Engine(ListedCapture(journal, pieces), Failing(journal), sink, failure_policies=policies, **options).run()
+    assert set(sink.documents("one")) == {"a", "c"}
+    assert "quarantined one b" in observer.heard
+    with pytest.raises(DocumentsRejected, match="cannot be built"):
+        Engine(ListedCapture(journal, pieces), Failing(journal), sink, **options).run()
+
+
 def test_the_observer_hears_of_each_batch(journal: Journal) -> None:
     observer = JournalObserver()
     engine(journal, [piece(journal, "a", rows=3), piece(journal, "b")], indexes=["one", "two"], observer=observer).run()
@@ -340,6 +422,12 @@ def test_settings_have_their_defaults_and_their_bounds(journal: Journal) -> None
 # The queue
 
 
+def received(queue: ChangeQueue) -> Change:
+    change = queue.receive()
+    assert change is not None
+    return change
+
+
 def test_a_full_queue_makes_capture_wait(journal: Journal) -> None:
     queue = ChangeQueue(2)
     assert queue.publish(piece(journal, "a", rows=2))
@@ -352,10 +440,10 @@ def test_a_full_queue_makes_capture_wait(journal: Journal) -> None:
     thread = threading.Thread(target=publish)
     thread.start()
     assert not published.wait(0.05)
-    assert queue.receive().changes.rows[0].table.name == "a"
+    assert received(queue).changes.rows[0].table.name == "a"
     assert published.wait(10)
     thread.join()
-    assert queue.receive().changes.rows[0].table.name == "b"
+    assert received(queue).changes.rows[0].table.name == "b"
     assert queue.receive(0) is None
     assert queue.is_empty
     assert not queue.is_finished
@@ -364,7 +452,7 @@ def test_a_full_queue_makes_capture_wait(journal: Journal) -> None:
 def test_a_piece_larger_than_the_queue_passes_alone(journal: Journal) -> None:
     queue = ChangeQueue(1)
     assert queue.publish(piece(journal, "a", rows=50))
-    assert queue.receive().count == 50
+    assert received(queue).count == 50
 
 
 def test_a_closed_queue_frees_whoever_waits(journal: Journal) -> None:

@@ -75,13 +75,14 @@ def compile_indexes(
     relations: RelationMap | None,
     *,
     chunk: int,
+    owner: str,
 ) -> Indexes:
     """Load the catalog and compile all indexes; raises `ConfigError` if they do not match the database."""
     catalog = load_catalog(connection, {name for each in specifications for name in each.tables()})
     resolver = Resolver(specifications, catalog, relations, chunk=chunk)
     return Indexes(
         {each.name: each for each in specifications},
-        {each.name: index_mapping(each, catalog) for each in specifications},
+        {each.name: index_mapping(each, catalog, owner=owner) for each in specifications},
         catalog,
         {each.name: compile_build(each, catalog) for each in specifications},
         resolver,
@@ -251,7 +252,8 @@ class Builds:
             reason = self._builds[build.index].plan.get(_NEXT)
             if reason is not None:
                 return self.want(build.index, build.fingerprint, reason)
-            return self._advance(replace(build, status=IndexStatus.SEEDED, plan={}))
+            kept = {"generation": build.plan.get("generation")}
+            return self._advance(replace(build, status=IndexStatus.SEEDED, plan=kept))
 
     def forget(self, index: str) -> None:
         """Forget an index that is no longer in the config file."""

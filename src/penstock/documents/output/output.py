@@ -99,7 +99,12 @@ class DocumentsOutput:
             stack.callback(POOL.clear)
             relations = self.relations()
             stack.callback(relations.close)
-            running = RunningDocuments(self, stream, lifecycle, relations)
+            try:
+                running = RunningDocuments(self, stream, lifecycle, relations)
+            except Exception as error:
+                if self.observer is not None:
+                    self.observer.on_error(str(error))
+                raise
             stack.callback(running.drain)
             running.start()
             yield running
@@ -304,7 +309,11 @@ class RunningDocuments(RunningOutput):
         try:
             require_primary(connection)
             indexes = compile_indexes(
-                connection, self._specifications, self._relations, chunk=self._documents.chunk_documents
+                connection,
+                self._specifications,
+                self._relations,
+                chunk=self._documents.chunk_documents,
+                owner=self.store.pipeline_id,
             )
             # Loaded after compiling, so that a partition that was just added is in both.
             published = self._stream.refresh()
@@ -383,10 +392,7 @@ class RunningDocuments(RunningOutput):
                 continue
             self._rejections.load()
             keys = DocumentKeys.of(specification, indexes.catalog)
-            parsed = [key for key in map(keys.parse, ids) if len(key) == len(keys.columns)]
-            size = self._documents.chunk_documents
-            chunks = [keys.resolved(parsed[first : first + size]) for first in range(0, len(parsed), size)]
-            written = self._writer().write(chunks)
+            written = self._writer().write(keys.of_ids(ids, self._documents.chunk_documents))
             self._rejections.quarantine(written.rejections, None)
             # Neither accepted nor rejected: ids that no document can have, such as those of an earlier key.
             self._rejections.forget(name, set(ids).intersection(self._rejections.wanted(name)))

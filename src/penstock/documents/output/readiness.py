@@ -167,18 +167,28 @@ class Readiness:
             build, seeded = self._builds.of(name), self._sink.is_seeded(name)
             if self._documents.skip_backfill:
                 self._builds.skip(name, mapping.fingerprint)
+                if not seeded:
+                    self._sink.serve(name)
             elif is_first or build is None:
                 self._builds.want(name, mapping.fingerprint, "its changes have not been followed so far")
             elif build.fingerprint != mapping.fingerprint:
                 self._want_changed(indexes, build)
             elif build.status is IndexStatus.SEEDED and not seeded:
                 self._builds.want(name, mapping.fingerprint, "the sink no longer has it")
+            elif build.status is IndexStatus.SEEDED and not self._is_serving(build):
+                reason = "another generation serves than the one that Penstock has kept up to date"
+                self._builds.want(name, mapping.fingerprint, reason)
             elif build.status is IndexStatus.FILLING:
                 generation = build.plan["generation"]
                 if seeded and generation == serving_of(self._sink, name):
                     self._builds.seeded(build)
                 elif generation != filling_of(self._sink, name):
                     self._builds.want(name, mapping.fingerprint, "the generation being filled no longer exists")
+
+    def _is_serving(self, build: IndexBuild) -> bool:
+        """Return False if the sink serves another generation than the one that was built: nobody has updated it."""
+        built, serving = build.plan.get("generation"), serving_of(self._sink, build.index)
+        return built is None or serving is None or built == serving
 
     def _want_changed(self, indexes: Indexes, build: IndexBuild) -> None:
         is_same = is_built_from(build.fingerprint, indexes.specifications[build.index])

@@ -29,7 +29,7 @@ from psycopg import pq
 
 from penstock.destinations.base import Tasks
 from penstock.documents.base import DOCUMENT_SCHEMA, BatchPolicy, FailurePolicies, Rejection, Sink
-from penstock.documents.build import BuildQuery, build_pieces, build_range, range_keys
+from penstock.documents.build import BuildQuery, build_pieces, build_range, range_keys, require_primary
 from penstock.documents.builder import build_apart, is_about_values, split_id
 from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
@@ -37,7 +37,12 @@ from penstock.errors import QueryFailed, ServerUnavailable, TableRewritten
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.workers.process_tasks import ProcessTasks
 
-SESSION: Mapping[str, str] = {**NO_TIMEOUTS, "lock_timeout": "200"}
+SESSION: Mapping[str, str] = {
+    **NO_TIMEOUTS,
+    "lock_timeout": "200",
+    # Each statement has a snapshot of its own, whatever the role's default is.
+    "default_transaction_isolation": "read committed",
+}
 """No timeout for rows, a short one for locks: in a deadlock with a session that truncates or alters several tables,
 this session gives way and retries long before the server chooses a victim."""
 
@@ -91,8 +96,11 @@ class ConnectionPool:
         with self._lock:
             idle = self._idle.setdefault(key, [])
             connection = idle.pop() if idle else None
+        is_new = connection is None
         connection = connection or connect(source, Role.DOCUMENTS, parameters=SESSION)
         try:
+            if is_new:
+                require_primary(connection)  # the address may lead to several servers
             yield connection
         except BaseException as error:
             connection.close()

@@ -24,6 +24,7 @@ class Generation:
 
     fingerprint: str
     documents: dict[str, tuple[int, str | None]] = field(default_factory=dict[str, tuple[int, str | None]])
+    seeded: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
     """A backfill and changes write to a generation at the same time."""
 
@@ -90,12 +91,20 @@ class MemorySink(Sink):
     def is_seeded(self, index: str) -> bool:
         """See `Sink`."""
         found = self.indexes.get(index)
-        return found is not None and found.serving is not None and found.filling is None
+        return found is not None and found.serving is not None and found.serving.seeded and found.filling is None
 
     def mark_seeded(self, index: str) -> None:
         """See `Sink`."""
         found = self.indexes[index]
         if found.filling is not None:
+            found.serving, found.filling = found.filling, None
+        if found.serving is not None:
+            found.serving.seeded = True
+
+    def serve(self, index: str) -> None:
+        """See `Sink`."""
+        found = self.indexes[index]
+        if found.serving is None:
             found.serving, found.filling = found.filling, None
 
     def reindex(self, mapping: IndexMapping) -> None:
@@ -236,6 +245,11 @@ class TeeSink(Sink):
         """See `Sink`."""
         for sink in self._sinks:
             sink.mark_seeded(index)
+
+    def serve(self, index: str) -> None:
+        """See `Sink`."""
+        for sink in self._sinks:
+            sink.serve(index)
 
     def reindex(self, mapping: IndexMapping) -> None:
         """See `Sink`."""

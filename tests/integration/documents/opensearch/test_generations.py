@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import urllib.error
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,7 @@ def test_an_old_body_does_not_bring_back_what_was_removed_while_filling(make_sin
     assert looker.stored(name) == {}
     # The counterproof: an index that forgets at once, as soon as its clock, which is a coarse one, has moved on.
     looker.request("PUT", f"/{name}/_settings", {"index": {"gc_deletes": "0s"}})
+    attempt = 0
     for attempt in range(50):
         write(sink, looker.index, {f"b{attempt}": None}, 5)
         time.sleep(0.1)
@@ -286,6 +288,42 @@ def test_an_alias_that_was_moved_is_noticed(sink: OpenSearchSink, looker: Looker
     looker.request("PUT", f"/{looker.index}-theirs", {"aliases": {looker.index: {}}})
     with pytest.raises(IndexUnusable, match="-theirs', which is not an index of Penstock"):
         sink.flush(True)
+
+
+def test_an_index_of_another_pipeline_is_refused_and_not_touched(make_sink: MakeSink, looker: Looker) -> None:
+    ours, theirs = (replace(mapping_of(looker.index), owner=owner) for owner in ("a:documents", "b:documents"))
+    first = make_sink()
+    first.ensure_index(ours)
+    first.mark_seeded(looker.index)
+    before = looker.indexes()
+    second = make_sink()
+    for call in (second.ensure_index, second.reindex):
+        with pytest.raises(IndexUnusable, match="belongs to another pipeline, 'a:documents'") as caught:
+            call(theirs)
+        assert "another name" in caught.value.hint
+    assert looker.indexes() == before
+    first.flush(True)
+    again = make_sink()
+    again.ensure_index(ours)
+    assert again.is_seeded(looker.index)
+
+
+@pytest.mark.trap(47)
+def test_an_index_that_was_not_filled_serves_and_does_not_count_as_filled(make_sink: MakeSink, looker: Looker) -> None:
+    for start in range(2):
+        sink = make_sink()
+        sink.ensure_index(mapping_of(looker.index))
+        assert not sink.is_seeded(looker.index)
+        sink.serve(looker.index)
+        write(sink, looker.index, {str(start): {"n": start}})
+        sink.flush(True)
+        assert not sink.is_seeded(looker.index)
+        assert len(looker.indexes()) == 1
+    assert looker.stored() == {"0": {"n": 0}, "1": {"n": 1}}
+    filled = make_sink()
+    filled.reindex(mapping_of(looker.index))
+    filled.mark_seeded(looker.index)
+    assert filled.is_seeded(looker.index)
 
 
 def test_a_name_that_somebody_else_uses_is_refused_at_the_start(make_sink: MakeSink, looker: Looker) -> None:

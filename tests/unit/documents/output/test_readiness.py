@@ -37,3 +37,28 @@ def test_a_build_is_complete_only_if_what_it_filled_serves(tmp_path: Path, vanis
     readiness = Readiness(nothing, DocumentsSettings(), store, sink, nothing, builds, lambda: None)
     readiness.prepare(indexes)
     assert builds.all()["people"].status is status
+
+
+def test_another_generation_than_the_one_that_was_kept_up_to_date_is_not_trusted(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path / "sink.db")
+    sink.reindex(MAPPING)
+    sink.mark_seeded("people")
+    store = MemoryStore("tests")
+    store.acquire_lease()
+    store.use_lineage(Ancestry(Lineage("7000000000000000001", 1, "postgres", "penstock")))
+    store.upsert_replication_progress(Lsn(1))
+    builds = Builds(store)
+    plan = {"generation": sink.facts("people").generation, "ranges": []}
+    filled = builds.fill(builds.want("people", "f", "somebody asked for it"), plan)
+    assert filled is not None
+    builds.seeded(filled)
+    nothing: Any = None
+    indexes: Any = SimpleNamespace(specifications={"people": nothing}, mappings={"people": MAPPING})
+    readiness = Readiness(nothing, DocumentsSettings(), store, sink, nothing, builds, lambda: None)
+    readiness.prepare(indexes)
+    assert builds.all()["people"].status is IndexStatus.SEEDED
+    sink.reindex(MAPPING)  # somebody else fills another one, and lets it serve
+    sink.mark_seeded("people")
+    readiness.prepare(indexes)
+    assert builds.all()["people"].status is IndexStatus.WANTED
+    assert "another generation serves" in builds.all()["people"].reason

@@ -42,6 +42,8 @@ class Generation:
     """Filled completely. Bound to the index's uuid: one restored from a backup is outdated and counts as not seeded."""
     retired_at: float | None = None
     """When it was replaced."""
+    owner: str = ""
+    """The output that writes it; empty if an earlier version of Penstock created it."""
 
     @property
     def alias(self) -> str:
@@ -140,9 +142,23 @@ def new_generation(state: IndexState, mapping: IndexMapping, now: float) -> str:
     return f"{mapping.index}_{mapping.fingerprint}_{number}"
 
 
-def describe(index: str, fingerprint: str, *, seeded: str | None = None, retired_at: float | None = None) -> Any:
+def describe(
+    index: str, fingerprint: str, owner: str = "", *, seeded: str | None = None, retired_at: float | None = None
+) -> Any:
     """Return the `_meta` of a generation; `seeded` is the uuid of the index that was filled."""
-    return {OWNER: {"index": index, "fingerprint": fingerprint, "seeded": seeded, "retired_at": retired_at}}
+    described = {"index": index, "fingerprint": fingerprint, "seeded": seeded, "retired_at": retired_at}
+    return {OWNER: {**described, "owner": owner}}
+
+
+def require_owned(state: IndexState, mapping: IndexMapping) -> None:
+    """Raise `IndexUnusable` if another output writes the index."""
+    for each in state.generations:
+        if each.retired_at is None and each.owner and mapping.owner and each.owner != mapping.owner:
+            raise IndexUnusable(
+                f"index {mapping.index!r} belongs to another pipeline, {each.owner!r}: both would write to it",
+                hint=f"Give the index another name. If that pipeline no longer exists, delete the index {each.name!r}.",
+                index=mapping.index,
+            )
 
 
 def _generation(index: str, name: str, described: Mapping[str, Any]) -> Generation | None:
@@ -158,4 +174,5 @@ def _generation(index: str, name: str, described: Mapping[str, Any]) -> Generati
         uuid=uuid,
         seeded=bool(uuid) and meta.get("seeded") == uuid,
         retired_at=meta.get("retired_at"),
+        owner=str(meta.get("owner") or ""),
     )

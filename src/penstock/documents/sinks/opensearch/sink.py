@@ -40,6 +40,7 @@ from penstock.documents.sinks.opensearch.generations import (
     new_generation,
     paths_of,
     read_state,
+    require_owned,
 )
 from penstock.errors import DestinationUnavailable, IndexUnusable
 
@@ -171,6 +172,7 @@ class OpenSearchSink(Sink):
     def ensure_index(self, mapping: IndexMapping) -> None:
         """See `Sink`. Continues a generation that was begun, and finishes an interrupted swap."""
         state = self._survey([mapping.index])[mapping.index]
+        require_owned(state, mapping)
         if state.unserved is not None:
             state = self._serve(state, state.unserved)
         filling = state.filling(mapping.fingerprint)
@@ -188,6 +190,7 @@ class OpenSearchSink(Sink):
     def reindex(self, mapping: IndexMapping) -> None:
         """See `Sink`. Deletes generations that were begun before."""
         state = self._survey([mapping.index])[mapping.index]
+        require_owned(state, mapping)
         for each in state.generations:
             if not each.seeded and each.retired_at is None and each is not state.serving:
                 self._delete(each)
@@ -196,7 +199,10 @@ class OpenSearchSink(Sink):
     def is_seeded(self, index: str) -> bool:
         """See `Sink`."""
         targets = self._targets.get(index)
-        return targets is not None and targets.serving is not None and targets.filling is None
+        if targets is None or targets.serving is None or targets.filling is not None:
+            return False
+        known = self._known[index].find(targets.serving.generation)
+        return known is not None and known.seeded
 
     def mark_seeded(self, index: str) -> None:
         """See `Sink`. Marks the generation as complete, then moves the alias in one step."""
@@ -208,13 +214,33 @@ class OpenSearchSink(Sink):
         filling = state.find(targets.filling.generation)
         if filling is None or filling.uuid != self._uuid_of(targets.filling):
             raise _gone(index, targets.filling.generation)
-        self._client.expect("POST", f"/{quote(filling.name, safe='')}/_refresh")
-        serving = {"refresh_interval": self.settings.refresh_interval, "gc_deletes": f"{SERVING_GC_DELETES}s"}
-        self._configure(filling, serving)
+        self._prepare_serving(filling)
         self._remember(filling, index, seeded=filling.uuid)
         self._serve(state, filling)
         self._targets[index] = Targets(serving=targets.filling)
         self._known[index] = self._survey([index])[index]
+
+    def serve(self, index: str) -> None:
+        """See `Sink`. Does not record that the generation is complete, so a start that may fill it does."""
+        targets = self._targets[index]
+        state = self._survey([index])[index]
+        filling = targets.filling and state.find(targets.filling.generation)
+        if targets.filling is None or filling is None:
+            return
+        if state.serving is None:
+            self._prepare_serving(filling)
+            self._serve(state, filling)
+            self._targets[index] = Targets(serving=targets.filling)
+        elif state.serving.fingerprint == filling.fingerprint:
+            # It serves since an earlier start, though it was never filled.
+            self._delete(filling)
+            self._targets[index] = Targets(serving=targets.serving)
+        self._known[index] = self._survey([index])[index]
+
+    def _prepare_serving(self, filling: Generation) -> None:
+        self._client.expect("POST", f"/{quote(filling.name, safe='')}/_refresh")
+        serving = {"refresh_interval": self.settings.refresh_interval, "gc_deletes": f"{SERVING_GC_DELETES}s"}
+        self._configure(filling, serving)
 
     def _survey(self, indexes: Sequence[str]) -> dict[str, IndexState]:
         answer: dict[str, Any] = {}
@@ -238,7 +264,7 @@ class OpenSearchSink(Sink):
         name = new_generation(state, mapping, time.time())
         body = mapping.body(shards=settings.shards, replicas=settings.replicas)
         body["settings"]["index"] |= {**_FILLING, "translog": {"durability": "request"}}
-        body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping.fingerprint)}
+        body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping.fingerprint, mapping.owner)}
         generation = Generation(name, 0, mapping.fingerprint, "", seeded=False)
         body["aliases"] = {generation.alias: {}}
         # A retried request gets 400 if the first one succeeded and only its answer was lost.
@@ -305,7 +331,7 @@ class OpenSearchSink(Sink):
     def _remember(
         self, generation: Generation, index: str, *, seeded: str | None, retired_at: float | None = None
     ) -> None:
-        meta = describe(index, generation.fingerprint, seeded=seeded, retired_at=retired_at)
+        meta = describe(index, generation.fingerprint, generation.owner, seeded=seeded, retired_at=retired_at)
         self._client.expect("PUT", f"/{quote(generation.name, safe='')}/_mapping", {"_meta": meta})
 
     def _delete(self, generation: Generation) -> None:

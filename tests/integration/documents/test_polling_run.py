@@ -1,0 +1,132 @@
+"""A pipeline that polls, run from its config: what it waits for, and what it fills again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import load_config
+from penstock.documents.polling import open_positions
+from penstock.documents.quarantine import open_quarantine
+from penstock.operations.polling import run_polling
+from penstock.operations.running import say_nothing
+from penstock.operations.signals import Ending
+from tests.conftest import Database
+from tests.support.document_sink import FileSink
+
+CONFIG = """
+[pipeline]
+id = "shop"
+[source]
+url = "${SOURCE_URL}"
+[polling]
+interval = "50ms"
+[[index]]
+specification = "people.schema.yml"
+failure_policy = "skip"
+[sink]
+type = "tests.support.document_sink:FileSink"
+path = "${SINK}"
+"""
+PEOPLE = """
+version: 1
+table: people
+fields:
+  - {text: name}
+  - {avg: mean, table: orders, foreign_key: person_id, column: price}
+"""
+TABLES = """
+create table people (id int primary key, name text);
+create table orders (id int primary key, person_id int, price numeric);
+insert into people select n, 'person ' || n from generate_series(1, 20) n;
+insert into orders select n, n, n from generate_series(1, 20) n;
+"""
+
+
+class Polled:
+    def __init__(self, database: Database, folder: Path) -> None:
+        database.execute(TABLES)
+        (folder / "penstock.toml").write_text(CONFIG)
+        (folder / "people.schema.yml").write_text(PEOPLE)
+        self.database = database
+        self.sink = FileSink(folder / "sink.db")
+        self.config = load_config(
+            folder / "penstock.toml", {"SOURCE_URL": database.dsn, "SINK": str(folder / "sink.db")}
+        )
+        self.owner = self.config.indexes.settings.output_id
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        polling = self.config.indexes.polling
+        assert polling is not None
+        ending = Ending()
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                run_polling(self.config, polling, ending, say_nothing, once=False)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+            assert not failed, failed
+        finally:
+            ending.stop.set()
+            thread.join(60)
+
+    def wait_for(self, look: Callable[[dict[str, Any]], object], what: str) -> None:
+        deadline = time.monotonic() + 60
+        while not look(self.sink.documents("people")):
+            assert time.monotonic() < deadline, what
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def polled(database: Database, tmp_path: Path) -> Polled:
+    return Polled(database, tmp_path)
+
+
+def test_connections_that_are_cut_are_opened_again(polled: Polled) -> None:
+    with polled.running():
+        polled.wait_for(lambda found: len(found) == 20, "the backfill")
+        for number in range(2):
+            polled.database.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity"
+                " where datname = current_database() and pid <> pg_backend_pid()"
+            )
+            polled.database.execute(f"update people set name = 'changed {number}' where id = 1")
+            polled.wait_for(lambda found, n=number: found["1"]["name"] == f"changed {n}", "the change")
+
+
+def test_without_a_position_an_index_that_was_filled_has_a_gap_and_is_filled_again(polled: Polled) -> None:
+    with polled.running():
+        polled.wait_for(lambda found: len(found) == 20, "the backfill")
+    with closing(open_positions(polled.config.state_url, polled.owner)) as positions:
+        positions.forget()
+    polled.database.execute("update people set name = 'missed' where id = 1; delete from people where id = 2")
+    with polled.running():
+        polled.wait_for(lambda found: found["1"]["name"] == "missed" and "2" not in found, "what was missed")
+
+
+def test_quarantined_documents_are_retried_and_leave(polled: Polled) -> None:
+    polled.database.execute("update orders set price = 1e400 where id in (3, 4)")
+    with closing(open_quarantine(polled.config.state_url, polled.owner)) as quarantine, polled.running():
+        polled.wait_for(lambda found: len(found) == 18, "the backfill")
+        polled.wait_for(lambda _: len(quarantine.entries()) == 2, "the quarantine")
+        quarantine.add([], None)
+        quarantine.retry("people", ["3"])
+        polled.wait_for(
+            lambda _: {each.id: each.attempts for each in quarantine.entries()} == {"3": 2, "4": 1}, "a retry"
+        )
+        polled.database.execute("update orders set price = 3 where id = 3")
+        polled.wait_for(lambda found: "3" in found, "the document")
+        polled.wait_for(lambda _: [each.id for each in quarantine.entries()] == ["4"], "it to leave")
