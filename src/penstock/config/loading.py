@@ -36,7 +36,7 @@ from penstock.destinations.base import Destination
 from penstock.destinations.folders import RenameRules
 from penstock.destinations.registry import create_destination
 from penstock.errors import ConfigError, PenstockError
-from penstock.observe import scrub
+from penstock.observe import redact, scrub
 from penstock.private import private_folder
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TablePattern
@@ -196,11 +196,13 @@ def _validated(values: Mapping[str, Any], path: Path | None, folder: Path, secre
     try:
         file = ConfigFile.model_validate(values)
     except ValidationError as error:
-        raise problems_error(name, list(dict.fromkeys(explain(error)))) from None
+        problems = dict.fromkeys(scrub(redact(each), secrets) for each in explain(error))
+        raise problems_error(name, list(problems)) from None
     try:
         return _build(path, folder, file, secrets)
     except ConfigError as error:
-        raise ConfigError(scrub(f"{name}: {error.message}", secrets), hint=scrub(error.hint, secrets)) from None
+        said, hint = (scrub(redact(each), secrets) for each in (f"{name}: {error.message}", error.hint))
+        raise ConfigError(said, hint=hint) from None
 
 
 def _parse(path: Path) -> dict[str, Any]:

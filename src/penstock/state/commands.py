@@ -55,6 +55,11 @@ class CommandStatus(StrEnum):
     ACCEPTED = "accepted"
     DONE = "done"
     REFUSED = "refused"
+    """Also a status of another version of Penstock, which this one cannot act on."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> CommandStatus:
+        return cls.REFUSED
 
 
 @dataclass(frozen=True, slots=True)

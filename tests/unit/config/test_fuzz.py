@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from penstock.changes.conditions import parse_filter
-from penstock.config import load_config
+from penstock.config import load_config, loading
 from penstock.config.loading import make_config
 from penstock.config.models import ConfigFile
 from penstock.config.units import parse_duration, parse_size
@@ -26,8 +27,25 @@ VALID: dict[str, Any] = {
     "spark": {"master": "none"},
     "destination": {"type": "memory"},
 }
+SECRET = "hunter2secret"
 WORDS = st.sampled_from(
-    ["", "none", "sqlite:///x", "5s", "1GB", "-1", "a.b", '"', "${HOME}", "postgresql://a:b@[::1", "\x1b[2J", "1e999s"]
+    [
+        "${PENSTOCK_FUZZED_SECRET}",
+        f"postgresql://me:{SECRET}@127.0.0.1/shop",
+        f"postgresql://me:{SECRET}@[::1",
+        "",
+        "none",
+        "sqlite:///x",
+        "5s",
+        "1GB",
+        "-1",
+        "a.b",
+        '"',
+        "${HOME}",
+        "postgresql://a:b@[::1",
+        "\x1b[2J",
+        "1e999s",
+    ]
 )
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=8),
@@ -57,10 +75,28 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(sections())
+@example(VALID | {"source": {"url": f"postgresql://me:{SECRET}@[::1"}})
+@example(VALID | {"pipeline": {"id": "${PENSTOCK_FUZZED_SECRET}\x00"}})
+@example(VALID | {"batch": {"interval": "${PENSTOCK_FUZZED_SECRET}"}})
+@example(
+    VALID | {"destination": {"type": "delta", "path": "s3://b", "options": {"x": {"${PENSTOCK_FUZZED_SECRET}": 1}}}}
+)
 def test_any_config_is_accepted_or_refused(values: dict[str, Any]) -> None:
-    with suppress(ConfigError):
-        make_config(values)
+    said: list[str] = []
+    for make in (make_config, from_file):
+        try:
+            make(values)
+        except ConfigError as error:
+            said.append(f"{error} {error.hint} {error.facts}")
+    # Secret is what the config takes from the environment, and the password of a URL.
+    assert SECRET not in "".join(said)
     redact_config(values)
+
+
+def from_file(values: dict[str, Any]) -> None:
+    """As if a file had these values: its variables are replaced."""
+    with mock.patch.object(loading, "_parse", return_value=values):
+        load_config("penstock.toml", {"PENSTOCK_FUZZED_SECRET": SECRET, "HOME": "/"})
 
 
 @given(st.binary(max_size=60))

@@ -109,10 +109,16 @@ class Endpoint:
 
 def _judge(status: int, retry_after: str | None, what: str) -> tuple[str, float | None]:
     if status == 429 or status >= 500:
-        return f"status {status}", float(retry_after) if retry_after is not None and retry_after.isdigit() else None
+        return f"status {status}", _seconds(retry_after)
     if status == _CONFLICT:
         raise Refused(what)
     raise _permanent(status, what)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    # `isdigit` alone accepts characters, such as "²", that are no numbers.
+    is_number = retry_after is not None and retry_after.isascii() and retry_after.isdigit()
+    return float(retry_after) if retry_after is not None and is_number else None
 
 
 def _permanent(status: int, what: str) -> PenstockError:
@@ -145,5 +151,5 @@ def _json(content: bytes) -> Any:
         return None
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -241,15 +241,17 @@ class HttpDestination:
 
     def _take_positions(self, answer: Any) -> None:
         try:
-            with self._lock:
-                for table in answer["tables"]:
-                    self._attempts[int(table["table_id"])] = str(table["attempt"])
-                    self._positions[int(table["table_id"])] = Lsn.parse(table["position"])
-        except (TypeError, KeyError, ValueError):
+            tables = [
+                (int(each["table_id"]), str(each["attempt"]), Lsn.parse(each["position"])) for each in answer["tables"]
+            ]
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
             raise unusable(
                 "the receiver's answer to /start has no positions, which records_position requires",
                 hint='It must be {"tables": [{"table_id": …, "attempt": …, "position": "0/16B3748"}]}.',
             ) from None
+        with self._lock:
+            for table_id, attempt, position in tables:
+                self._attempts[table_id], self._positions[table_id] = attempt, position
 
     def _post(self, path: str, record: dict[str, Any], key: str, *, what: str) -> Any:
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
