@@ -32,6 +32,12 @@ sys.path.insert(0, str(ROOT))
 from tests.support.handover_model import SCENARIOS  # noqa: E402
 
 PAGE = ROOT / "docs" / "soak" / "README.md"
+DOCUMENTED = (
+    "tests/e2e",
+    # Event triggers need a superuser.
+    *("-k", "not ddl_trigger and not regression and not least_privilege"),
+)
+"""What runs as the role that docs/guides/postgres.md describes."""
 VERSIONED = (
     *("tests/integration/capture", "tests/integration/cli/test_tail.py", "tests/integration/comparison"),
     *("tests/integration/copy", "tests/integration/documents", "tests/integration/state"),
@@ -154,6 +160,13 @@ STAGES = (
     Stage("fuzz", "mutated streams of messages", 100_000, 0.05, 0.003, 5, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/unit/capture/test_fuzz.py"),
         {"PENSTOCK_FUZZ_CASES": str(count), "PENSTOCK_SEED": str(seed)})),
+    Stage("parsers", "times 30 random inputs for each parser", 160, 0.05, 1.5, 60, lambda count, seed: Run(
+        ("-q", "--timeout", "0", f"--hypothesis-seed={seed}", "tests/unit/config/test_fuzz.py",
+         "tests/unit/state/test_command_fuzz.py", "tests/unit/destinations/test_http_fuzz.py"),
+        {"PENSTOCK_SOAK_EXAMPLES": str(count)})),
+    Stage("documented role", "run of whole pipelines", 1, 0.10, 900, 5, lambda count, seed: Run(
+        ("-q", "-n", "2", "--timeout", "900", f"--randomly-seed={seed}", *DOCUMENTED),
+        {"PENSTOCK_TEST_ROLE": "documented"})),
     Stage("lakes", "random lives of a Delta table, judged by Spark", 300, 0.10, 8, 60, lambda count, seed: Run(
         (*_soak("tests/integration/destinations/delta/test_readers.py"), f"--hypothesis-seed={seed}"),
         {"PENSTOCK_SOAK_LAKES": str(count)})),

@@ -35,6 +35,7 @@ from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresSe
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 from tests.support.delta_jars import delta_spark_options, find_delta_jars
 from tests.support.examples import examples
+from tests.support.least_privilege import documented_dsn, is_wanted
 from tests.support.opensearch_shared import shared_opensearch
 from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
@@ -72,9 +73,13 @@ class Database:
     idle: list[psycopg.Connection[tuple[Any, ...]]] | None = None
     """Connections that `execute` uses again; None opens one for each statement, as tests that stop the server need."""
 
+    role_dsn: str | None = None
+    """The address for the documented role, in a run with that role (`tests.support.least_privilege`)."""
+
     @property
     def dsn(self) -> str:
-        return self.server.dsn(self.name)
+        """The address for pipelines."""
+        return self.role_dsn or self.server.dsn(self.name)
 
     def connect(self, **options: Any) -> psycopg.Connection[tuple[Any, ...]]:
         """A connection that commits by itself, unless `autocommit=False` is given."""
@@ -350,7 +355,8 @@ def _binaries_or_skip(major: int) -> Any:
 
 
 def _database_on(server: DatabaseServer) -> Iterator[Database]:
-    database = Database(server, server.create_database(), [])
+    name = server.create_database()
+    database = Database(server, name, [], documented_dsn(server, name) if is_wanted() else None)
     yield database
     database.close()
     server.drop_database(database.name)
