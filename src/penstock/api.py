@@ -19,7 +19,7 @@ from penstock.comparison.verification import WAIT_SECONDS, VerifySettings
 from penstock.config import Config, load_config, make_config
 from penstock.config.problems import REFERENCE
 from penstock.config.template import usable_id
-from penstock.errors import ConfigError, PenstockError, Retry
+from penstock.errors import ConfigError, PenstockError, Retry, for_table
 from penstock.operations.plan import Plan, make_plan
 from penstock.operations.readiness import check_pipeline
 from penstock.operations.reading import choose_output, read_rows
@@ -190,7 +190,7 @@ class Pipeline:
         stopped = {name: each for name, each in running.errored.items() if each.retry_policy.retry is Retry.OPERATOR}
         for name, phase in stopped.items():
             with self._config.discreet():
-                raise PenstockError(f"{name} stopped: {phase.reason}", hint=phase.solution or "")
+                raise PenstockError(f"{name} stopped: {phase.reason}", hint=for_table(phase.solution or "", name))
 
     def wait_until_caught_up(self, timeout: float | None = None) -> None:
         """Wait until everything that is committed at the source now is durable at every output.

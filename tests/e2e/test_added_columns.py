@@ -71,6 +71,7 @@ def test_a_column_without_a_default_is_followed(database: Any, pipeline: Alone, 
     assert copies(pipeline, database) == 1
 
 
+@pytest.mark.remedy("ValuesNotSent")
 @pytest.mark.trap(25)
 @pytest.mark.parametrize(
     ("definition", "is_constant"),

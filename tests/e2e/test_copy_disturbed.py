@@ -130,6 +130,7 @@ REWRITES = {
 }
 
 
+@pytest.mark.remedy("TableRewritten")
 @pytest.mark.trap(19, 20, 21, 23)
 @pytest.mark.parametrize(
     ("what", "after"), [*((what, 1) for what in REWRITES), ("truncate", 0), ("another type", 0), ("vacuum full", 0)]

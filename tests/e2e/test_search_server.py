@@ -161,6 +161,7 @@ def test_a_search_server_that_is_pressed_and_then_killed_loses_nothing(
     site.sink.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.remedy("IndexUnusable")
 def test_an_index_deleted_by_hand_ends_the_output_and_is_built_anew(site: Site, opensearch: ExistingOpenSearch) -> None:
     output = site.output()
     people = site.specifications[0].name
@@ -177,6 +178,7 @@ def test_an_index_deleted_by_hand_ends_the_output_and_is_built_anew(site: Site, 
         site.check()
 
 
+@pytest.mark.remedy("DocumentsRejected")
 @pytest.mark.trap(46)
 def test_a_document_that_cannot_be_mapped_stops_the_output_until_it_can(site: Site) -> None:
     output = site.output()

@@ -65,6 +65,7 @@ def end_undecodable(pipeline: Alone, monkeypatch: pytest.MonkeyPatch) -> SlotUnd
     return caught.value
 
 
+@pytest.mark.remedy("SlotDiscarded")
 def test_a_new_slot_of_no_use_is_dropped_and_the_next_start_goes_well(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_new_slot_of_no_use_is_dropped_and_the_next_start_goes_well(
     check_equal(site.database.dsn, LakeReadBack(site.folder / "lake"), ["t"])
 
 
+@pytest.mark.remedy("SlotUndecodable")
 def test_a_slot_that_a_table_depends_on_is_kept_unless_tables_may_be_copied_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,13 @@
-"""Remedies, wherever they are written: the commands that they name exist, and none contradicts itself."""
+"""Remedies, wherever they are written: the commands that they name exist, none contradicts itself, and tests run them.
+
+A test that follows a remedy as printed is marked `@pytest.mark.remedy(...)` with the names of the errors, or of the
+findings of `penstock check`, and ends with a healthy pipeline.
+"""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -12,9 +17,54 @@ import pytest
 from typer.main import get_command
 
 import penstock
+from penstock import errors
 from penstock.cli.main import app
+from penstock.errors import PenstockError
 
 SOURCE = Path(penstock.__file__).parent
+TESTS = Path(__file__).parents[1]
+ERRORS = {
+    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, PenstockError)
+}
+
+BASES = "a base class; its subclasses have the remedies"
+ELSEWHERE = "raised with remedies of its own, one for each fault"
+UNRUN: dict[str, str] = {
+    **dict.fromkeys(("PenstockError", "SourceError", "SpoolError", "StateError", "DestinationError"), BASES),
+    **dict.fromkeys(("QueryFailed", "TableRejected", "NotComparable"), ELSEWHERE),
+    "UnsupportedServer": "another server is needed; `check_version` and `check_standby` name it",
+    "SnapshotLost": "nothing to do: the copy restarts (`pg_terminate_backend` in the fault trials)",
+    "StatementInterrupted": "nothing to do: retried; what interrupts statements is outside of Penstock",
+    "CaptureStopped": "nothing to do: restarted (`test_five_kills_under_load_lose_and_double_nothing`)",
+    "IndexIncomplete": "nothing to do: the index is rebuilt; what else writes to it is outside of Penstock",
+    "SparkGone": "`penstock run` after a kill of the JVM is in the trials",
+    "TableBusy": "nothing to do: retried; which program writes the table is outside of Penstock",
+    "TableLocked": "`pg_terminate_backend(pid)`, as for `SnapshotBlocked`; the fault trials lock tables",
+    "DecodeError": "a defect, to be reported",
+    "IllegalTransition": "a defect of Penstock, or the remedy is `penstock resync`, which other tests run",
+    "PositionGone": "for callers of the Python API: the order of two calls",
+    "DestinationRefused": "credentials and certificates at a search server (`test_encryption`)",
+    "FailpointReached": "raised by tests only",
+}
+"""Errors whose remedy no test runs, and why."""
+UNRUN_FINDINGS: dict[str, str] = {
+    **dict.fromkeys(("server_version", "server_role"), "another server is needed"),
+    **dict.fromkeys(
+        ("replication_slots", "wal_senders", "idle_slot_timeout", "wal_sender_timeout", "other_slots"),
+        "a setting of the server, or another program's slot, which a person chooses",
+    ),
+    **dict.fromkeys(("encoding", "slot_retention", "slot_failover"), "data or machines outside of Penstock"),
+    **dict.fromkeys(("connection", "replication_connection", "state", "spool", "slot"), "the errors of the same name"),
+    **dict.fromkeys(
+        ("table_patterns", "type_overrides", "column_rules", "schema_changes", "exact_keys"), "a key of the config file"
+    ),
+    **dict.fromkeys(("tables_without_columns", "types_as_text"), "nothing to do"),
+    "open_transactions": "as for `SnapshotBlocked`",
+    "names_alike": "a person chooses which table to rename",
+    "generated_identity": "as for `replica_identity`",
+    "trigger_privileges": "the first start runs as a superuser",
+}
+"""Findings whose remedy no test runs, and why."""
 _NAMES = {"hint", "default_hint", "remedy"}
 
 
@@ -78,3 +128,50 @@ def test_a_remedy_that_says_to_copy_a_table_names_the_command(phrase: str) -> No
     for where, text in remedies():
         if re.search(phrase, text, re.IGNORECASE):
             assert "RESYNC" in text or "penstock resync" in text, (where, text)
+
+
+@cache
+def run_by_tests() -> dict[str, list[str]]:
+    """By the name of an error or a finding: the tests that run its remedy."""
+    found: dict[str, list[str]] = {}
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text()
+        if "mark.remedy(" not in text:
+            continue
+        for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
+            marks = [each for each in function.decorator_list if ast.unparse(each).startswith("pytest.mark.remedy(")]
+            for constant in (node for mark in marks for node in ast.walk(mark) if isinstance(node, ast.Constant)):
+                found.setdefault(str(constant.value), []).append(function.name)
+    return found
+
+
+def findings() -> set[str]:
+    """The findings of `penstock check` that something is wrong."""
+    return {
+        node.args[0].value
+        for path in (*(SOURCE / "source/preflight").glob("*.py"), SOURCE / "operations/readiness.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "failed"
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }
+
+
+def test_a_test_runs_the_remedy_of_every_error_or_a_reason_says_why_none_can() -> None:
+    assert ERRORS.keys() == {*UNRUN, *(run_by_tests().keys() & ERRORS.keys())}
+    assert not UNRUN.keys() & run_by_tests().keys(), "a reason is out of date"
+
+
+def test_a_test_runs_the_remedy_of_every_finding_or_a_reason_says_why_none_can() -> None:
+    assert findings() == {*UNRUN_FINDINGS, *(run_by_tests().keys() & findings())}
+    assert not UNRUN_FINDINGS.keys() & run_by_tests().keys(), "a reason is out of date"
+
+
+def test_marks_name_errors_and_findings_that_exist() -> None:
+    assert run_by_tests().keys() <= ERRORS.keys() | findings()
+
+
+@pytest.mark.parametrize("text", ["alter table …", "alter publication …", "grant select on …", "schema … to"])
+def test_no_statement_of_a_remedy_has_gaps(text: str) -> None:
+    assert [where for where, remedy in remedies() if text in remedy] == []

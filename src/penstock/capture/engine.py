@@ -24,7 +24,7 @@ from penstock.capture.parcels import Parcel, ParcelQueue
 from penstock.capture.relations import CatalogResolver
 from penstock.capture.session import ReplicationSession, StartOptions
 from penstock.capture.streams import OpenStreams
-from penstock.errors import PenstockError, Retry, SlotLost
+from penstock.errors import PenstockError, Retry, SlotInUse, SlotLost
 from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.retry import Backoff
 from penstock.schema import quote_identifier
@@ -165,11 +165,13 @@ class Capture:
     ) -> None:
         """Determine the start position, raise if the server does not have it, and start there."""
         settings = self._settings
+        reader: int | None = None
         if settings.temporary:
             confirmed = _create_temporary_slot(session, settings.slot)
         else:
             slot = require_usable(inspect_slot(catalog, settings.slot), settings.slot)
             confirmed = slot.confirmed_flush_lsn or Lsn(0)
+            reader = slot.active_pid
         # After the slot: creating one writes WAL, and its position may be after that.
         system = identify_system(session.connection)
         ancestry = system.ancestry(settings.slot)
@@ -182,6 +184,11 @@ class Capture:
             # Also after each reconnect: another server may have taken over.
             ancestry.require(lineage, needed)
         if not reaches(needed, confirmed):
+            if reader is not None:
+                # First of all somebody has to end that: it would move the next slot, too.
+                raise SlotInUse(
+                    f"slot {settings.slot!r} is read by server process {reader}", slot=settings.slot, pid=reader
+                )
             raise SlotLost(
                 f"slot {settings.slot!r} is at {confirmed}, after the position {needed} at which capture must resume: "
                 "another program has read from it, and the changes in between are lost",

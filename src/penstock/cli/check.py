@@ -60,7 +60,7 @@ def check(
     if as_json:
         echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     else:
-        _print(report)
+        print_report(report)
     if not report.ready:
         raise typer.Exit(1)
 
@@ -78,7 +78,8 @@ def findings_table(findings: Iterable[Check], width: int) -> Table:
     return table
 
 
-def _print(report: Report) -> None:
+def print_report(report: Report) -> None:
+    """Print the findings and a summary, for people."""
     console = wide_console()
     # The most serious last, next to the summary, where a terminal shows them.
     console.print(findings_table(sorted(report.checks, key=_weight), console.width))

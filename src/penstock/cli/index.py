@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import unified_diff
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +17,7 @@ from rich.tree import Tree
 from penstock.cli.check import findings_table
 from penstock.cli.commands import Wait, print_answer, print_json
 from penstock.cli.display import echo, is_terminal, make_table, stderr_console, wide_console, write_line
-from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, Quiet, configured
+from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, Quiet, configured, configured_path
 from penstock.cli.status import STYLES
 from penstock.cli.verify import not_compared
 from penstock.config import Config, IndexChoice, load_config
@@ -59,9 +57,8 @@ index = typer.Typer(
 
 def complete_index(context: typer.Context, incomplete: str) -> list[str]:
     """Names of indexes for shell completion; empty if no config can be read."""
-    path = context.params.get("config_path") or os.environ.get("PENSTOCK_CONFIG") or DEFAULT_PATH
     try:
-        documents = load_config(Path(path)).documents
+        documents = load_config(configured_path(context)).documents
     except (PenstockError, OSError):
         return []
     names = [each.name for each in documents.indexes] if documents is not None else []

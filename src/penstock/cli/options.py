@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from penstock.config import Config, load_config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.source import SourceSettings
 
 DEFAULT_PATH = Path("penstock.toml")
@@ -57,7 +58,33 @@ Tables = Annotated[
         "--table", help="Table or pattern, like public.orders or 'sales.*'. Can be repeated.", metavar="PATTERN"
     ),
 ]
-TableNames = Annotated[list[str], typer.Argument(help="Tables, like public.orders.", metavar="TABLE")]
+
+
+def configured_path(context: typer.Context) -> Path:
+    """The config file of a command whose arguments the shell is completing."""
+    return Path(context.params.get("config_path") or os.environ.get("PENSTOCK_CONFIG") or DEFAULT_PATH)
+
+
+def complete_table(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of tables for shell completion, as the last run saw them; empty if no config or state can be read."""
+    # Imported here: most commands start without it.
+    from penstock.operations.stores import existing_store, table_names
+
+    names: set[str] = set()
+    try:
+        config = load_config(configured_path(context))
+        for output in config.outputs:
+            with existing_store(config, output) as store:
+                names |= set() if store is None else set(table_names(config, store).values())
+    except (PenstockError, OSError):
+        return []
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+TableNames = Annotated[
+    list[str],
+    typer.Argument(help="Tables, like public.orders.", metavar="TABLE", autocompletion=complete_table),
+]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from penstock.cli.display import echo, is_terminal, stderr_console, write_line
-from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, Quiet, configured
+from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, Quiet, complete_table, configured
 from penstock.comparison.compare import CompareSettings
 from penstock.comparison.report import ColumnDifference, ColumnKind, Difference, Kind, Report, TableReport
 from penstock.comparison.verification import WAIT_SECONDS, Observer, VerifySettings
@@ -39,7 +39,8 @@ def parse_part(text: str) -> float:
 
 def verify(
     tables: Annotated[
-        list[str] | None, typer.Argument(help="Tables or patterns. Default: all tables.", metavar="TABLE")
+        list[str] | None,
+        typer.Argument(help="Tables or patterns. Default: all tables.", metavar="TABLE", autocompletion=complete_table),
     ] = None,
     config_path: ConfigPath = DEFAULT_PATH,
     output: OutputName = None,

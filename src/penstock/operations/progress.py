@@ -265,7 +265,9 @@ class Progress:
 
     def _new_phases(self, phases: Mapping[str, TableReplicationPhase]) -> list[Notice]:
         notices = [
-            self._notice("stopped", _stopped(table, phase), table, {"reason": phase.reason, "solution": phase.solution})
+            self._notice(
+                "stopped", _stopped(table, phase), table, {"reason": phase.reason, "solution": _remedy(table, phase)}
+            )
             for table, phase in phases.items()
             if isinstance(phase, Errored) and self._phases.get(table) != phase
         ]
@@ -391,8 +393,12 @@ class StatusFile:
         )
 
 
+def _remedy(table: str, phase: Errored) -> str | None:
+    return None if phase.solution is None else for_table(phase.solution, table)
+
+
 def _stopped(table: str, phase: Errored) -> str:
-    remedy = for_table(phase.solution or "", table)
+    remedy = _remedy(table, phase) or ""
     return f"stopped {table}: {phase.reason.removeprefix(f'{table}: ')}{'. ' if remedy else ''}{remedy}"
 
 

@@ -18,7 +18,7 @@ from penstock.config import Config, DocumentsChoice, IndexChoice, OutputChoice
 from penstock.destinations.base import FolderDestination
 from penstock.documents.mapping import fingerprint, is_built_from
 from penstock.documents.quarantine import open_quarantine
-from penstock.errors import RESYNC, Retry, SourceError
+from penstock.errors import RESYNC, Retry, SourceError, for_table
 from penstock.headroom import Room
 from penstock.lsn import Lsn, distance, furthest
 from penstock.observe import scrub
@@ -322,7 +322,7 @@ def table_states(
             output=output.name,
             phase=current.get(names.get(table_id, ""), phase.name),
             position=_text(_position(phase, positions.get(table_id), stored.position if stored else None)),
-            error=_error(config, phase),
+            error=_error(config, phase, names.get(table_id, f"oid {table_id}"), output.name),
             copied_because=reason_of_copy(config.secrets, store, table_id, phase),
             changed_cells=changed.get(table_id, 0),
             silent_change=None if (shape := shapes.get(table_id)) is None else shape.silent_change,
@@ -531,13 +531,14 @@ def _position(phase: StoredPhase, own: Lsn | None, progress: Lsn | None) -> Lsn 
             return None
 
 
-def _error(config: Config, phase: StoredPhase) -> TableError | None:
+def _error(config: Config, phase: StoredPhase, table: str, output: str) -> TableError | None:
     if not isinstance(phase, Errored):
         return None
+    solution = for_table(phase.solution or "", table, output if len(config.outputs) > 1 else None)
     next_retry = phase.retry_policy.next_retry
     return TableError(
         reason=scrub(phase.reason, config.secrets),
-        solution=None if phase.solution is None else scrub(phase.solution, config.secrets),
+        solution=scrub(solution, config.secrets) or None,
         command=_command(phase),
         since=phase.since.isoformat(timespec="seconds"),
         next_retry=next_retry.isoformat(timespec="seconds") if next_retry else None,

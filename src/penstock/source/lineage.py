@@ -120,7 +120,8 @@ class Ancestry:
         if stored.slot != current.slot:
             raise LineageChanged(
                 f"stored positions belong to slot {stored.slot!r}, not {current.slot!r}",
-                hint="Use the old slot name, or copy the tables again.",
+                hint=f'Set slot = "{stored.slot}" in [source] again and run: penstock run. To give the slot another '
+                "name, tear the pipeline down first, under the old one.",
                 stored=stored.slot,
                 current=current.slot,
             )

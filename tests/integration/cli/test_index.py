@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_what_does_not_fit_ends_with_1_and_names_the_remedy(desk: Desk) -> None:
     assert {each["index"]: each["ready"] for each in report["indexes"]} == {"customers": True, "products": False}
 
 
+@pytest.mark.remedy("PublicationChanged")
 def test_tables_that_a_publication_lacks_are_named_with_the_remedy(desk: Desk) -> None:
     path = desk.folder / "penstock.toml"
     path.write_text(
@@ -106,16 +108,21 @@ def test_tables_that_a_publication_lacks_are_named_with_the_remedy(desk: Desk) -
     [critical] = [each for each in report["indexes"][0]["checks"] if each["severity"] == "critical"]
     assert critical["what"] == "publication narrow does not send changes of shop.order_items"
     assert critical["remedy"] == "Run: alter publication narrow add table shop.order_items;"
-    desk.database.execute("alter publication narrow add table shop.order_items")
+    desk.database.execute(critical["remedy"].removeprefix("Run: "))
     assert desk.run("check", "products").returncode == 0
 
 
+@pytest.mark.remedy("SpecificationInvalid")
 def test_a_specification_that_cannot_be_read_has_its_place(desk: Desk) -> None:
+    good = (desk.folder / "products.schema.yml").read_text()
     desk.specify("products", "version: 1\ntable: products\nfilds: []\n")
     result = desk.run("check")
     assert result.returncode == 1
     assert 'products.schema.yml:3:1: filds: there is no such key; did you mean "fields"?' in result.stderr
     assert "Traceback" not in result.stderr
+    desk.specify("products", good)
+    (command,) = re.findall(r"run: penstock index (\w+)\.", result.stderr)
+    assert desk.run(command).returncode == 0
 
 
 def test_a_preview_is_the_document_as_it_is_now(desk: Desk) -> None:

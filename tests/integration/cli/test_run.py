@@ -154,6 +154,8 @@ def test_a_command_for_a_pipeline_that_does_not_run_waits_for_it(site: Site):
     noted = site.run("resync", "orders")
     assert noted.returncode == 0
     assert "is not running: resync is queued (command 1) until its next start" in noted.stdout
+    asked = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock resync public.o", "COMP_CWORD": "2"}
+    assert site.run(environment=asked).stdout.split() == ["public.orders"]
     result = site.run("run", "--once")
     assert result.returncode == 0, result.stderr
     assert "copied public.orders" in result.stderr
@@ -202,6 +204,7 @@ def test_a_table_that_only_a_copy_helps_is_told_so(site: Site):
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.remedy("NotIdentified", "replica_identity")
 def test_a_table_whose_updates_the_server_would_reject_is_left_out_until_its_remedy_is_run(site: Site):
     site.database.execute("create table keyless (id int, note text); insert into keyless values (1, 'a')")
     remedy = "Run: alter table public.keyless replica identity full;"
@@ -244,6 +247,7 @@ def created(site: Site) -> list[Any]:
     return site.database.execute(f"{found} union all select pubname::text from pg_publication")
 
 
+@pytest.mark.remedy("ConfigError", "destination")
 def test_a_start_that_cannot_work_is_refused_and_leaves_nothing_behind(site: Site):
     """`check`, `run --plan` and `run` agree."""
     (site.folder / "lake").write_text("a file where the folder should be")
@@ -268,6 +272,7 @@ def test_a_start_that_cannot_work_is_refused_and_leaves_nothing_behind(site: Sit
     assert len(created(site)) == 2
 
 
+@pytest.mark.remedy("PermissionDenied", "publication_privileges")
 def test_check_names_the_privileges_that_a_start_needs_and_its_remedies_work(site: Site):
     database, role = site.database, f"r_{site.database.name}"
     database.execute(f"create role {role} login replication password 'secret'; create role owner_{role}")
@@ -395,6 +400,7 @@ def test_the_plan_says_what_the_next_start_does(site: Site):
     assert (phases["public.people"], phases["public.orders"]) == ("errored", "ready")
 
 
+@pytest.mark.remedy("IdentitiesDiffer", "partition_identity")
 def test_a_partitioned_table_whose_rows_cannot_be_identified_is_refused_until_its_remedy_is_followed(site: Site):
     site.database.execute("create table parts (id int, part int) partition by list (part)")
     site.database.execute("create table one partition of parts (primary key (id)) for values in (1)")

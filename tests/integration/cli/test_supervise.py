@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from penstock.operations.supervision import START_AGAIN
 from penstock.testing.postgres import PostgresServer
 from tests.integration.cli.support import PATIENCE, Site, check_discreet
@@ -101,6 +103,7 @@ def test_an_outage_is_waited_for_and_told_once(make_server: Callable[..., Postgr
     check_discreet(site, text)
 
 
+@pytest.mark.remedy("DestinationUnavailable")
 def test_a_destination_that_is_away_at_the_first_start_is_waited_for(site: Site, small_disk: SmallDisk):
     site.configure(destination=f'[destination]\ntype = "parquet"\npath = "{small_disk.folder}/lake"')
     small_disk.fill()

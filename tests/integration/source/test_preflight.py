@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from penstock.changes.column_rules import ColumnRule
 from penstock.changes.transform import RulesInForce, TableRules, Transforms
@@ -409,3 +411,60 @@ def test_tables_that_are_skipped_are_named(database: Any) -> None:
     report = look(database, patterns=("*.*",))
     assert report.find("names_alike") is None
     assert report.find("tables_without_columns") is None
+
+
+TRIES = """
+    insert into s.hidden values (1, 1, 'x'); update s.hidden set x = 2; delete from s.hidden;
+    insert into s."Odd" values (1, 1, 'x'); update s."Odd" set x = 2; delete from s."Odd";
+"""
+
+
+@pytest.mark.remedy(
+    *("PermissionDenied", "NotIdentified", "IdentitiesDiffer", "publication", "publication_operations"),
+    *("unpublishable_tables", "select_privilege", "row_security", "replica_identity", "replica_identity_full"),
+    *("partition_identity", "column_lists", "row_filters", "partitions_as_leaves", "generated_columns"),
+)
+def test_the_statements_of_findings_are_run_as_printed_until_nothing_is_found(any_database: Any) -> None:
+    role = f"reader_{any_database.name[-12:]}"
+    any_database.execute(
+        f"""
+        create role {role} login replication password 'x';
+        create schema s;
+        create table s.hidden (id int primary key, x int, note text);
+        alter table s.hidden replica identity full;
+        create table s."Odd" (id int primary key, x int, note text, twice int generated always as (x * 2) stored);
+        alter table s."Odd" enable row level security;
+        create table s.bare (x int);
+        create table s.filtered (id int primary key, "Kind" text);
+        create unlogged table s.unlogged (id int primary key);
+        create table s.top (id int, x int) partition by range (id);
+        create table s.leaf1 partition of s.top (primary key (id)) for values from (0) to (10);
+        create table s.leaf2 partition of s.top for values from (10) to (20);
+        create publication empty;
+        create publication pub for table s.hidden (x, note) where (id > 0), s."Odd", s.bare, s.top,
+            s.filtered where ("Kind" = 'a') with (publish = 'insert, update, delete');
+        """
+    )
+    settings = SourceSettings(make_conninfo(any_database.dsn, user=role, password="x"))
+    run: set[str] = set()
+    try:
+        for publication in ("none", "empty", "pub"):
+            for _ in range(4):
+                # A statement may uncover what the next finding is about.
+                report = run_preflight(settings, Request(publication=publication, patterns=("s.*",)))
+                found = [check for check in report.failed if re.search(r"\b(alter|create|grant) \w", check.remedy)]
+                for check in found:
+                    if publication == "pub" or check.id in ("publication", "unpublishable_tables"):
+                        statements = re.search(r"((?:alter|create|grant) \w.*;)", check.remedy)
+                        assert statements is not None, check
+                        any_database.execute(statements[1])
+                        run.add(check.id)
+        assert report.ready, report.critical
+        assert found == []
+        any_database.execute(TRIES)
+    finally:
+        any_database.execute(f"drop owned by {role}; drop role {role}")
+    assert run >= {
+        *("publication", "publication_operations", "unpublishable_tables", "select_privilege", "row_security"),
+        *("replica_identity", "replica_identity_full", "column_lists", "row_filters", "partitions_as_leaves"),
+    }

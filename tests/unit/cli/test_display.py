@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.check import findings_table
+from penstock.cli.check import findings_table, print_report
 from penstock.cli.display import MOST_BARS, Bars, Lines, Records, make_table, opened_display, print_unwrapped, render
 from penstock.copy.progress import CopyProgress
 from penstock.lsn import Lsn
@@ -20,7 +20,7 @@ from penstock.observe.logs import JsonFormatter
 from penstock.operations.lag import Behind
 from penstock.operations.progress import Notice, OutputLook
 from penstock.retry import Backoff
-from penstock.source.preflight import Check, Severity, Status
+from penstock.source.preflight import Check, Report, Severity, Status
 from penstock.state import DataSync, Ready
 
 
@@ -49,6 +49,26 @@ def test_each_copy_has_a_bar_and_the_last_line_is_the_status():
     assert " 0% " in lines[1]
     assert "left" not in lines[1]
     assert lines[2] == "streaming: 1 of 3 tables ready, 2 copying; 43 changes/s; lag 0 B, 0.0 s"
+
+
+def test_a_small_table_is_being_read_until_its_only_range_is_whole():
+    small = CopyProgress("public.small", ranges=1, bytes=100, estimated_rows=5, clock=lambda: 20.0, since=0.0)
+    assert "reading" in shown([look(small)], 140)[0]
+    assert "%" not in shown([look(small)], 140)[0]
+    assert "100%" in shown([look(small.advance(rows=5, bytes=100, ranges=1))], 140)[0]
+
+
+def test_the_most_serious_findings_of_check_stand_last_and_are_named_in_the_summary(capsys, monkeypatch):
+    found = [
+        Check("first", Severity.CRITICAL, Status.FAILED, "critical", "Mend it."),
+        Check("second", Severity.INFO, Status.PASSED, "well"),
+        Check("third", Severity.WARNING, Status.FAILED, "so so", "Look at it."),
+    ]
+    monkeypatch.setenv("COLUMNS", "160")
+    print_report(Report("h:1/d", tuple(found)))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line.split()[1] for line in lines[1:4]] == ["second", "third", "first"]
+    assert lines[-1] == "h:1/d is not ready (1 critical, 1 warning): first"
 
 
 def test_a_narrow_terminal_has_room_for_name_bar_percent_and_time():

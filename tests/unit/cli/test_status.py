@@ -7,8 +7,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from penstock.cli import status
 from penstock.cli.status import render
 from penstock.copy.progress import CopyProgress
 from penstock.errors import RESYNC
@@ -16,6 +18,7 @@ from penstock.headroom import Room
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.operations.progress import OutputLook, StatusFile
+from penstock.operations.signals import Ended
 from penstock.operations.status import (
     OutputStatus,
     PipelineStatus,
@@ -38,9 +41,9 @@ OUTPUT = OutputStatus("tables", False, "0/10", 300, 1.5, 43.0, (READY, COPYING))
 STATUS = PipelineStatus("shop", {"pid": 42}, SourceStatus("h:1/d", "18.6", "0/20", SLOT), (OUTPUT,), driver=DRIVER)
 
 
-def shown(status: PipelineStatus) -> list[str]:
+def shown(found: PipelineStatus) -> list[str]:
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(render(status))
+    console.print(render(found))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
@@ -70,6 +73,27 @@ def test_room_that_runs_out_is_shown_with_the_time_that_is_left() -> None:
     unlimited = replace(SLOT, retained_bytes=3 << 30)
     line = shown(replace(STATUS, source=replace(STATUS.source, slot=unlimited)))[3]
     assert line == "          only the server's disk is the limit: set max_slot_wal_keep_size"
+
+
+def test_watching_keeps_the_head_of_a_status_that_is_longer_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = tuple(replace(READY, table=f"public.t{number:02}") for number in range(60))
+    found = replace(STATUS, outputs=(replace(OUTPUT, tables=tables),))
+    console = Console(file=io.StringIO(), width=120, height=24, color_system=None, force_terminal=True)
+    texts: list[str] = []
+
+    def watch(*_: object) -> PipelineStatus:
+        texts.append(console.file.getvalue())  # type: ignore[attr-defined]
+        if len(texts) == 2:
+            raise Ended
+        return found
+
+    monkeypatch.setattr(status, "wide_console", lambda: console)
+    monkeypatch.setattr(status, "pipeline_status", watch)
+    status._watch(None, None, 0.0, as_json=False)  # type: ignore[arg-type]
+    lines = [line.strip() for line in texts[1].splitlines()]
+    assert any(line.endswith("run by process 42 on vm since 2026-11-15 11:00:00 UTC") for line in lines)
+    assert len(lines) <= 24
+    assert not any("public.t59" in line for line in lines)
 
 
 def test_a_supervised_pipeline() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from penstock.source.columns import CatalogTable
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import translated
-from penstock.source.patterns import TablePattern
+from penstock.source.patterns import TableName, TablePattern
 from penstock.source.preflight.report import Severity
 from penstock.source.publications import (
     Publication,
@@ -207,7 +207,7 @@ class Context:
             published = published_tables(self.connection, self.publication.name)
         if self.publication is None or self.request.manage_publication:
             known = {table.oid for table in published}
-            published += [table for table in self._candidates() if table.oid not in known]
+            published += [table for table in self._published_candidates() if table.oid not in known]
             published.sort(key=lambda table: (table.namespace, table.name))
         tables = load_tables(self.connection, [table.oid for table in published])
         roots = [table.oid for table in published if table.kind == "p"]
@@ -257,7 +257,12 @@ class Context:
             return published_attnums(catalog, table, self.publication)
         return tuple(attribute.attnum for attribute in catalog.live_attributes if not attribute.generated)
 
-    def _candidates(self) -> list[PublishedTable]:
-        names = find_tables(self.connection, self._patterns, self.request.exclude)
+    @cached_property
+    def candidates(self) -> Sequence[TableName]:
+        """The tables that match the patterns and can be published."""
+        return find_tables(self.connection, self._patterns, self.request.exclude)
+
+    def _published_candidates(self) -> list[PublishedTable]:
+        names = self.candidates
         rows = self.rows(_OIDS, [table.namespace for table in names], [table.name for table in names])
         return [PublishedTable(oid, namespace, name, kind, None, None) for oid, namespace, name, kind in rows]

@@ -10,7 +10,7 @@ import psycopg
 from penstock.errors import PenstockError
 from penstock.source.connections import SourceSettings
 from penstock.source.faults import from_exception
-from penstock.source.preflight import privileges, server, tables
+from penstock.source.preflight import privileges, server, settings, tables
 from penstock.source.preflight.context import Context, Request
 from penstock.source.preflight.report import Check, Report, Severity, failed, passed, unknown
 
@@ -20,27 +20,28 @@ ALL_CHECKS: Mapping[str, Callable[[Context], Iterator[Check]]] = {
     **server.CHECKS,
     **privileges.CHECKS,
     **tables.CHECKS,
+    **settings.CHECKS,
     **server.SLOT_CHECKS,
 }
 
 logger = logging.getLogger(__name__)
 
 
-def run_preflight(settings: SourceSettings, request: Request = Request()) -> Report:  # noqa: B008 (frozen)
+def run_preflight(source: SourceSettings, request: Request = Request()) -> Report:  # noqa: B008 (frozen)
     """Look at a server, and at a publication, a slot and tables if the request names them. Changes nothing."""
-    context = Context(settings, request)
+    context = Context(source, request)
     try:
         try:
             user = context.connection.info.user
         except PenstockError as error:
             found = [failed("connection", Severity.CRITICAL, str(error), error.hint, error=error)]
         else:
-            found = [passed("connection", f"connected to {settings.location} as {user!r}")]
+            found = [passed("connection", f"connected to {source.location} as {user!r}")]
             for id_, check in ALL_CHECKS.items():
                 found += _run(id_, check, context)
     finally:
         context.close()
-    return Report(settings.location, tuple(found))
+    return Report(source.location, tuple(found))
 
 
 def _run(id_: str, check: Callable[[Context], Iterator[Check]], context: Context) -> list[Check]:

@@ -7,20 +7,17 @@ and deletes. A publication that Penstock manages leaves such tables out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from penstock.changes.segment import inexact_keys
-from penstock.errors import ConfigError, NotIdentified, for_table
-from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
-from penstock.source.catalog import schema_from_catalog
+from penstock.errors import NotIdentified
+from penstock.schema import ReplicaIdentity
 from penstock.source.columns import CatalogTable
 from penstock.source.identity import quote_if_needed
 from penstock.source.patterns import TableName, select_tables
 from penstock.source.preflight.context import Context, Subject
 from penstock.source.preflight.report import Check, Severity, counted, failed, listed, passed
-from penstock.source.publications import published_tables
+from penstock.source.publications import GENERATED_SINCE, published_tables
 from penstock.source.unidentified import REJECTS_UNSENT_SINCE
-from penstock.values import codec_for
 
 _UNPUBLISHABLE = """
     select n.nspname, c.relname,
@@ -48,8 +45,6 @@ _UNREADABLE = """
        )
 """
 
-_STRINGS = ("text", "varchar", "bpchar", "name", "char", "json", "jsonb", "uuid", "citext")
-
 
 def check_publication(context: Context) -> Iterator[Check]:
     """Does the publication exist, and does it publish anything?"""
@@ -58,9 +53,11 @@ def check_publication(context: Context) -> Iterator[Check]:
         return
     publication = context.publication
     if publication is None:
-        tables = ", ".join(_quoted(subject) for subject in context.subjects[:5])
-        more = ", …" if len(context.subjects) > 5 else ""
-        statement = f"create publication {quote_if_needed(name)}{f' for table {tables}{more}' if tables else ''};"
+        tables = ", ".join(_quoted(subject.catalog) for subject in context.subjects)
+        as_roots = " with (publish_via_partition_root = true)" * any(
+            each.published.kind == "p" for each in context.subjects
+        )
+        statement = f"create publication {quote_if_needed(name)}{f' for table {tables}' if tables else ''}{as_roots};"
         if context.request.manage_publication:
             yield passed("publication", f"publication {name!r} does not exist; Penstock creates it at the first start")
         else:
@@ -76,7 +73,8 @@ def check_publication(context: Context) -> Iterator[Check]:
             "publication",
             Severity.CRITICAL,
             f"publication {name!r} has no tables",
-            f"Add some: alter publication {quote_if_needed(name)} add table …;",
+            f"Add some: alter publication {quote_if_needed(name)} add table "
+            f"{', '.join(_quoted(table) for table in context.candidates) or '…'};",
         )
     else:
         scope = " (for all tables)" if publication.all_tables else ""
@@ -131,11 +129,13 @@ def check_excluded(context: Context) -> Iterator[Check]:
     chosen = select_tables(kinds, context.request.patterns or ("*",), context.request.exclude)
     if chosen:
         names = [f"{table} ({kinds[table]})" for table in chosen]
+        unlogged = [_quoted(table) for table in chosen if kinds[table] == "unlogged"]
         yield failed(
             "unpublishable_tables",
             Severity.INFO,
             f"{counted(names)} cannot be replicated: {listed(names)}",
-            "Their changes are not in the WAL. For unlogged tables, run: alter table … set logged;",
+            "Their changes are not in the WAL."
+            + (f" Run: {_each('alter table {} set logged;', unlogged)}" if unlogged else ""),
             names,
         )
 
@@ -168,14 +168,18 @@ def check_privileges(context: Context) -> Iterator[Check]:
     """Can the role read every table?"""
     subjects = {subject.published.oid: subject for subject in context.subjects}
     columns = [f"{oid}.{attnum}" for oid, subject in subjects.items() for attnum in subject.attnums]
-    names = [str(subjects[oid]) for (oid,) in context.rows(_UNREADABLE, list(subjects), columns)]
+    hidden = [subjects[oid] for (oid,) in context.rows(_UNREADABLE, list(subjects), columns)]
+    names = [str(subject) for subject in hidden]
     user = context.connection.info.user
     if names:
+        role = quote_if_needed(user)
+        schemas = ", ".join(sorted({quote_if_needed(subject.published.namespace) for subject in hidden}))
+        tables = ", ".join(_quoted(subject.catalog) for subject in hidden)
         yield failed(
             "select_privilege",
             context.severity,
             f"role {user!r} cannot read {counted(names)}: {listed(names)}",
-            f"Run: grant usage on schema … to {quote_if_needed(user)}; grant select on … to {quote_if_needed(user)};",
+            f"Run: grant usage on schema {schemas} to {role}; grant select on {tables} to {role};",
             names,
         )
     elif subjects:
@@ -232,13 +236,23 @@ def check_identity(context: Context) -> Iterator[Check]:
         yield passed("replica_identity", "every table has a replica identity")
     full = _stored_tables(context, lambda table: table.replica_identity is ReplicaIdentity.FULL)
     if full:
+        # Partitions need the same identity as the others of their table, and row filters the columns that they use.
+        filtered = {each.published.oid for each in context.subjects if _filter_columns(each) - _key_of(each)}
+        keyed = [
+            _quoted(table)
+            for table in full
+            if table.primary_key_attnums and not table.is_partition and table.oid not in filtered
+        ]
+        names = [str(table) for table in full]
         yield failed(
             "replica_identity_full",
             Severity.WARNING,
-            f"{counted(full)} with replica identity full: every update and delete logs the whole old row: "
-            f"{listed(full)}",
-            "For tables with a primary key, run: alter table … replica identity default;",
-            full,
+            f"{counted(names)} with replica identity full: every update and delete logs the whole old row: "
+            f"{listed(names)}",
+            f"Run: {_each('alter table {} replica identity default;', keyed)}"
+            if keyed
+            else "Nothing to do, unless the tables can have a primary key.",
+            names,
         )
 
 
@@ -267,14 +281,16 @@ def check_column_lists(context: Context) -> Iterator[Check]:
     lists = [subject for subject in context.subjects if subject.published.column_attnums is not None]
     if not lists:
         return
-    bad = [str(subject) for subject in lists if not _identity_of(subject) <= set(subject.attnums)]
-    if bad:
+    wrong = [subject for subject in lists if not _identity_of(subject) <= set(subject.attnums)]
+    bad = [str(subject) for subject in wrong]
+    if bad and context.publication is not None:
+        publication = quote_if_needed(context.publication.name)
         yield failed(
             "column_lists",
             Severity.CRITICAL,
             f"{counted(bad, 'column list')} without the replica identity: the server rejects updates and deletes on "
             f"{listed(bad)}",
-            "Add the columns of the replica identity to the column list (with replica identity full: all columns).",
+            f"Run: {' '.join(_with_identity(publication, subject) for subject in wrong)}",
             bad,
         )
     else:
@@ -287,14 +303,16 @@ def check_row_filters(context: Context) -> Iterator[Check]:
     if not filtered:
         return
     operations = context.publication.operations if context.publication else frozenset[str]()
-    bad = [str(subject) for subject in filtered if _filter_columns(subject) - _identity_of(subject)]
+    wrong = [subject for subject in filtered if _filter_columns(subject) - _identity_of(subject)]
+    bad = [str(subject) for subject in wrong]
     if bad and operations & {"update", "delete"}:
         yield failed(
             "row_filters",
             Severity.CRITICAL,
             f"{counted(bad, 'row filter')} on columns outside the replica identity: the server rejects updates and "
             f"deletes on {listed(bad)}",
-            "Filter only by columns of the replica identity, or run: alter table … replica identity full;",
+            "Filter only by columns of the replica identity. "
+            f"Or run: {_full(table for subject in wrong for table in subject.stored)}",
             bad,
         )
     else:
@@ -316,7 +334,8 @@ def check_partitions(context: Context) -> Iterator[Check]:
             "partitions_as_leaves",
             Severity.INFO,
             what,
-            "To replicate partitioned tables as one: alter publication … set (publish_via_partition_root = true);",
+            f"To replicate partitioned tables as one, run: alter publication {_publication(context)} set "
+            "(publish_via_partition_root = true);",
             leaves,
         )
 
@@ -335,8 +354,11 @@ def check_generated(context: Context) -> Iterator[Check]:
             "generated_columns",
             Severity.INFO,
             f"{counted(names, 'generated column')} not replicated: {listed(names)}",
-            "PostgreSQL 18 can publish stored ones: set source.generated_columns = true, or run: alter publication … "
-            "set (publish_generated_columns = stored); only the tables that have some are then copied again.",
+            "PostgreSQL 18 and newer can publish stored ones."
+            if context.version < GENERATED_SINCE
+            else "To publish stored ones, set source.generated_columns = true, or run: alter publication "
+            f"{_publication(context)} set (publish_generated_columns = stored); only the tables that have some are "
+            "then copied again.",
             names,
         )
 
@@ -364,142 +386,22 @@ def check_generated_identity(context: Context) -> Iterator[Check]:
             identity = set(table.identity_attnums)
             return any(each.generated and each.attnum in identity for each in table.live_attributes)
 
-        names = _stored_tables(context, lambda table: table.oid not in listed_columns and is_concerned(table))
+        tables = _stored_tables(context, lambda table: table.oid not in listed_columns and is_concerned(table))
+        names = [str(table) for table in tables]
         if names:
             yield failed(
                 "generated_identity",
                 Severity.WARNING,
                 f"{counted(names)} {what}; updates and deletes make Penstock copy such tables again: {listed(names)}",
-                "Run: alter table … replica identity full;",
+                f"Run: {_full(tables)}",
                 names,
             )
 
 
-def check_types(context: Context) -> Iterator[Check]:
-    """Which columns are replicated as text?"""
-    types = context.types
-    names = [
-        f"{subject}.{attribute.name} ({types[attribute.type_oid]})"
-        for subject in context.subjects
-        for attribute in subject.catalog.live_attributes
-        if attribute.attnum in subject.attnums
-        and attribute.type_oid in types
-        and _becomes_text(types[attribute.type_oid], attribute.type_modifier)
-    ]
-    if names:
-        yield failed(
-            "types_as_text",
-            Severity.INFO,
-            f"{counted(names, 'column')} replicated as text, exactly as the server prints it: {listed(names, 3)}",
-            "Nothing to do; the values are complete.",
-            names,
-        )
-
-
-def check_keys(context: Context) -> Iterator[Check]:
-    """Does a setting in [types] make different keys the same?"""
-    problems = [
-        problem
-        for subject in context.subjects
-        for problem in inexact_keys(
-            schema_from_catalog(subject.catalog, context.types, subject.attnums), context.request.types
-        )
-    ]
-    if problems:
-        names = [f"{problem.table}.{problem.column}" for problem in problems]
-        more = f" (also {listed(names[1:])})" if len(names) > 1 else ""
-        remedy = for_table(problems[0].hint, problems[0].table)
-        yield failed("exact_keys", context.severity, f"{problems[0]}{more}", remedy, names)
-
-
-def check_overrides(context: Context) -> Iterator[Check]:
-    """Does every table and column with types of its own in [tables] exist?"""
-    known = {str(subject): {each.name for each in subject.catalog.live_attributes} for subject in context.subjects}
-    for table, rules in context.request.transforms.rules.items():
-        if table in known:
-            known[table] |= {rule.rename for _, rule in rules.columns if rule.rename is not None}
-    lost = [
-        override.table if override.column is None else f"{override.table}.{override.column}"
-        for override in context.request.types.overrides
-        if (
-            override.table not in context.names
-            if override.table not in known
-            else override.column is not None and override.column not in known[override.table]
-        )
-    ]
-    if lost:
-        yield failed(
-            "type_overrides",
-            Severity.WARNING,
-            f"[tables] sets types for tables or columns that are not published: {listed(lost)}",
-            'Write tables as "schema.table", and check the case of the names.',
-            lost,
-        )
-
-
-def check_schema_changes(context: Context) -> Iterator[Check]:
-    """How does each table follow changes of its schema, and does every table with a policy of its own exist?"""
-    policies = context.request.schema_changes
-    if not policies:
-        return
-    own = {name: policy for name, policy in policies.items() if name}
-    known = context.request.transforms.known
-    former = {known[each.published.oid].table for each in context.subjects if each.published.oid in known}
-    lost = sorted(own.keys() - context.names - former)
-    if lost:
-        yield failed(
-            "schema_changes",
-            Severity.WARNING,
-            f"[tables] sets schema_changes for tables that are not published: {listed(lost)}",
-            'Write tables as "schema.table", and check the case of the names.',
-            lost,
-        )
-    shown = [f"tables are {policies['']}", *(f"{name} is {own[name]}" for name in own if name not in lost)]
-    yield passed("schema_changes", "; ".join(shown), [name for name in own if name not in lost])
-
-
-def check_rules(context: Context) -> Iterator[Check]:
-    """Do the rules of [tables] for columns and rows fit the tables, and what do they do?"""
-    transforms = context.request.transforms
-    problems: list[ConfigError] = []
-    shown: list[str] = []
-    for subject in context.subjects:
-        rules = transforms.of(subject.published.oid, str(subject))
-        if rules is None:
-            continue
-        schema = schema_from_catalog(subject.catalog, context.types, subject.attnums)
-        try:
-            transforms.resolve(schema, context.request.types)
-            shown.append(f"{subject}: {rules}")
-        except ConfigError as error:
-            problems.append(error)
-    for problem in problems:
-        remedy = for_table(problem.hint, problem.table)
-        yield failed("column_rules", context.severity, problem.message, remedy, [problem.table])
-    former = {transforms.name_of(each.published.oid, str(each)) for each in context.subjects}
-    lost = sorted(transforms.rules.keys() - context.names - former)
-    if lost:
-        yield failed(
-            "column_rules",
-            Severity.WARNING,
-            f"[tables] has rules for columns or rows of tables that are not published: {listed(lost)}",
-            'Write tables as "schema.table", and check the case of the names: a misspelled rule protects nothing.',
-            lost,
-        )
-    if shown:
-        yield failed(
-            "column_rules",
-            Severity.INFO,
-            f"rules of the config: {'. '.join(shown)}",
-            "Nothing to do. The spool contains the original values.",
-            [each.partition(":")[0] for each in shown],
-        )
-
-
-def _stored_tables(context: Context, wanted: Callable[[CatalogTable], bool]) -> list[str]:
+def _stored_tables(context: Context, wanted: Callable[[CatalogTable], bool]) -> list[CatalogTable]:
     """Tables that store rows: of a partitioned table its leaves, because their identity counts."""
     tables = {table.oid: table for subject in context.subjects for table in subject.stored}
-    return sorted(str(table) for table in tables.values() if wanted(table))
+    return sorted((table for table in tables.values() if wanted(table)), key=str)
 
 
 def _parts(errors: Sequence[NotIdentified]) -> list[str]:
@@ -521,25 +423,45 @@ def _identity_of(subject: Subject) -> set[int]:
     return set(table.identity_attnums)
 
 
+def _key_of(subject: Subject) -> set[int]:
+    return set(subject.catalog.primary_key_attnums)
+
+
 def _filter_columns(subject: Subject) -> set[int]:
     text = re.sub(r"'(?:[^']|'')*'", "''", subject.published.row_filter or "")
     words = {word.strip('"') for word in re.findall(r'"[^"]+"|\w+', text)}
     return {attribute.attnum for attribute in subject.catalog.live_attributes if attribute.name in words}
 
 
-def _becomes_text(type_: PostgresType, modifier: int) -> bool:
-    resolved, _modifier = resolve_domain(type_, modifier)
-    if resolved.kind is TypeKind.BASE and resolved.name in _STRINGS:
-        return False
-    return str(codec_for(type_, modifier).arrow_type) in ("string", "large_string")
-
-
 def _as_pattern(subject: Subject) -> str:
     return TableName(subject.published.namespace, subject.published.name).quoted
 
 
-def _quoted(subject: Subject) -> str:
-    return f"{quote_if_needed(subject.published.namespace)}.{quote_if_needed(subject.published.name)}"
+def _quoted(table: TableName | CatalogTable) -> str:
+    return f"{quote_if_needed(table.namespace)}.{quote_if_needed(table.name)}"
+
+
+def _publication(context: Context) -> str:
+    return quote_if_needed(context.publication.name if context.publication is not None else "<publication>")
+
+
+def _each(statement: str, names: Iterable[str]) -> str:
+    """A statement for each table."""
+    return " ".join(statement.format(name) for name in names)
+
+
+def _full(tables: Iterable[CatalogTable]) -> str:
+    return _each("alter table {} replica identity full;", (_quoted(table) for table in tables))
+
+
+def _with_identity(publication: str, subject: Subject) -> str:
+    """The statements that add the replica identity to the column list of a table."""
+    wanted = _identity_of(subject) | set(subject.attnums)
+    columns = [quote_if_needed(each.name) for each in subject.catalog.live_attributes if each.attnum in wanted]
+    table, row_filter = _quoted(subject.catalog), subject.published.row_filter
+    rows = "" if row_filter is None else f" where ({row_filter})"
+    added = f"{table} ({', '.join(columns)}){rows}"
+    return f"alter publication {publication} drop table {table}; alter publication {publication} add table {added};"
 
 
 CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
@@ -557,9 +479,4 @@ CHECKS: dict[str, Callable[[Context], Iterator[Check]]] = {
     "partitions": check_partitions,
     "generated_columns": check_generated,
     "generated_identity": check_generated_identity,
-    "types_as_text": check_types,
-    "exact_keys": check_keys,
-    "type_overrides": check_overrides,
-    "column_rules": check_rules,
-    "schema_changes": check_schema_changes,
 }
