@@ -260,6 +260,7 @@ def test_a_pipeline_whose_slot_waits_says_for_whom_and_goes_on(site: Site, caplo
         starting = threading.Thread(target=site.start)
         starting.start()
         line = wait_for(lambda: next((text for text in caplog.messages if "waits for" in text), None), "a word")
+        assert line is not None
         assert f"pid {blocker.info.backend_pid}" in line
         assert "open for" in line
         blocker.commit()

@@ -17,7 +17,7 @@ from penstock.coordinator import Coordinator
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.memory import MemoryDestination
-from penstock.documents.output import DocumentsOutput
+from penstock.documents.output import DocumentsOutput, RunningDocuments
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
 from penstock.errors import LineageChanged, SlotMissing
@@ -115,6 +115,7 @@ class Site:
         def has_arrived() -> bool:
             outputs.check()
             arrived = all(reaches(each.status.acknowledged, end) for each in outputs)
+            assert isinstance(documents, RunningDocuments)
             return arrived and {type(each) for each in tables.phases.values()} == {Ready} and documents.is_complete
 
         wait_for(has_arrived, f"all outputs to reach {end}")

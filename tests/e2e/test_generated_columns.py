@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.e2e.test_inexact_keys import wait_phases
 READY = {"plain": "ready", "sums": "ready"}
 
 
-def test_the_setting_copies_only_tables_with_generated_columns(database, tmp_path):
+def test_the_setting_copies_only_tables_with_generated_columns(database: Any, tmp_path: Path) -> None:
     database.execute(
         """
         create table plain (id int primary key);
@@ -67,7 +68,7 @@ def test_the_setting_copies_only_tables_with_generated_columns(database, tmp_pat
         assert copies() == {"plain": 1, "sums": 2}
 
 
-def test_an_older_server_refuses_the_setting(any_database, tmp_path):
+def test_an_older_server_refuses_the_setting(any_database: Any, tmp_path: Path) -> None:
     if any_database.execute("show server_version_num")[0][0] >= "180000":
         pytest.skip("it has generated columns")
     any_database.execute("create table plain (id int primary key)")

@@ -144,7 +144,6 @@ def test_transaction_larger_than_the_spool_gets_through(stream, streaming):
     assert sum(step.rows for step in steps if not is_in(step.first.commit_lsn, big)) == 51
 
 
-@pytest.mark.remedy("SpoolDiskFull")
 @pytest.mark.parametrize(
     ("min_free_bytes", "streaming"), [(0, True), (1 << 20, False)], ids=["streamed, no room", "whole, some room left"]
 )

@@ -29,15 +29,21 @@ ERRORS = {
 
 BASES = "a base class; its subclasses have the remedies"
 ELSEWHERE = "raised with remedies of its own, one for each fault"
+HEALS_BY_ITSELF = {
+    "TakesLong": "test_nobody_waits_for_a_table_that_takes_long",
+    "TasksFailed": "test_while_no_task_runs_no_table_stops",
+    "SpoolDiskFull": "test_full_disk_is_waited_for",
+    "CaptureStopped": "test_five_kills_under_load_lose_and_double_nothing",
+    "SparkGone": "test_whoever_is_killed_nothing_is_lost_or_doubled_for_many_seeds",
+}
+"""Errors that need no more than time, room or a new start, and a test of that."""
 UNRUN: dict[str, str] = {
     **dict.fromkeys(("PenstockError", "SourceError", "SpoolError", "StateError", "DestinationError"), BASES),
     **dict.fromkeys(("QueryFailed", "TableRejected", "NotComparable"), ELSEWHERE),
     "UnsupportedServer": "another server is needed; `check_version` and `check_standby` name it",
     "SnapshotLost": "nothing to do: the copy restarts (`pg_terminate_backend` in the fault trials)",
     "StatementInterrupted": "nothing to do: retried; what interrupts statements is outside of Penstock",
-    "CaptureStopped": "nothing to do: restarted (`test_five_kills_under_load_lose_and_double_nothing`)",
     "IndexIncomplete": "nothing to do: the index is rebuilt; what else writes to it is outside of Penstock",
-    "SparkGone": "`penstock run` after a kill of the JVM is in the trials",
     "TableBusy": "nothing to do: retried; which program writes the table is outside of Penstock",
     "TableLocked": "`pg_terminate_backend(pid)`, as for `SnapshotBlocked`; the fault trials lock tables",
     "DecodeError": "a defect, to be reported",
@@ -133,7 +139,7 @@ def test_a_remedy_that_says_to_copy_a_table_names_the_command(phrase: str) -> No
 @cache
 def run_by_tests() -> dict[str, list[str]]:
     """By the name of an error or a finding: the tests that run its remedy."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {name: [test] for name, test in HEALS_BY_ITSELF.items()}
     for path in TESTS.rglob("test_*.py"):
         text = path.read_text()
         if "mark.remedy(" not in text:
@@ -168,8 +174,11 @@ def test_a_test_runs_the_remedy_of_every_finding_or_a_reason_says_why_none_can()
     assert not UNRUN_FINDINGS.keys() & run_by_tests().keys(), "a reason is out of date"
 
 
-def test_marks_name_errors_and_findings_that_exist() -> None:
+def test_errors_findings_and_tests_exist() -> None:
     assert run_by_tests().keys() <= ERRORS.keys() | findings()
+    texts = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+    for test in HEALS_BY_ITSELF.values():
+        assert f"\ndef {test}(" in texts, test
 
 
 @pytest.mark.parametrize("text", ["alter table …", "alter publication …", "grant select on …", "schema … to"])

@@ -14,11 +14,10 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
@@ -351,9 +350,10 @@ def test_more_changes_during_a_copy_than_the_spool_may_keep(site: Site):
 def test_sessions_that_block_a_copy_are_ended_by_the_pid_that_is_printed(site: Site):
     assert site.run("run", "--once", "-q").returncode == 0
     assert site.run("resync", "orders").returncode == 0
-    with suppress(psycopg.OperationalError), site.database.connect(autocommit=False) as blocker:
-        blocker.execute("insert into items values (9000, 'late')")
-        process = site.start("run")
+    blocker = site.database.connect(autocommit=False)
+    blocker.execute("insert into items values (9000, 'late')")
+    process = site.start("run")
+    with closing(blocker):
         site.wait_output(process, "until these transactions end")
         found = re.search(r"pid (\d+) \(", site.output(process))
         assert found is not None

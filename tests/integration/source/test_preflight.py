@@ -447,6 +447,8 @@ def test_the_statements_of_findings_are_run_as_printed_until_nothing_is_found(an
     )
     settings = SourceSettings(make_conninfo(any_database.dsn, user=role, password="x"))
     run: set[str] = set()
+    report = run_preflight(settings)
+    found: list[Check] = []
     try:
         for publication in ("none", "empty", "pub"):
             for _ in range(4):

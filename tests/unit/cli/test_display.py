@@ -58,7 +58,9 @@ def test_a_small_table_is_being_read_until_its_only_range_is_whole():
     assert "100%" in shown([look(small.advance(rows=5, bytes=100, ranges=1))], 140)[0]
 
 
-def test_the_most_serious_findings_of_check_stand_last_and_are_named_in_the_summary(capsys, monkeypatch):
+def test_the_most_serious_findings_of_check_stand_last_and_are_named_in_the_summary(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [
         Check("first", Severity.CRITICAL, Status.FAILED, "critical", "Mend it."),
         Check("second", Severity.INFO, Status.PASSED, "well"),
@@ -152,7 +154,7 @@ def test_what_has_happened_stands_above_the_bars():
     assert "\x1b[2K" in text[text.rindex("50%") :]
 
 
-def test_paths_are_not_broken_in_a_narrow_terminal(capsys):
+def test_paths_are_not_broken_in_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     table = make_table("table", "location")
     table.add_row("public.a", "/srv/" + "x" * 40)
     table.add_row("public.b", "/srv/b")
@@ -163,14 +165,14 @@ def test_paths_are_not_broken_in_a_narrow_terminal(capsys):
 
 def test_remedies_are_below_their_findings_in_a_narrow_terminal():
     found = [Check("wal_level", Severity.CRITICAL, Status.FAILED, "wal_level is replica", "Set it to logical.")]
-    narrow, wide = (Console(width=width, file=io.StringIO()) for width in (80, 160))
-    for console in (narrow, wide):
-        console.print(findings_table(found, console.width))
-    assert [line.strip() for line in narrow.file.getvalue().splitlines()[1:]] == [
+    narrow, wide = io.StringIO(), io.StringIO()
+    for file, width in ((narrow, 80), (wide, 160)):
+        Console(width=width, file=file).print(findings_table(found, width))
+    assert [line.strip() for line in narrow.getvalue().splitlines()[1:]] == [
         "critical  wal_level  wal_level is replica",
         "→ Set it to logical.",
     ]
-    assert "wal_level is replica  Set it to logical." in wide.file.getvalue()
+    assert "wal_level is replica  Set it to logical." in wide.getvalue()
 
 
 def test_a_source_that_is_away_is_told_within_80_columns() -> None:

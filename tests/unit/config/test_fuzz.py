@@ -61,7 +61,7 @@ def keys_of(model: type[BaseModel]) -> list[str]:
 @st.composite
 def sections(draw: st.DrawFn) -> dict[str, Any]:
     """A valid config in which some keys have any value."""
-    config = {name: dict(section) for name, section in VALID.items()}
+    config: dict[str, Any] = {name: dict(section) for name, section in VALID.items()}
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from(keys_of(ConfigFile)) | st.text(max_size=5))
         annotation = getattr(ConfigFile.model_fields.get(name), "annotation", None)

@@ -40,8 +40,15 @@ def records(draw: st.DrawFn) -> list[CommandRecord]:
 
 
 def a_record(**fields: Any) -> CommandRecord:
-    known = {"kind": "resync", "tables": [], "options": {}, "status": "pending", "reason": None, "answered_at": None}
-    more = {"number": 1, "token": "1", "requested_by": "", "requested_at": NOW, "epoch": 0}
+    known: dict[str, Any] = {
+        "kind": "resync",
+        "tables": [],
+        "options": {},
+        "status": "pending",
+        "reason": None,
+        "answered_at": None,
+    }
+    more: dict[str, Any] = {"number": 1, "token": "1", "requested_by": "", "requested_at": NOW, "epoch": 0}
     return CommandRecord(**(known | more | fields))
 
 

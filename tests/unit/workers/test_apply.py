@@ -177,7 +177,6 @@ def test_nobody_waits_for_a_table_that_is_far_behind(tmp_path, spool, store):
     assert board.positions() == {TABLE: 148, LATE: 148}
 
 
-@pytest.mark.remedy("TakesLong")
 def test_nobody_waits_for_a_table_that_takes_long(tmp_path, spool, store):
     board = Board(store, START, {TABLE: START, LATE: START}.get)
     publish(spool, 100, 108)
@@ -283,7 +282,6 @@ def test_a_table_that_kills_the_job_stops_and_the_others_go_on(tmp_path, spool, 
     assert destination.rows == {TABLE: [100, 108], LATE: [100, 108]}
 
 
-@pytest.mark.remedy("TasksFailed")
 def test_while_no_task_runs_no_table_stops(tmp_path, spool, store):
     def nothing_runs() -> None:
         raise TasksFailed("Spark has no executor")
