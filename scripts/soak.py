@@ -160,10 +160,6 @@ STAGES = (
     Stage("fuzz", "mutated streams of messages", 100_000, 0.05, 0.003, 5, lambda count, seed: Run(
         ("-q", "--timeout", "0", "tests/unit/capture/test_fuzz.py"),
         {"PENSTOCK_FUZZ_CASES": str(count), "PENSTOCK_SEED": str(seed)})),
-    Stage("parsers", "times 30 random inputs for each parser", 160, 0.05, 1.5, 60, lambda count, seed: Run(
-        ("-q", "--timeout", "0", f"--hypothesis-seed={seed}", "tests/unit/config/test_fuzz.py",
-         "tests/unit/state/test_command_fuzz.py", "tests/unit/destinations/test_http_fuzz.py"),
-        {"PENSTOCK_SOAK_EXAMPLES": str(count)})),
     Stage("documented role", "run of whole pipelines", 1, 0.10, 900, 5, lambda count, seed: Run(
         ("-q", "-n", "2", "--timeout", "900", f"--randomly-seed={seed}", *DOCUMENTED),
         {"PENSTOCK_TEST_ROLE": "documented"})),
