@@ -40,7 +40,8 @@ _PIPELINE_LOCK = 0x50454E54
 _SESSION = {
     "statement_timeout": "30s",
     "lock_timeout": "30s",
-    # A process that was stopped inside a transaction must not keep its successor from the lease.
+    # A process that was stopped inside a transaction must not keep its successor from the lease. No timeout concerns a
+    # session in the middle of a pipeline: hence no `executemany`, which uses one.
     "idle_in_transaction_session_timeout": "10s",
 }
 _TCP_USER_TIMEOUT = "20000"
@@ -218,14 +219,10 @@ class PostgresDatabase:
         def execute(statement: str, parameters: Sequence[Any]) -> psycopg.Cursor[Any]:
             return connection.execute(statement.encode(), parameters)
 
-        def execute_many(statement: str, rows: Sequence[Sequence[Any]]) -> None:
-            with connection.cursor() as cursor:
-                cursor.executemany(statement.encode(), rows)
-
         def now() -> datetime:
             return connection.execute("select clock_timestamp()").fetchall()[0][0]
 
-        return SqlTransaction(self.pipeline_id, self._dialect, execute, execute_many, now)
+        return SqlTransaction(self.pipeline_id, self._dialect, execute, now)
 
     def _version(self, connection: psycopg.Connection[Any]) -> int:
         name = f"{_quoted(self._schema)}.migrations"

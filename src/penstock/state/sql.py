@@ -7,7 +7,7 @@ state from a newer version is refused, and so is migrating a state that a runnin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -19,6 +19,7 @@ from penstock.errors import LeaseHeld, StateNewer
 from penstock.state.records import ColumnKind, Record, RecordT, layout_of
 
 _NAME = re.compile(r"(\d{4})_(\w+)\.sql")
+_ROWS_AT_ONCE = 50
 
 
 class Dialect(Protocol):
@@ -53,13 +54,11 @@ class SqlTransaction:
         pipeline_id: str,
         dialect: Dialect,
         execute: Callable[[str, Sequence[Any]], Cursor],
-        execute_many: Callable[[str, Sequence[Sequence[Any]]], object],
         now: Callable[[], datetime],
     ) -> None:
         self._pipeline_id = pipeline_id
         self._dialect = dialect
         self._execute = execute
-        self._execute_many = execute_many
         self._now = now
 
     def now(self) -> datetime:
@@ -76,12 +75,18 @@ class SqlTransaction:
     def put(self, records: Iterable[Record]) -> None:
         """See `records.Transaction`."""
         for kind, group in groupby(records, key=type):
-            kinds, names = layout_of(kind).kinds, layout_of(kind).names
-            rows = [
-                [self._pipeline_id, *map(self._encode, kinds, (getattr(record, name) for name in names))]
-                for record in group
-            ]
-            self._execute_many(_upsert(kind, self._dialect.prefix, self._dialect.placeholder), rows)
+            layout = layout_of(kind)
+            # One statement does not take the same key twice: the last record wins.
+            unique = list({tuple(_values(record, layout.key)): record for record in group}.values())
+            for start in range(0, len(unique), _ROWS_AT_ONCE):
+                part = unique[start : start + _ROWS_AT_ONCE]
+                values = [
+                    value
+                    for record in part
+                    for value in (self._pipeline_id, *map(self._encode, layout.kinds, _values(record, layout.names)))
+                ]
+                statement = _upsert(kind, self._dialect.prefix, self._dialect.placeholder, len(part))
+                self._execute(statement, values)
 
     def delete(self, kind: type[Record], **values: Any) -> int:
         """See `records.Transaction`."""
@@ -160,19 +165,23 @@ def _select(kind: type[Record], prefix: str, placeholder: str, names: tuple[str,
 
 
 @cache
-def _upsert(kind: type[Record], prefix: str, placeholder: str) -> str:
+def _upsert(kind: type[Record], prefix: str, placeholder: str, count: int) -> str:
     layout = layout_of(kind)
     names = ("pipeline_id", *layout.names)
     key = ", ".join(("pipeline_id", *layout.key))
     changes = ", ".join(f"{name} = excluded.{name}" for name in layout.names if name not in layout.key)
-    values = ", ".join([placeholder] * len(names))
-    into = f"insert into {prefix}{kind.table} ({', '.join(names)}) values ({values})"  # noqa: S608
+    row = f"({', '.join([placeholder] * len(names))})"
+    into = f"insert into {prefix}{kind.table} ({', '.join(names)}) values {', '.join([row] * count)}"  # noqa: S608
     return f"{into} on conflict ({key}) do update set {changes}"
 
 
 @cache
 def _delete(kind: type[Record], prefix: str, placeholder: str, names: tuple[str, ...]) -> str:
     return f"delete from {prefix}{kind.table} where {_where(names, placeholder)}"  # noqa: S608
+
+
+def _values(record: Record, names: Sequence[str]) -> Iterator[Any]:
+    return (getattr(record, name) for name in names)
 
 
 def _where(names: tuple[str, ...], placeholder: str) -> str:

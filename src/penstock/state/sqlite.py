@@ -149,7 +149,6 @@ class SqliteDatabase:
             self.pipeline_id,
             self._dialect,
             execute=connection.execute,
-            execute_many=connection.executemany,
             now=lambda: datetime.now(UTC),
         )
 

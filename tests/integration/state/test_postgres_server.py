@@ -50,6 +50,23 @@ def test_many_may_open_an_empty_database_at_once(database: Database) -> None:
     assert database.execute("select max(version) from penstock.migrations") == [(NEWEST,)]
 
 
+def test_no_write_uses_a_pipeline(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is suspended in the middle of one would keep its locks for ever: to the server, its session is
+    neither idle in a transaction nor running a statement, so that no timeout ends it."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a pipeline")
+
+    monkeypatch.setattr(psycopg.Pipeline, "__init__", refuse)
+    with PostgresStore(database.dsn, "p") as store:
+        store.acquire_lease()
+        store.use_lineage(Ancestry(LINEAGE))
+        store.update_table_replication_states({number: Init() for number in range(1, 121)})
+        store.update_table_replication_states({number: DataSync() for number in range(1, 121)})
+        store.upsert_replication_progress(Lsn.parse("0/1"))
+        assert store.get_table_replication_states() == {number: DataSync() for number in range(1, 121)}
+
+
 def test_schemas_are_worlds_of_their_own(database: Database) -> None:
     with (
         PostgresStore(database.dsn, "p", schema='odd "name"') as first,
