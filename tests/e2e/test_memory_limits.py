@@ -214,11 +214,15 @@ def test_a_spool_that_is_full_for_minutes(master: str, database: Any, tmp_path: 
             (True,)
         ]
 
-    with pipeline.running("run"):
+    with pipeline.running("run") as process:
         wait_for(is_connected, "capture")
+        # A start is refused while the lake is away: it has begun when a row has arrived.
+        database.execute("insert into busy (n) values (0)")
+        wait_until_applied(database)
         lake.rename(elsewhere)
         with Background(database, write, pause=0.1):
-            wait_for(spool_is_full, "a full spool", CATCH_UP_SECONDS)
+            wait_for(lambda: spool_is_full() or process.poll() is not None, "a full spool", CATCH_UP_SECONDS)
+            assert process.poll() is None
             end = time.monotonic() + FULL_SECONDS
             wait_for(lambda: time.monotonic() > end, "the end of the outage", 2 * FULL_SECONDS)
             assert spool_is_full()
