@@ -22,6 +22,7 @@ from typing import Any
 
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg import sql
 from psycopg.rows import tuple_row
 
@@ -72,8 +73,10 @@ BUILT = pa.schema(
 """The columns of built documents: id, version, and JSON; a null body means that there is no document."""
 
 PIECE_BYTES = 8 << 20
-"""About this many bytes of documents are in memory at once, plus `_FETCHED_ROWS` of the largest."""
-_FETCHED_ROWS = 50
+"""About this many bytes of documents are in memory at once; after a jump of their size once `_MOST_ROWS` of them."""
+_FIRST_ROWS = 50
+"""Documents that are read before their size is known."""
+_MOST_ROWS = 500
 """Documents that are read at once."""
 
 # The statement's own snapshot. xip has the transactions below xmax that had not ended.
@@ -188,7 +191,7 @@ def build_pieces(
 ) -> Iterator[pa.Table]:
     """Yield the documents with these keys as `build_documents` does, but only so many at a time as memory allows."""
     wanted = len(keys[0])
-    if wanted <= _FETCHED_ROWS:
+    if wanted <= _FIRST_ROWS:
         yield build_documents(connection, query, keys)
         return
     with connection.transaction():
@@ -208,12 +211,15 @@ def _streamed(
         try:
             with psycopg.RawServerCursor(connection, "penstock_build", row_factory=tuple_row) as cursor:
                 cursor.execute(as_literal(text), parameters)
-                count = _FETCHED_ROWS
+                count = min(chunk, _FIRST_ROWS)
                 waiting: list[pa.Table] = []
                 while rows := cursor.fetchmany(count):
                     waiting.append(_as_table(rows))
-                    count = max(1, min(_FETCHED_ROWS, PIECE_BYTES * len(rows) // max(1, waiting[-1].nbytes)))
-                    if sum(map(len, waiting)) + count > chunk or sum(each.nbytes for each in waiting) >= PIECE_BYTES:
+                    # Many small ones at once, because each request takes its time; few large ones.
+                    largest = pc.max(pc.binary_length(waiting[-1]["body"])).as_py() or 1
+                    count = max(1, min(chunk, _MOST_ROWS, 4 * count, PIECE_BYTES // largest))
+                    size = sum(each.nbytes for each in waiting)
+                    if sum(map(len, waiting)) + count > chunk or size + count * largest > PIECE_BYTES:
                         yield _transformed(query, pa.concat_tables(waiting))
                         waiting = []
                 if waiting:
