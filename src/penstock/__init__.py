@@ -1,4 +1,4 @@
-"""Penstock: Postgres into lakehouse tables, databases and search documents, on Spark.
+"""Penstock: Postgres into lakehouse tables and search documents, on Spark.
 
     import penstock
 

@@ -106,6 +106,12 @@ def in_command(table: str, output: str | None = None) -> str:
     return argument if output is None else f"{argument} --output {output}"
 
 
+def with_hint(error: PenstockError) -> str:
+    """Return the message of an error and its hint, as sentences."""
+    end = "" if error.message.endswith((".", "?", "!", ";")) else "."
+    return f"{error.message}{end} {error.hint}" if error.hint else error.message
+
+
 def for_table(hint: str, table: str, output: str | None = None) -> str:
     """Return a hint with the name of its table filled in, as in `in_command`."""
     return hint.replace(_TABLE, in_command(table, output))

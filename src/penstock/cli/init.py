@@ -17,7 +17,7 @@ from rich.text import Text
 
 from penstock.cli.display import echo, make_table, wide_console
 from penstock.cli.options import DEFAULT_PATH, Url
-from penstock.config import load_config
+from penstock.config import Config, load_config
 from penstock.config.template import (
     Choices,
     PublicUrl,
@@ -29,13 +29,14 @@ from penstock.config.template import (
 )
 from penstock.config.units import count_of, format_bytes
 from penstock.errors import AuthenticationFailed, ConfigError, PenstockError
+from penstock.operations.readiness import source_request
 from penstock.schema import ReplicaIdentity
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.catalog import TableSize, load_sizes, load_tables
 from penstock.source.columns import CatalogTable
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName, TablePattern, select_tables
-from penstock.source.preflight import Request, Severity, run_preflight
+from penstock.source.preflight import run_preflight
 from penstock.source.publications import find_tables
 
 MOST_TABLES = 40
@@ -137,8 +138,8 @@ def init(
         path=None if kind is Kind.STDOUT else path or ask.text("path (a folder or s3://…)", "--path", default="lake"),
         master=master or _default_master(),
     )
-    _write(config_path, choices, public)
-    _say_next(config_path, choices, public, url)
+    config = _write(config_path, choices, public)
+    _say_next(config_path, choices, public, config)
 
 
 class _Ask:
@@ -262,8 +263,8 @@ def _default_master() -> str:
     return "local[*]"
 
 
-def _write(path: Path, choices: Choices, public: PublicUrl) -> None:
-    """Write the file and load it; remove it again if it is not valid."""
+def _write(path: Path, choices: Choices, public: PublicUrl) -> Config:
+    """Write the file and return what it says; remove it again if it is not valid."""
     try:
         with open(path, "x") as file:
             file.write(render_config(choices))
@@ -277,20 +278,19 @@ def _write(path: Path, choices: Choices, public: PublicUrl) -> None:
     except BaseException:
         path.unlink()
         raise
+    return config
 
 
-def _say_next(path: Path, choices: Choices, public: PublicUrl, url: str) -> None:
+def _say_next(path: Path, choices: Choices, public: PublicUrl, config: Config) -> None:
     echo(f"wrote {path}")
-    request = Request(None, None, choices.tables, choices.exclude)
-    report = run_preflight(SourceSettings(url), request)
-    critical = [each for each in report.failed if each.severity is Severity.CRITICAL]
+    critical = run_preflight(config.pipeline.source, source_request(config)).critical
     if critical:
         echo(f"the server is not ready: {critical[0].what}; `penstock check` lists every finding with its remedy")
     option = "" if path == DEFAULT_PATH else f" -c {path}"
     echo("next:")
     if choices.password_variable is not None:
         hint = ""
-        if public.password != SourceSettings(url).parameters().get("password"):
+        if public.password != config.pipeline.source.parameters().get("password"):
             hint = "   # percent-encode special characters, as in a URL"
         echo(f"  export {choices.password_variable}=…{hint}")
     for command, what in (

@@ -38,7 +38,7 @@ from penstock.operations.signals import EXIT_STATUSES
 
 app = typer.Typer(
     name="penstock",
-    help="""Replicate Postgres into lakehouse tables, databases and search documents.
+    help="""Replicate Postgres into lakehouse tables and search documents.
 
 Exit status: 0 success, 1 failure (with a message and a hint on stderr), 2 wrong usage, 75 a run that failed and can
 succeed later, 130 interrupted by Ctrl-C.

@@ -18,7 +18,7 @@ from penstock.cli.display import echo, make_table, print_unwrapped, wide_console
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, configured
 from penstock.config import Config, OutputChoice
 from penstock.config.units import count_of, format_bytes, format_seconds
-from penstock.errors import PenstockError, for_table, in_command
+from penstock.errors import PenstockError, SlotLost, SlotMissing, for_table, in_command
 from penstock.headroom import Room
 from penstock.observe import scrub
 from penstock.operations.signals import Ended, Ending
@@ -59,7 +59,8 @@ def status(
     """Show the state of a pipeline: phases, rows, lag, slot, and what to do about stopped tables.
 
     Works whether the pipeline runs or not; changes nothing. The exit status is 0 if all is well, and 3 if something
-    needs attention: the pipeline does not run, the source is unreachable, the slot is lost, or a table has stopped.
+    needs attention: the pipeline does not run, the source is unreachable, the destination cannot be written, the slot
+    is lost, or a table has stopped.
     With --watch --json, prints one object per line.
 
     Examples:
@@ -212,6 +213,8 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         yield Text.assemble(("pipeline  ", "bold"), found.pipeline, ", ", (state, "yellow"))
         if found.last_run is not None and (found.supervisor is None or found.supervisor.last_end is None):
             yield Text(f"          the last run {found.last_run}")
+            if ": error: " not in found.last_run:
+                yield Text("          to resume, run: penstock run")
     if found.supervisor is not None:
         yield from _supervisor(found.supervisor)
     source = found.source
@@ -228,16 +231,24 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         )
     if source.slot is not None:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
+        if source.slot.lost or (has_run and not source.slot.exists):
+            yield Text(f"          {SlotLost.default_hint if source.slot.lost else SlotMissing.default_hint}")
     if found.spool is not None and (found.spool.is_short or found.spool.seconds_left is not None):
         text = f"{format_bytes(found.spool.used)}, {_lasting(found.spool)}"
         yield Text.assemble(("spool     ", "bold"), (text, "bold red" if found.spool.is_short else ""))
     for blocker in source.long_transactions:
         yield Text.assemble(("waiting   ", "bold"), (f"for an open transaction: {blocker}", "yellow"))
     for table in source.left_out:
-        yield Text.assemble(("left out  ", "bold"), (table.reason, "yellow"), f"\n          {table.solution}")
+        reason = table.reason.replace(" is left out: ", ": ", 1)
+        yield Text.assemble(("left out  ", "bold"), (reason, "yellow"), f"\n          {table.solution}")
     for output in found.outputs:
         name = f"{output.output}: " if len(found.outputs) > 1 else ""
         yield Text.assemble(("output    ", "bold"), name, _output(output, is_running=found.driver is not None))
+        if output.failing is not None:
+            yield Text(
+                f"          cannot write since {output.failing_since}, retrying: {output.failing}", style="bold red"
+            )
+            yield Text(f"          {output.hint}")
     for forgotten, position in found.forgotten.items():
         text = f"{forgotten}: no longer in the config, but holds the slot at {position}"
         remedy = f"          penstock teardown --output {forgotten}"
@@ -286,7 +297,7 @@ def _output(output: OutputStatus, *, is_running: bool) -> str:
     elif not is_running:
         parts += ["paused"] if output.paused else []
     else:
-        parts.append("paused" if output.paused else "streaming")
+        parts.append("paused" if output.paused else "waiting" if output.failing is not None else "streaming")
     if output.changes_per_second is not None:
         parts.append(f"{output.changes_per_second:,.0f} changes/s")
     lag = "unknown" if output.lag_bytes is None else format_bytes(output.lag_bytes)

@@ -67,7 +67,7 @@ WantedBy=multi-user.target
 
 
 def systemd() -> None:
-    """Print a systemd unit that runs each pipeline as a service, and starts it again when time can heal its end.
+    """Print a systemd unit that runs each pipeline as a service, and restarts it after crashes and temporary errors.
 
     It is a template: the name of an instance, such as shop, chooses /etc/penstock/shop.toml.
 

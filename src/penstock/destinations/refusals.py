@@ -113,8 +113,9 @@ def require_same_folder(marker: Path | None, store: Store) -> None:
     if marker is not None and not marker.exists() and any(isinstance(phase, SyncDone | Ready) for phase in phases):
         raise DestinationUnavailable(
             f"{marker} is missing, although tables were copied there; is the disk mounted?",
-            hint=f"If you deleted the tables: mkdir -p {marker.parent} && echo '{{\"format\": 1}}' > {marker}, then "
-            f"start the pipeline and copy them again: {RESYNC}.",
+            hint="Mount the disk, then start the pipeline again. If you deleted the tables: "
+            f"mkdir -p {marker.parent} && echo '{{\"format\": 1}}' > {marker}, then start the pipeline and copy them "
+            f"again: {RESYNC}.",
         )
 
 

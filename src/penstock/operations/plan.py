@@ -18,7 +18,7 @@ from penstock.destinations.folders import RenameTable
 from penstock.destinations.naming import FOLDERS
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.mapping import build_fingerprint
-from penstock.errors import ConfigError, for_table
+from penstock.errors import ConfigError, for_table, with_hint
 from penstock.operations.readiness import check_pipeline, described_policies
 from penstock.operations.stores import existing_store, running
 from penstock.schema import TableSchema
@@ -128,7 +128,7 @@ def make_plan(config: Config) -> Plan:
             destinations={output.name: output.destination_type for output in config.outputs},
             tables={
                 name: {
-                    output.name: f"WOULD BE LEFT OUT: {left_out[name]}. {left_out[name].hint}"
+                    output.name: f"WOULD BE LEFT OUT: {with_hint(left_out[name]).removeprefix(f'{name} is left out: ')}"
                     if name in left_out and not _is_empty(schemas.get(name))
                     else _fate_of_table(
                         config, output, stores[output.name], name, table_id, schemas.get(name), from_start, regenerated

@@ -23,7 +23,7 @@ from penstock.operations.lag import Behind
 from penstock.source.slots import name_blockers
 from penstock.spool.folder import SpoolFolder, read_file, replace_file
 from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Ready, TableReplicationPhase
-from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
+from penstock.workers import ApplyStatus, CopyStatus, Outage, SnapshotWait
 
 RATE_SECONDS = 5.0
 """The period over which changes per second are averaged."""
@@ -91,6 +91,8 @@ class OutputLook:
     indexes: Mapping[str, IndexBuild] = field(default_factory=dict[str, IndexBuild])
     error: str | None = None
     """What stopped the output, while others keep running."""
+    outage: Outage | None = None
+    """Why nothing can be written, while that is retried."""
     source_lost_since: float | None = None
     """When the source last answered, as Unix time, if it no longer does: the lag is unknown then."""
     headroom: Headroom = field(default_factory=Headroom)
@@ -104,6 +106,9 @@ class OutputLook:
             lag = f"{format_bytes(self.behind.bytes)}, {format_seconds(self.behind.seconds)}"
         if self.error is not None:
             return f"stopped: {self.error}"
+        if self.outage is not None and not self.paused:
+            since = datetime.fromtimestamp(self.outage.since, UTC)
+            return f"waiting since {since:%H:%M} UTC, lag {lag}: {self.outage.reason}"
         state = "paused" if self.paused else "streaming"
         what = count_indexes(self.indexes) if self.indexes else count_phases(self.phases)
         if self.source_lost_since is not None:
@@ -119,6 +124,7 @@ class OutputLook:
             "output": self.output,
             "paused": self.paused,
             **({} if self.error is None else {"error": self.error}),
+            **({} if self.outage is None else {"failing": self.outage.reason}),
             "tables": len(self.phases),
             "ready": sum(isinstance(phase, Ready) for phase in self.phases.values()),
             "errored": sum(isinstance(phase, Errored) for phase in self.phases.values()),
@@ -204,6 +210,7 @@ class Progress:
             behind=self._behind(status),
             indexes=indexes,
             error=_message(self._pipeline.error),
+            outage=status.outage,
             source_lost_since=self._lost_since(),
             headroom=self._headroom(),
         )
@@ -326,6 +333,8 @@ class LastLook:
     """By table: the copies in progress."""
     error: str | None = None
     """What stopped the output, while others keep running."""
+    outage: Mapping[str, Any] | None = None
+    """Why nothing can be written: the fields of `Outage`."""
     source_lost_since: float | None = None
     """Unix time, if the source no longer answers."""
     ended: str | None = None
@@ -385,6 +394,7 @@ class StatusFile:
             lag_bytes=None if look.lag is None else look.lag.bytes,
             lag_seconds=None if look.lag is None else round(look.lag.seconds, 1),
             error=look.error,
+            outage=None if look.outage is None else asdict(look.outage),
             source_lost_since=look.source_lost_since,
             phases={table: phase.name for table, phase in look.phases.items()},
             copies={copy.table: copy_facts(copy) for copy in look.copies},

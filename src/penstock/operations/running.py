@@ -23,7 +23,7 @@ from penstock.documents import Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
 from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
-from penstock.errors import PenstockError, Retry
+from penstock.errors import PenstockError, Retry, with_hint
 from penstock.lsn import Lsn, reaches
 from penstock.observe import scrub
 from penstock.operations.lag import LagWatch
@@ -158,7 +158,7 @@ def started(config: Config, ending: Ending | None = None, say: Say = say_nothing
         with _started(config, ending, say) as running:
             yield running
     except PenstockError as error:
-        status_file.end(scrub(f"error: {error.message}", config.secrets))
+        status_file.end(scrub(f"error: {with_hint(error)}", config.secrets))
         raise
     except Exception as error:
         status_file.end(f"unexpected {type(error).__name__}")

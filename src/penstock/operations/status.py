@@ -46,6 +46,7 @@ from penstock.state import (
     SyncDone,
 )
 from penstock.stream import load_left_out
+from penstock.workers import Outage
 
 FRESH_SECONDS = 15.0
 """An older status file is not current."""
@@ -184,6 +185,10 @@ class OutputStatus:
     """Of the documents output; the sink is not queried."""
     error: str | None = None
     """What stopped it, while the process still runs."""
+    failing: str | None = None
+    """Why nothing can be written, while that is retried."""
+    failing_since: str | None = None
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +262,7 @@ def _last_run(looks: Mapping[str, LastLook]) -> str | None:
         return None
     last = max(looks.values(), key=lambda each: each.at)
     if last.ended is None:
-        return f"ended without giving a reason after {format_time(last.at)}: killed, or the machine stopped"
+        return f"ended after {format_time(last.at)} without giving a reason: it was killed, or the machine stopped"
     return f"ended after {format_time(last.at)}: {last.ended}"
 
 
@@ -291,6 +296,8 @@ def _problems(found: PipelineStatus) -> Iterator[str]:
     for output in found.outputs:
         if output.error is not None:
             yield f"output {output.output} has stopped"
+        elif output.failing is not None:
+            yield f"output {output.output} cannot write: {output.failing}"
         yield from (f"{table.table} has stopped" for table in output.tables if table.error is not None)
 
 
@@ -449,6 +456,7 @@ def _output(
 ) -> OutputStatus:
     live = look if look is not None and stored.driver is not None and now - look.at < FRESH_SECONDS else None
     lag_bytes, lag_seconds = _lag(stored, look, live, server, now)
+    outage = None if live is None or live.outage is None else Outage(**live.outage)
     return OutputStatus(
         output=stored.name,
         paused=stored.paused if live is None else live.paused,
@@ -457,6 +465,9 @@ def _output(
         lag_seconds=lag_seconds,
         changes_per_second=None if live is None else live.changes_per_second,
         error=None if live is None else live.error,
+        failing=None if outage is None else outage.reason,
+        failing_since=None if outage is None else format_time(outage.since),
+        hint=None if outage is None else outage.hint,
         tables=tuple(
             replace(
                 _table(state, live, sizes.get(state.id), stored.phases_known),

@@ -80,15 +80,19 @@ class SupervisorFile:
         self._path = SpoolFolder(spool).supervisor
 
     def write(self, supervised: Supervised) -> None:
-        """Replace the file."""
+        """Replace the file, unless it is that of another supervisor that runs: this one is a standby then."""
+        if self._is_of_another(supervised.holder):
+            return
         try:
             private_folder(self._path.parent)
             replace_file(self._path, asdict(supervised))
         except (OSError, PenstockError) as error:
             logger.debug("supervisor file not written error=%s", error)
 
-    def remove(self) -> None:
-        """Remove the file, when the supervisor ends."""
+    def remove(self, holder: Holder) -> None:
+        """Remove the file, when the supervisor ends, unless it is that of another."""
+        if self._is_of_another(holder):
+            return
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
@@ -105,6 +109,11 @@ class SupervisorFile:
             logger.debug("supervisor file not read error=%s", error)
             return None
         return None if is_gone(found.holder) else found
+
+    def _is_of_another(self, holder: Holder) -> bool:
+        """Return True if another supervisor wrote it that certainly runs; on another machine, nobody knows."""
+        found = self.read()
+        return found is not None and found.holder != holder and found.holder.machine == holder.machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +191,7 @@ class Supervisor:
                     # What the next run would have healed needs nobody now.
                     return replace(end, status=0, error=None)
         finally:
-            self._file.remove()
+            self._file.remove(self._supervised.holder)
 
     def _run_child(self) -> RunEnd:
         with self._start() as child:
@@ -254,6 +263,10 @@ class Child:
         # All that it wrote is in the socket. Processes that it left behind may still hold the other end.
         self._socket.shutdown(socket.SHUT_RD)
         self._reader.join()
+        if status < 0 and sys.stderr.isatty():
+            # It left its progress there: the cursor is hidden, at the end of a line.
+            sys.stderr.write("\x1b[?25h\n")
+            sys.stderr.flush()
         healthy = 0.0 if self._started_at is None else time.monotonic() - self._started_at
         return RunEnd(status, self._error, healthy)
 

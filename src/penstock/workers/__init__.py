@@ -1,6 +1,6 @@
 """The threads that move data: one apply worker for all tables, and one table sync worker per table that is copied."""
 
-from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold, HoldLimits
+from penstock.workers.apply import ApplyStatus, ApplyWorker, ErrorHold, HoldLimits, Outage, Outages
 from penstock.workers.apply_hold import ApplyHold, HoldStep
 from penstock.workers.batches import BatchSettings
 from penstock.workers.board import Board
@@ -22,6 +22,8 @@ __all__ = [
     "HoldLimits",
     "HoldStep",
     "Lifecycle",
+    "Outage",
+    "Outages",
     "Partitions",
     "Recopy",
     "SchemaChanges",

@@ -68,6 +68,16 @@ class HoldLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Outage:
+    """Why nothing can be written, while that is retried: usually the destination is away."""
+
+    reason: str
+    hint: str
+    since: float
+    """Unix time of the first failure."""
+
+
+@dataclass(frozen=True, slots=True)
 class ApplyStatus:
     """How far the apply worker is."""
 
@@ -77,6 +87,27 @@ class ApplyStatus:
     batches: int
     last_commit_time: int
     """Of the last applied transaction, in Unix microseconds."""
+    outage: Outage | None = None
+    """From the second failure in a row until the next success: a single failure is no reason to look."""
+
+
+class Outages:
+    """The failures of a worker since its last success. One thread reports them; any thread may read `current`."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self.current: Outage | None = None
+
+    def add(self, error: PenstockError) -> None:
+        """Report a failure that is retried."""
+        if self._since is None:
+            self._since = time.time()
+        else:
+            self.current = Outage(error.message, error.hint, self._since)
+
+    def end(self) -> None:
+        """Report a success."""
+        self._since = self.current = None
 
 
 class _CopiedAgain:
@@ -142,6 +173,7 @@ class ApplyWorker:
         self._changes = 0
         self._batches = 0
         self._last_commit_time = 0
+        self._outages = Outages()
         self._pruned: float | None = None
         self.limit: Lsn | None = None
         """A boundary that no later batch passes; `ApplyHold` sets it while `verify` compares the tables there."""
@@ -149,7 +181,14 @@ class ApplyWorker:
     @property
     def status(self) -> ApplyStatus:
         board = self._board
-        return ApplyStatus(board.applied, board.acknowledged, self._changes, self._batches, self._last_commit_time)
+        return ApplyStatus(
+            board.applied,
+            board.acknowledged,
+            self._changes,
+            self._batches,
+            self._last_commit_time,
+            self._outages.current,
+        )
 
     def write_apart(self, table_id: int, work: Work) -> None:
         """Have a followed table written by `work`, in a thread of its own; called by the coordinator's thread."""
@@ -175,9 +214,11 @@ class ApplyWorker:
                 with self._lifecycle.working() as may_work:
                     busy = may_work and self._round()
                 backoff.reset()
+                self._outages.end()
             except PenstockError as error:
                 if error.retry is not Retry.TIMED:
                     raise
+                self._outages.add(error)
                 delay = backoff.next_delay()
                 logger.warning("apply failed, retrying in=%.1fs error=%s", delay, error)
                 stop.wait(delay)

@@ -173,4 +173,24 @@ def test_a_source_that_is_away_and_a_run_that_was_killed_are_said_as_such(
     process.wait(PATIENCE)
     while (found := look(site))["running"] is not None:
         assert time.monotonic() < deadline, found
-    assert found["last_run"].startswith("ended without giving a reason after ")
+    assert found["last_run"].endswith(" without giving a reason: it was killed, or the machine stopped")
+
+
+def test_a_destination_that_is_away_is_said_as_such_until_it_is_back(site: Site):
+    process = site.start("run", "--status-every", "0.2")
+    site.wait_output(process, "3 of 3 tables ready; ")
+    lake = site.folder / "lake"
+    away = lake.rename(site.folder / "elsewhere")
+    site.database.execute("insert into orders values (9001, 'x')")
+    site.wait_output(process, "waiting since ")
+    found = look(site)
+    (output,) = found["outputs"]
+    assert "is the disk mounted?" in output["failing"]
+    assert found["problems"] == [f"output tables cannot write: {output['failing']}"]
+    text = " ".join(site.run("status").stdout.split())
+    assert f"cannot write since {output['failing_since']}, retrying: {output['failing']}" in text
+    assert output["hint"] in text
+    away.rename(lake)
+    deadline = time.monotonic() + PATIENCE
+    while look(site)["problems"]:
+        assert time.monotonic() < deadline, site.output(process)

@@ -20,6 +20,7 @@ from penstock.operations.lag import Behind
 from penstock.operations.progress import OutputLook, StatusFile
 from penstock.operations.signals import Ended
 from penstock.operations.status import (
+    LeftOutTable,
     OutputStatus,
     PipelineStatus,
     SlotStatus,
@@ -107,6 +108,42 @@ def test_a_supervised_pipeline() -> None:
     assert "supervised by process 41, 1 restart" in shown(replace(STATUS, supervisor=replace(waiting, restarts=1)))[1]
 
 
+def test_a_destination_that_cannot_be_written_is_shown_with_the_reason_and_the_remedy() -> None:
+    failing = replace(OUTPUT, failing="the disk is full", failing_since="T", hint="Free space.", changes_per_second=0.0)
+    assert shown(replace(STATUS, outputs=(failing,)))[3:6] == [
+        "output    at 0/10; waiting; 0 changes/s; lag 300 B, 1.5 s",
+        "          cannot write since T, retrying: the disk is full",
+        "          Free space.",
+    ]
+
+
+def test_a_table_that_is_left_out_is_named_once() -> None:
+    left_out = LeftOutTable("public.c", "public.c is left out: it has no replica identity", "Run: alter table …")
+    lines = shown(replace(STATUS, source=replace(STATUS.source, left_out=(left_out,))))
+    assert lines[3:5] == ["left out  public.c: it has no replica identity", "          Run: alter table …"]
+
+
+def test_a_pipeline_that_does_not_run_says_how_it_ended_and_how_to_resume() -> None:
+    killed = replace(STATUS, driver=None, running=None, last_run="ended after T without giving a reason")
+    assert shown(killed)[1:3] == [
+        "          the last run ended after T without giving a reason",
+        "          to resume, run: penstock run",
+    ]
+    failed = replace(killed, last_run="ended after T: error: bad. Repair it, then run: penstock run.")
+    assert shown(failed)[1:3] == [
+        "          the last run ended after T: error: bad. Repair it, then run: penstock run.",
+        "source    h:1/d, PostgreSQL 18.6, at 0/20",
+    ]
+
+
+def test_a_slot_that_is_gone_has_a_remedy_unless_the_pipeline_never_ran() -> None:
+    gone = replace(STATUS, source=replace(STATUS.source, slot=SlotStatus("shop", False)))
+    assert shown(gone)[2] == "slot      shop: does not exist"
+    assert shown(gone)[3].startswith("          The changes since the slot was dropped are lost. To create a new slot")
+    never = replace(gone, driver=None, running=None, outputs=(replace(OUTPUT, tables=(), position=None),))
+    assert shown(never)[3].startswith("output    at the beginning")
+
+
 def test_a_lost_slot_and_a_table_that_stopped() -> None:
     error = TableError("too big", "Make it smaller.", "resync", "2026-11-15T10:00:00+00:00", None, 1, True)
     output = replace(OUTPUT, tables=(replace(READY, phase="errored", error=error),), changes_per_second=None)
@@ -114,6 +151,7 @@ def test_a_lost_slot_and_a_table_that_stopped() -> None:
     lines = shown(replace(STATUS, driver=None, running=None, source=source, outputs=(output,)))
     assert lines[0] == "pipeline  shop, not running"
     assert lines[2] == "slot      shop: lost: its changes can no longer be read"
+    assert lines[3].startswith("          The changes can no longer be read. To create a new slot and copy the tables")
     assert lines[-3:] == [
         "public.a stopped at 2026-11-15T10:00:00+00:00: too big",
         "  Make it smaller.",

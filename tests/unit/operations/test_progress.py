@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from penstock.operations.lag import Behind
 from penstock.operations.progress import Progress
 from penstock.source.slots import Blocker
 from penstock.state import DataSync, Errored, IndexBuild, IndexStatus, Init, Ready, RetryPolicy
-from penstock.workers import ApplyStatus, CopyStatus, SnapshotWait
+from penstock.workers import ApplyStatus, CopyStatus, Outage, SnapshotWait
 
 PLAN = CopyProgress("public.a", ranges=4, bytes=4 << 20, estimated_rows=1234, clock=lambda: 10.0, since=0.0)
 HALF = PLAN.advance(rows=700, bytes=2 << 20, ranges=2)
@@ -111,6 +112,20 @@ def test_a_look_has_tables_rate_and_lag():
     assert sorted(notice.event for notice in notices) == ["left", "left"]
     assert look is not None
     assert look.line.startswith("paused: 1 of 1 table ready; ")
+
+
+def test_an_output_that_cannot_be_written_does_not_claim_to_stream():
+    pipeline = watched({"a.a": Ready()})
+    progress = Progress(pipeline, lambda status: Behind(2048, 1.25))
+    pipeline.status = replace(pipeline.status, outage=Outage("the disk is full", "Free space.", 3600.0))
+    _, look = progress.look()
+    assert look is not None
+    assert look.line == "waiting since 01:00 UTC, lag 2.0 kB, 1.2 s: the disk is full"
+    assert look.facts["failing"] == "the disk is full"
+    pipeline.paused = True
+    _, look = progress.look()
+    assert look is not None
+    assert look.line.startswith("paused: ")
 
 
 def test_indexes_are_told_when_they_are_filled_and_when_they_serve_and_each_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -156,6 +157,41 @@ def test_an_error_is_reported_once_and_not_at_each_attempt(tmp_path: Path, caplo
     ]
 
 
+def test_a_standby_does_not_hide_the_supervisor_whose_pipeline_runs(tmp_path: Path) -> None:
+    file = SupervisorFile(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        first = file.read()
+        assert first is not None
+        assert (first.holder.pid, first.restarts) == (other.pid, 3)
+        seen: list[Supervised | None] = []
+        supervise([away(), CLEAN], tmp_path, before=lambda number: seen.append(file.read()))
+        assert [*seen, file.read()] == [first, first, first]
+        other.kill()
+    # It is gone: the next one takes its place, and removes only itself.
+    seen.clear()
+    supervise([away(), CLEAN], tmp_path, before=lambda number: seen.append(file.read()))
+    assert [each and each.holder for each in seen] == [this_process(), this_process()]
+    assert file.read() is None
+
+
+def test_a_killed_child_leaves_a_terminal_that_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with Child(["/bin/sh", "-c", "exit 75"]) as child:
+        child.end()
+    assert terminal.getvalue() == ""
+    with Child(["/bin/sh", "-c", "kill -9 $$"]) as child:
+        assert child.end().status == -signal.SIGKILL
+    assert terminal.getvalue() == "\x1b[?25h\n"
+
+
 def test_a_signal_ends_the_wait_for_the_next_start(tmp_path: Path) -> None:
     ending = Ending()
 
@@ -201,6 +237,14 @@ link = Link()
 link.started()
 link.failed(ServerUnavailable("gone", hint="wait", port=1))
 sys.exit(75)
+"""
+SUPERVISING = """
+import pathlib, sys
+from penstock.operations.supervision import Supervised, SupervisorFile
+from penstock.state.lease import this_process
+SupervisorFile(pathlib.Path(sys.argv[1])).write(Supervised(this_process(), restarts=3))
+print("ready", flush=True)
+input()
 """
 WAITING = """
 import signal, sys

@@ -33,7 +33,7 @@ from penstock.state import (
     TableSchemaVersion,
 )
 from penstock.state.transitions import LONGEST_RETRY_SECONDS
-from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold, Lifecycle, Recopy, SchemaChanges
+from penstock.workers import ApplyWorker, BatchSettings, Board, ErrorHold, Lifecycle, Outages, Recopy, SchemaChanges
 
 LINEAGE = Lineage("7000000000000000001", 1, "postgres", "penstock")
 START = Lsn(100)
@@ -415,3 +415,19 @@ def test_after_its_hold_a_table_whose_error_time_heals_is_copied_again_if_its_po
     assert found.name == phase
     assert found == Init("it held back progress for too long: busy") if phase == "init" else found.position_lost
     assert store.get_replication_progress() == 116, "it no longer holds back progress"
+
+
+def test_an_outage_begins_with_the_first_failure_shows_from_the_second_on_and_ends_with_a_success() -> None:
+    outages = Outages()
+    before = time.time()
+    outages.add(DestinationUnavailable("away", hint="Bring it back."))
+    first = time.time()
+    assert outages.current is None
+    outages.add(DestinationUnavailable("still away", hint="Bring it back."))
+    assert outages.current is not None
+    assert (outages.current.reason, outages.current.hint) == ("still away", "Bring it back.")
+    assert before <= outages.current.since <= first
+    outages.end()
+    assert outages.current is None
+    outages.add(DestinationUnavailable("away again"))
+    assert outages.current is None

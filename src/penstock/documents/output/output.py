@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
@@ -59,7 +59,7 @@ from penstock.source.lineage import current_position
 from penstock.spool import Stopping
 from penstock.state import Command, CommandKind, IndexBuild, Store, WorkKind
 from penstock.stream import Published, Stream, StreamSettings
-from penstock.workers import ApplyStatus, Lifecycle
+from penstock.workers import ApplyStatus, Lifecycle, Outages
 from penstock.workers.process_tasks import ProcessTasks
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,7 @@ class RunningDocuments(RunningOutput):
             indexes=self._compiled,
             stop=lifecycle.stop,
         )
+        self._outages = Outages()
         self._live = LiveChanges(
             name=self.output,
             spool=self.settings.spool.path,
@@ -197,7 +198,7 @@ class RunningDocuments(RunningOutput):
 
     @property
     def status(self) -> ApplyStatus:
-        return self._live.status
+        return replace(self._live.status, outage=self._outages.current)
 
     @property
     def indexes(self) -> dict[str, IndexBuild]:
@@ -242,6 +243,8 @@ class RunningDocuments(RunningOutput):
             try:
                 work()
                 backoff.reset()
+                if name == "changes":
+                    self._outages.end()
             except Stopping:
                 return
             except Exception as error:
@@ -251,6 +254,7 @@ class RunningDocuments(RunningOutput):
                 delay = backoff.next_delay()
                 logger.warning("documents: %s failed, retrying in=%.1fs error=%s", name, delay, error)
                 if name == "changes":
+                    self._outages.add(error)
                     self._close_session()
                 stop.wait(delay)
             if stopping:
