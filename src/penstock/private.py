@@ -8,6 +8,7 @@ they may neither belong to another user nor be writable by everyone.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import tempfile
 from contextlib import suppress
@@ -37,7 +38,7 @@ def private_folder(path: Path) -> Path:
     if found.st_mode & stat.S_IWOTH:
         raise ConfigError(
             f"every user of this machine can write into the folder {path}",
-            hint="Use a folder of its own, or check what is in it and run: chmod o-w on it.",
+            hint=f"Use a folder of its own, or check what is in it and run: chmod o-w {shlex.quote(str(path))}",
         )
     return path
 

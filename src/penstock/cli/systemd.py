@@ -26,6 +26,7 @@ EnvironmentFile=-/etc/penstock/%i.env
 StateDirectory=penstock/%i
 StateDirectoryMode=0700
 WorkingDirectory=/var/lib/penstock/%i
+# Only this user can read what the service writes, a lake on a local disk included; 0022 lets others read the lake.
 UMask=0077
 
 # Started again after crashes, kills and errors that time heals; not after errors that need a person.
