@@ -154,8 +154,10 @@ class SqliteDatabase:
 
     def _version(self, connection: sqlite3.Connection) -> int:
         version = connection.execute("pragma user_version").fetchone()[0]
+        # In this order: another process may be creating the tables, and it writes the mark together with them.
+        has_tables = connection.execute("select count(*) from sqlite_master").fetchone()[0] > 0
         mark = connection.execute("pragma application_id").fetchone()[0]
-        if mark != APPLICATION_ID and connection.execute("select count(*) from sqlite_master").fetchone()[0]:
+        if has_tables and mark != APPLICATION_ID:
             raise StateUnusable(f"{self._path} is another program's database", hint="Choose another file.")
         return version
 

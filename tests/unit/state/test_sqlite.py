@@ -42,6 +42,28 @@ def test_a_slash_too_few_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f"sqlite:///{tmp_path}/folder/x.db" in refused.value.hint
 
 
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_another_process_may_create_the_tables_before_any_statement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    path, connect = tmp_path / "state.db", sqlite_module._connect
+    statements: list[str] = []
+
+    def create_tables(statement: str) -> None:
+        statements.append(statement)
+        if len(statements) == before:
+            monkeypatch.setattr(sqlite_module, "_connect", connect)
+            SqliteStore(path, "first").close()
+
+    def connect_traced(path: Path, busy_seconds: float) -> sqlite3.Connection:
+        connection = connect(path, busy_seconds)
+        connection.set_trace_callback(create_tables)
+        return connection
+
+    monkeypatch.setattr(sqlite_module, "_connect", connect_traced)
+    SqliteStore(path, "second").close()
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateUnusable, match="no/where"):
         SqliteStore(tmp_path / "no" / "where" / "x.db")
