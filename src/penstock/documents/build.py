@@ -211,15 +211,15 @@ def _streamed(
         try:
             with psycopg.RawServerCursor(connection, "penstock_build", row_factory=tuple_row) as cursor:
                 cursor.execute(as_literal(text), parameters)
-                count = min(chunk, _FIRST_ROWS)
+                most = _FIRST_ROWS
                 waiting: list[pa.Table] = []
-                while rows := cursor.fetchmany(count):
+                while rows := cursor.fetchmany(min(most, chunk - sum(map(len, waiting)))):
                     waiting.append(_as_table(rows))
                     # Many small ones at once, because each request takes its time; few large ones.
                     largest = pc.max(pc.binary_length(waiting[-1]["body"])).as_py() or 1
-                    count = max(1, min(chunk, _MOST_ROWS, 4 * count, PIECE_BYTES // largest))
+                    most = max(1, min(_MOST_ROWS, 4 * most, PIECE_BYTES // largest))
                     size = sum(each.nbytes for each in waiting)
-                    if sum(map(len, waiting)) + count > chunk or size + count * largest > PIECE_BYTES:
+                    if sum(map(len, waiting)) >= chunk or size + most * largest > PIECE_BYTES:
                         yield _transformed(query, pa.concat_tables(waiting))
                         waiting = []
                 if waiting:
