@@ -50,6 +50,7 @@ _NUMBER = re.compile(r"(?<![\w\"])(\d+)(?![\w\"])")
 _WAL_SEGMENT = re.compile(r"\b[0-9A-F]{24}\b")
 _MISSING_CATALOG = re.compile(
     r"could not map filen(?:umber|ode) .* to relation OID|catalog is missing \d+ attribute\(s\) for relation OID"
+    r"|unexpected duplicate for tablespace \d+, relfilen"
 )
 
 _LOGIN_TEXT = (

@@ -51,6 +51,7 @@ BY_STATE = [
     ("58P01", "requested WAL segment 000000010000000000000001 has already been removed", SlotLost),
     ("XX000", 'could not map filenumber "base/16384/16736" to relation OID', SlotUndecodable),
     ("XX000", "pg_attribute catalog is missing 3 attribute(s) for relation OID 16734", SlotUndecodable),
+    ("XX000", "unexpected duplicate for tablespace 0, relfilenumber 16702", SlotUndecodable),
     ("57014", "canceling statement due to user request", StatementInterrupted),
     ("40P01", "deadlock detected", StatementInterrupted),
     ("25P03", "terminating connection due to idle-in-transaction timeout", StatementInterrupted),
