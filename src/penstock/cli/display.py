@@ -174,7 +174,7 @@ def write_line(text: str) -> None:
 class LastingStream:
     """A stream to which writing never fails: when its terminal hangs up or its reader ends, it writes to nowhere.
 
-    Otherwise a run would end because nobody watches it any more, with an error that says nothing about the run.
+    Otherwise a closed terminal would end the run, with an error that says nothing about the run.
     """
 
     def __init__(self, stream: TextIO) -> None:

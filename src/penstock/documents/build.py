@@ -189,7 +189,7 @@ def range_keys(
 def build_pieces(
     connection: psycopg.Connection[Any], query: BuildQuery, keys: Sequence[Sequence[str]], *, chunk: int
 ) -> Iterator[pa.Table]:
-    """Yield the documents with these keys as `build_documents` does, but only so many at a time as memory allows."""
+    """Yield the documents with these keys as `build_documents` does, but only as many at a time as fit in memory."""
     wanted = len(keys[0])
     if wanted <= _FIRST_ROWS:
         yield build_documents(connection, query, keys)

@@ -104,7 +104,7 @@ class Engine:
 
     @contextmanager
     def _reporting_lag(self) -> Iterator[None]:
-        """Sample the lag in a thread of its own inside the block, if somebody hears of it."""
+        """Sample the lag in a thread of its own inside the block, if an observer receives it."""
         ended = threading.Event()
 
         def sample() -> None:

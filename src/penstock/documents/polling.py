@@ -462,7 +462,7 @@ class PollingCapture(ChangeCapture):
                 try:
                     yield rows
                 except GeneratorExit:
-                    # Nobody reads on: the run has ended, perhaps because of this connection.
+                    # No reader is left: the run has ended, perhaps because of this connection.
                     connection.close()
                     raise
 

@@ -198,10 +198,10 @@ class Rejections:
             logger.info("sink accepted quarantined documents index=%s count=%d", index, len(ids))
 
     def forget(self, index: str, ids: Collection[str]) -> None:
-        """Drop ids that no document has any more."""
+        """Drop ids that no longer belong to a document."""
         if ids and self._quarantine is not None:
             self._quarantine.drop(index, sorted(ids))
-            logger.info("no document has these quarantined ids any more index=%s count=%d", index, len(ids))
+            logger.info("quarantined ids no longer belong to a document index=%s count=%d", index, len(ids))
 
     def wanted(self, index: str) -> list[str]:
         """Return the documents for which a user asked for a retry."""

@@ -186,7 +186,7 @@ class Readiness:
                     self._builds.want(name, mapping.fingerprint, "the generation being filled no longer exists")
 
     def _is_serving(self, build: IndexBuild) -> bool:
-        """Return False if the sink serves another generation than the one that was built: nobody has updated it."""
+        """Return False if the sink serves another generation than the one that was built and kept up to date."""
         built, serving = build.plan.get("generation"), serving_of(self._sink, build.index)
         return built is None or serving is None or built == serving
 

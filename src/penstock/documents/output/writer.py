@@ -329,7 +329,7 @@ class Backlog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Let go of what nobody has taken."""
+        """Discard documents that were not taken."""
         while not self._queue.empty():
             self._queue.get()
 
