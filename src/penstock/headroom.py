@@ -12,6 +12,8 @@ LEAST_SECONDS = 60.0
 """A shorter period has no rate: batches and checkpoints free room in steps."""
 SHORT_SECONDS = 1800.0
 """Room that is used up sooner is short, and so is the last tenth of it."""
+GRACE_SECONDS = 60.0
+"""How long more than the limit may be used, and for as long again whenever it has become less."""
 _SHORT_SHARE, _AMPLE_SHARE = 0.1, 0.2
 
 
@@ -94,3 +96,22 @@ class RoomWatch:
         seconds, share = (2 * SHORT_SECONDS, _AMPLE_SHARE) if self._is_short else (SHORT_SECONDS, _SHORT_SHARE)
         lasts = float("inf") if room.seconds_left is None else room.seconds_left
         return lasts < seconds or room.left <= share * (room.used + room.left)
+
+
+class Overrun:
+    """Decides when a limit is exceeded for good: not while it is about to be met again.
+
+    A pipeline that was stopped for a day finds much WAL when it starts, and needs some time to read it.
+    """
+
+    def __init__(self) -> None:
+        self._least: int | None = None
+        self._since = 0.0
+
+    def lasts(self, at: float, used: int, limit: int) -> bool:
+        """Return whether the limit has been exceeded for `GRACE_SECONDS` in which `used` has not shrunk."""
+        if used <= limit:
+            self._least = None
+        elif self._least is None or used < self._least:
+            self._least, self._since = used, at
+        return self._least is not None and at - self._since >= GRACE_SECONDS

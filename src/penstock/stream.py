@@ -33,7 +33,7 @@ from penstock.errors import (
     SlotMissing,
     SlotUndecodable,
 )
-from penstock.headroom import Headroom, Room, RoomWatch
+from penstock.headroom import Headroom, Overrun, Room, RoomWatch
 from penstock.lsn import Lsn, distance, earliest, reaches
 from penstock.retry import Backoff
 from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
@@ -167,6 +167,7 @@ class Stream:
         self._without_columns: set[str] = set()
         self._spool_room = RoomWatch(self._warn_of_spool)
         self._wal_room = RoomWatch(self._warn_of_wal)
+        self._wal_overrun = Overrun()
         self._released: SlotLost | None = None
         self.headroom = Headroom()
         """As of the last refresh."""
@@ -234,7 +235,8 @@ class Stream:
         if slot.safe_wal_size is not None:
             left["max_slot_wal_keep_size"] = slot.safe_wal_size
         self.headroom = Headroom(spool, self._wal_room.look(now, retained, left))
-        if settings.on_retained_wal is OnRetainedWal.RELEASE and retained > settings.max_retained_wal:
+        is_beyond = self._wal_overrun.lasts(now, retained, settings.max_retained_wal)
+        if is_beyond and settings.on_retained_wal is OnRetainedWal.RELEASE:
             self._release(connection, retained)
 
     def _release(self, connection: psycopg.Connection[Any], retained: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from penstock import coordinator
+from penstock import coordinator, headroom
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.memory import MemoryDestination
 from penstock.errors import SlotLost
@@ -27,8 +27,9 @@ LIMIT = 2 << 20
 
 
 def test_beyond_its_limit_penstock_warns_or_drops_its_slot_and_says_so(
-    database: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    database: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(headroom, "GRACE_SECONDS", 1.0)
     database.execute("create table a (id int primary key); insert into a values (1)")
     store, destination = MemoryStore("wal"), MemoryDestination()
     settings = tables_settings(database, tmp_path, "wal", max_retained_wal=LIMIT)
@@ -72,7 +73,8 @@ def test_beyond_its_limit_penstock_warns_or_drops_its_slot_and_says_so(
 
 @pytest.fixture
 def alone(make_server: Any, monkeypatch: pytest.MonkeyPatch) -> Database:
-    """A database on a server to which nobody else writes, at which Penstock looks often."""
+    """A database on a server to which nobody else writes, at which Penstock looks often, without a grace."""
+    monkeypatch.setattr(headroom, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(coordinator, "REFRESH_SECONDS", 0.1)
     server = make_server()
     return Database(server, server.create_database())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.headroom import LEAST_SECONDS, SHORT_SECONDS, Room, RoomWatch, Trend
+from penstock.headroom import GRACE_SECONDS, LEAST_SECONDS, SHORT_SECONDS, Overrun, Room, RoomWatch, Trend
 
 GB = 1 << 30
 
@@ -75,3 +75,21 @@ def test_the_last_tenth_is_short_however_slowly_it_is_used() -> None:
     assert watched.look(0.0, 95, {"limit": 5}).is_short
     assert watched.look(1.0, 100, {"limit": 0}).seconds_left == 0.0
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("used", "lasts"),
+    [
+        ([101], False),
+        ([101, 101], True),
+        ([101, 150], True),
+        ([300, 250, 200, 150, 120, 100, 90], False),  # it shrinks all the time
+        ([300, 200, 250], True),  # it shrank, and grew again
+        ([300, 200, 250, 190], True),  # too late
+        ([101, 100, 101], False),  # it was met meanwhile
+        ([100, 100, 100], False),
+    ],
+)
+def test_a_limit_is_exceeded_for_good_if_it_is_not_about_to_be_met_again(used: Sequence[int], lasts: bool) -> None:
+    overrun = Overrun()
+    assert any(overrun.lasts(number * GRACE_SECONDS, each, 100) for number, each in enumerate(used)) is lasts
