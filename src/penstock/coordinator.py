@@ -227,11 +227,10 @@ class _Tended:
             if error.retry is not Retry.TIMED:
                 self._output.lifecycle.fail(error)
                 return
-            delay = self._backoff.next_delay()
+            level, delay = self._backoff.log_level, self._backoff.next_delay()
             self._next_at = time.monotonic() + delay
-            logger.warning(
-                "cannot maintain the output, retrying output=%s in=%.1fs error=%s", self._output.output, delay, error
-            )
+            text = "cannot maintain the output, retrying output=%s in=%.1fs error=%s"
+            logger.log(level, text, self._output.output, delay, error)
         except Exception as error:
             self._output.lifecycle.fail(error)
 

@@ -124,6 +124,7 @@ def test_random_tables_are_followed_into_a_bucket(s3, database, tmp_path):
 
 def test_a_store_that_is_away_makes_all_tables_wait_and_none_is_lost(s3, database, tmp_path, monkeypatch, caplog):
     """Also when far more is written meanwhile than an errored table may hold back."""
+    caplog.set_level("INFO", "penstock")
     monkeypatch.setattr(delta, "open_storage", lambda path, options: ObjectStorage(path, options, retry_seconds=0.5))
     proxy = Proxy(s3.port)
     options = {**s3.options, "aws_endpoint": f"http://127.0.0.1:{proxy.port}"}

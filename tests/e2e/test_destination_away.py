@@ -39,6 +39,7 @@ def test_a_disk_that_is_full_read_only_or_unmounted_stops_no_table(
     database: Any, tmp_path: Path, small_disk: SmallDisk, caplog: Any
 ) -> None:
     caplog.set_level("INFO", "penstock.destinations")
+    caplog.set_level("INFO", "penstock.workers.apply")
     with database.connect() as connection:
         for table in "ab":
             connection.execute(f"create table {table} (id int primary key, n int)")

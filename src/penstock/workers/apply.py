@@ -107,6 +107,8 @@ class Outages:
 
     def end(self) -> None:
         """Report a success."""
+        if self.current is not None:
+            logger.warning("apply continues, it had failed for %.0fs", time.time() - self.current.since)
         self._since = self.current = None
 
 
@@ -219,8 +221,8 @@ class ApplyWorker:
                 if error.retry is not Retry.TIMED:
                     raise
                 self._outages.add(error)
-                delay = backoff.next_delay()
-                logger.warning("apply failed, retrying in=%.1fs error=%s", delay, error)
+                level, delay = backoff.log_level, backoff.next_delay()
+                logger.log(level, "apply failed, retrying in=%.1fs error=%s", delay, error)
                 stop.wait(delay)
                 busy = True
             if stopping:

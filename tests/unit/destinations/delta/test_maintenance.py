@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -485,6 +486,33 @@ def test_one_broken_table_does_not_stop_the_maintenance_of_others(tmp_path: Path
     broken = Maintenance(lambda: {"good": good.storage}, FailingTasks(), MaintenanceSettings(checkpoint_commits=1))
     broken.run_once(clean_up=True)
     assert broken.counts.failures == 3
+
+
+def test_while_the_destination_is_away_maintenance_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tables = {name: LakeTable(LocalStorage(tmp_path / name)) for name in ("a", "b")}
+    for table in tables.values():
+        table.create(range(10))
+    is_away = True
+
+    class AwaySometimes(Maintenance):
+        def _plan(self, storage: Any) -> Any:
+            if is_away:
+                raise DestinationUnavailable("the store is away")
+            return super()._plan(storage)
+
+    maintenance = AwaySometimes(lambda: {name: each.storage for name, each in tables.items()}, LocalTasks())
+
+    def warnings() -> int:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            maintenance.run_once(clean_up=False)
+        return len(caplog.records)
+
+    assert [warnings(), warnings()] == [1, 0]
+    is_away = False
+    assert warnings() == 0
+    is_away = True
+    assert warnings() == 1
 
 
 class KilledBy(LocalTasks):

@@ -35,7 +35,7 @@ from penstock.destinations.delta.maintenance.compaction import (
 from penstock.destinations.delta.maintenance.pins import WritesInFlight
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.refusals import unexpected, unusable
-from penstock.errors import PenstockError, TasksFailed
+from penstock.errors import DestinationUnavailable, PenstockError, TasksFailed
 
 _LEAST_RETENTION_HOURS = 0.25
 _Item = TypeVar("_Item")
@@ -99,6 +99,9 @@ class Maintenance:
         self._tasks = tasks
         self._logs: dict[str, DeltaLog] = {}
         self._clean_up_at = time.monotonic() + self.settings.clean_up_seconds
+        self._failing: set[str] = set()
+        """What failed in this run."""
+        self._failed_before: set[str] = set()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -115,6 +118,7 @@ class Maintenance:
 
     def run_once(self, *, clean_up: bool | None = None) -> None:
         """Do the work that is due now; `clean_up` overrides the schedule of clean-ups."""
+        self._failed_before, self._failing = self._failing, set()
         tables = dict(self._tables())
         self._logs = {url: log for url, log in self._logs.items() if url in {each.url for each in tables.values()}}
         self.compact(tables)
@@ -212,8 +216,13 @@ class Maintenance:
             return None
 
     def _failed(self, table: str, error: PenstockError) -> None:
+        """Count a failure, and warn of it if it is new: a destination that is away fails for every table, each time."""
         self.counts.failures += 1
-        logger.warning("maintenance failed and will be retried folder=%s error=%s", table, error)
+        what = "the destination" if isinstance(error, DestinationUnavailable) else table
+        is_known = what in self._failing or what in self._failed_before
+        self._failing.add(what)
+        text = "maintenance failed and will be retried folder=%s error=%s"
+        logger.log(logging.INFO if is_known else logging.WARNING, text, table, error)
 
     def _loop(self) -> None:
         while not self._stopping.wait(self.settings.interval_seconds):
