@@ -26,6 +26,7 @@ from penstock.destinations.delta.index import FileMatch
 from penstock.destinations.delta.layout import TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.refusals import unknown_row
+from penstock.freed_memory import release_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def fill(
             parts.append(part.located(before))
             del before, part  # its rows are in the located part now
             yield parts.pop()
+            release_freed_memory()
     rows, columns = net.incomplete()
     parts.append(_ask(net, rows, columns, layout, source) if len(rows) else net)
     del net
