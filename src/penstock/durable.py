@@ -23,7 +23,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes | memoryview) -> None:
     """Create a file and make its bytes durable, but not its name."""
     with path.open("xb") as file:
         file.write(content)

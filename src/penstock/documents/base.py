@@ -402,5 +402,5 @@ def readable(sink: Sink, name: str) -> ReadableSink:
         return sink
     raise ConfigError(
         f"sink {name!r} keeps no documents that other processes can read",
-        hint="Use the sink 'opensearch', or your own sink with the methods of penstock.documents.base.ReadableSink.",
+        hint="Use another sink, or your own with the methods of penstock.documents.base.ReadableSink.",
     )

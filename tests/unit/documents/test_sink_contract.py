@@ -8,6 +8,7 @@ import pytest
 
 from penstock.documents.base import Sink
 from penstock.documents.sinks import MemorySink
+from penstock.documents.sinks.files import NdjsonSink, ParquetSink
 from penstock.testing.sinks import SinkContract
 from tests.support.document_sink import FileSink
 
@@ -26,3 +27,18 @@ class TestFileSink(SinkContract):
 
     def open(self) -> Sink:
         return FileSink(self.path)
+
+
+class TestNdjsonSink(SinkContract):
+    kind = NdjsonSink
+
+    @pytest.fixture(autouse=True)
+    def in_folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path
+
+    def open(self) -> Sink:
+        return self.kind(str(self.path))
+
+
+class TestParquetSink(TestNdjsonSink):
+    kind = ParquetSink

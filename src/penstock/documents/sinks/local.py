@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Sink
+from penstock.documents.base import FlushReport, IndexFacts, Sink
 from penstock.documents.mapping import IndexMapping
+from penstock.documents.sinks.folders import WholeReads
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class MemoryIndex:
         return [each for each in (self.serving, self.filling) if each is not None]
 
 
-class MemorySink(Sink):
+class MemorySink(WholeReads, Sink):
     """Indexes in memory, for tests: generations, versions and seeding work as in a search server."""
 
     runs_in_tasks = False
@@ -65,7 +65,7 @@ class MemorySink(Sink):
 
     def documents(self, index: str) -> dict[str, Any]:
         """Return the documents that a search would see, by id."""
-        return {id_: json.loads(body) for id_, body in self._serving(index).items()}
+        return {id_: json.loads(body) for id_, body in self.bodies(index).items()}
 
     def ensure_index(self, mapping: IndexMapping) -> None:
         """See `Sink`. A new fingerprint means a new generation."""
@@ -125,26 +125,11 @@ class MemorySink(Sink):
         return IndexFacts(
             generation=found.serving.fingerprint if found.serving is not None else None,
             filling=found.filling.fingerprint if found.filling is not None else None,
-            documents=len(self._serving(index)),
+            documents=len(self.bodies(index)),
         )
 
-    def fetch(self, index: str, ids: Sequence[str]) -> dict[str, Any]:
-        """See `ReadableSink`."""
-        found = self._serving(index)
-        return {id_: json.loads(found[id_]) for id_ in ids if id_ in found}
-
-    def scan(self, index: str, chunk: int = SCAN_CHUNK) -> Iterator[list[str]]:
-        """See `ReadableSink`."""
-        ids = list(self._serving(index))
-        for start in range(0, len(ids), chunk):
-            yield ids[start : start + chunk]
-
-    def sample(self, index: str, count: int) -> list[str]:
-        """See `ReadableSink`."""
-        ids = list(self._serving(index))
-        return random.sample(ids, min(count, len(ids)))
-
-    def _serving(self, index: str) -> dict[str, str]:
+    def bodies(self, index: str) -> dict[str, str]:
+        """See `WholeReads`."""
         serving = self.indexes.get(index, MemoryIndex()).serving
         found = serving.documents.items() if serving is not None else ()
         return {id_: body for id_, (_, body) in found if body is not None}

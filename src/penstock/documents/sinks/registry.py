@@ -14,6 +14,8 @@ from penstock.registry import Registered, Registry
 
 SINKS: Mapping[str, Registered] = {
     "opensearch": Registered("penstock.documents.sinks.opensearch:OpenSearchSink", extra="opensearch"),
+    "ndjson": Registered("penstock.documents.sinks.files:NdjsonSink"),
+    "parquet": Registered("penstock.documents.sinks.files:ParquetSink"),
     "stdout": Registered("penstock.documents.sinks.local:StdoutSink"),
     "memory": Registered("penstock.documents.sinks.local:MemorySink"),
     "counting": Registered("penstock.documents.sinks.local:CountingSink"),

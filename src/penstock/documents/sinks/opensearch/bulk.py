@@ -8,7 +8,6 @@ values, which must not leave this module: a rejection names the type of the erro
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.documents.base import Rejection
+from penstock.documents.sinks.lines import TEXT, escaped, joined, one_line, text
 from penstock.documents.sinks.opensearch.client import (
     NOT_FOUND,
     OK,
@@ -35,10 +35,8 @@ from penstock.errors import DestinationError, IndexUnusable
 LONGEST_ID = 512
 """In bytes. A longer one makes the server reject the whole request."""
 
-_TEXT = pa.large_string()
 _ACTION_BYTES = 84
 """Bytes sent for a document besides its id and body."""
-_RARE = "[\\x00-\\x1f]"
 STALE = 409
 """A newer body or removal exists: nothing to do."""
 
@@ -80,18 +78,18 @@ _TOO_LARGE = "the document exceeds the server's limit for a request"
 
 def bulk_lines(batch: pa.Table) -> memoryview:
     """Return the body of a request for these documents (`DOCUMENT_SCHEMA`); the index is in the URL."""
-    body = _one_line(batch.column("body"))
+    body = one_line(batch.column("body"))
     gone = pc.is_null(body)
     line = pc.binary_join_element_wise(
-        pc.if_else(gone, _text('{"delete":{"_id":"'), _text('{"index":{"_id":"')),
-        _escaped(batch.column("id")),
-        _text('","version":'),
-        pc.cast(batch.column("version"), _TEXT),
-        _text(',"version_type":"external_gte"}}\n'),
-        pc.coalesce(pc.binary_join_element_wise(body, _text(""), _text("\n")), _text("")),
-        _text(""),
+        pc.if_else(gone, text('{"delete":{"_id":"'), text('{"index":{"_id":"')),
+        escaped(batch.column("id")),
+        text('","version":'),
+        pc.cast(batch.column("version"), TEXT),
+        text(',"version_type":"external_gte"}}\n'),
+        pc.coalesce(pc.binary_join_element_wise(body, text(""), text("\n")), text("")),
+        text(""),
     )
-    return _content(line)
+    return joined(line)
 
 
 def documents_size(batch: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -117,41 +115,6 @@ def unusable_ids(batch: pa.Table) -> pa.ChunkedArray:
     """Mark documents with an id that no index takes; one of them would fail the whole request."""
     length = pc.binary_length(batch.column("id"))
     return pc.or_(pc.equal(length, 0), pc.greater(length, LONGEST_ID))
-
-
-def _escaped(ids: pa.ChunkedArray) -> pa.ChunkedArray:
-    ids = pc.cast(ids, _TEXT)
-    for sign in ("\\", '"'):
-        if pc.any(pc.match_substring(ids, sign)).as_py():
-            ids = pc.replace_substring(ids, sign, "\\" + sign)
-    control = pc.match_substring_regex(ids, _RARE)
-    if pc.any(control).as_py():
-        # Cold: control characters in a key. Undo the escapes above first.
-        rare = [json.dumps(json.loads(f'"{each}"', strict=False))[1:-1] for each in ids.filter(control).to_pylist()]
-        ids = pc.replace_with_mask(ids.combine_chunks(), control.combine_chunks(), pa.array(rare, _TEXT))
-    return ids
-
-
-def _one_line(body: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Replace line breaks by blanks; in JSON they occur only between tokens."""
-    body = pc.cast(body, _TEXT)
-    return pc.replace_substring(body, "\n", " ") if pc.any(pc.match_substring(body, "\n")).as_py() else body
-
-
-def _content(line: pa.ChunkedArray) -> memoryview:
-    """Return the joined texts, which Arrow stores one after the other."""
-    whole = line.combine_chunks() if isinstance(line, pa.ChunkedArray) else line
-    if isinstance(whole, pa.ChunkedArray):
-        whole = pa.concat_arrays(whole.chunks)
-    _, offsets, content = whole.buffers()
-    if offsets is None or content is None:
-        return memoryview(b"")
-    ends = np.frombuffer(offsets, np.int64)[whole.offset : whole.offset + len(whole) + 1]
-    return memoryview(content)[int(ends[0]) : int(ends[-1])]
-
-
-def _text(value: str) -> pa.Scalar:
-    return pa.scalar(value, _TEXT)
 
 
 @dataclass(frozen=True, slots=True)
