@@ -31,7 +31,7 @@ from penstock.freed_memory import release_freed_memory
 logger = logging.getLogger(__name__)
 
 
-FILL_BYTES = 64 << 20
+FILL_BYTES = 32 << 20
 """The most bytes of old rows in memory; more if one row group has more. A small change may omit a large value."""
 
 
