@@ -96,7 +96,7 @@ def documents_choice(file: ConfigFile, settings: TablesSettings, folder: Path) -
     _refuse_left_out(indexes, settings)
     options = dict(file.sink.model_extra or {})
     for name, value in options.items():
-        if name.endswith(_PATHS) and isinstance(value, str):
+        if name.endswith(_PATHS) and isinstance(value, str) and "://" not in value:
             options[name] = str(folder / value)
     return DocumentsChoice(
         settings=replace(settings, output=DOCUMENTS_OUTPUT),

@@ -110,6 +110,8 @@ def test_secrets_of_a_sink_come_from_the_environment_and_are_not_shown(load):
 def test_paths_of_a_sink_are_relative_to_the_file(load, tmp_path):
     config = load(PIPELINE + INDEX + '[sink]\ntype = "opensearch"\nca_file = "ca.pem"\n')
     assert config.indexes.sink_options == {"ca_file": str(tmp_path / "ca.pem")}
+    config = load(PIPELINE + INDEX + '[sink]\ntype = "delta"\npath = "s3://bucket/documents"\n')
+    assert config.indexes.sink_options == {"path": "s3://bucket/documents"}
 
 
 @pytest.mark.parametrize(

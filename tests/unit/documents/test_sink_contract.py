@@ -8,6 +8,7 @@ import pytest
 
 from penstock.documents.base import Sink
 from penstock.documents.sinks import MemorySink
+from penstock.documents.sinks.delta import DeltaSink
 from penstock.documents.sinks.files import NdjsonSink, ParquetSink
 from penstock.testing.sinks import SinkContract
 from tests.support.document_sink import FileSink
@@ -42,3 +43,12 @@ class TestNdjsonSink(SinkContract):
 
 class TestParquetSink(TestNdjsonSink):
     kind = ParquetSink
+
+
+class TestDeltaSink(TestNdjsonSink):
+    kind = DeltaSink
+
+
+class TestDeltaSinkWithoutVectors(TestNdjsonSink):
+    def open(self) -> Sink:
+        return DeltaSink(str(self.path), deletion_vectors=False)

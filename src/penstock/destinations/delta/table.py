@@ -31,6 +31,7 @@ from penstock.lsn import Lsn, furthest, reaches
 
 _FOLDER = "_penstock/tables"
 _READ_THREADS = 8
+_NOTHING: Mapping[str, Add | None] = {}
 _RACES = 100
 """How many races in a row may be lost; each time another writer has made progress."""
 
@@ -188,7 +189,7 @@ class LakeTable:
                 actions.append(self._metadata(snapshot, batch.state, {}))
             elif written.vectors:
                 actions += self._protocol(snapshot, batch.state)
-            actions += _file_actions(snapshot, batch, now)
+            actions += file_actions(snapshot, written, now, batch.exchanged)
             answer = self.log.commit(snapshot, actions)
             if isinstance(answer, Committed):
                 return True
@@ -328,19 +329,22 @@ def _read_places(storage: Storage, folder: str) -> list[tuple[str, int, Place]]:
     ]
 
 
-def _file_actions(snapshot: Snapshot, batch: Batch, now: int) -> list[Action]:
-    new = {add.path: add for add in batch.exchanged.values() if add is not None}
-    actions: list[Action] = [snapshot.files[path].removed(now) for path in batch.exchanged]
-    for path, vector in batch.written.vectors:
+def file_actions(
+    snapshot: Snapshot, written: WrittenFiles, now: int, exchanged: Mapping[str, Add | None] = _NOTHING
+) -> list[Action]:
+    """Return the actions that commit files; `exchanged` as in `Batch`."""
+    new = {add.path: add for add in exchanged.values() if add is not None}
+    actions: list[Action] = [snapshot.files[path].removed(now) for path in exchanged]
+    for path, vector in written.vectors:
         if path in new:
             new[path] = new[path].with_vector(vector)
         else:
             before = snapshot.files[path]
             actions += [before.removed(now), before.with_vector(vector)]
-    for path in batch.written.removed:
+    for path in written.removed:
         if new.pop(path, None) is None:
             actions.append(snapshot.files[path].removed(now))
-    return [*actions, *new.values(), *batch.written.added]
+    return [*actions, *new.values(), *written.added]
 
 
 def _removed(lost: Lost) -> Iterable[str]:

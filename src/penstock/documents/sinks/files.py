@@ -18,7 +18,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.destinations.refusals import unexpected
-from penstock.documents.sinks.folders import INDEX_FILE, FolderSink, Generation, IndexState, newest
+from penstock.documents.sinks.folders import FolderSink, Generation, IndexState, gone, newest, writing
 from penstock.documents.sinks.lines import TEXT, escaped, joined, one_line, text
 from penstock.durable import aside, sweep_aside, sync_folder, write_synced
-from penstock.errors import IndexUnusable
 
 CURRENT = "current"
 """The link to the generation that serves."""
 
+_INDEX_FILE = "_penstock/index.json"
 _MERGED_FILES = 64
 _MERGED_BYTES = 64 << 20
 """How many files there are before some are merged, and how large a merged file can become."""
@@ -100,16 +99,16 @@ class NdjsonSink(FolderSink):
 
     def _load(self, index: str) -> bytes | None:
         with suppress(FileNotFoundError):
-            return (self._root / index / INDEX_FILE).read_bytes()
+            return (self._root / index / _INDEX_FILE).read_bytes()
         return None
 
     def _store(self, index: str, content: bytes) -> None:
-        self._place(index, self._root / index / INDEX_FILE, content)
+        self._place(index, self._root / index / _INDEX_FILE, content)
 
     def _create(self, index: str, generation: Generation, owner: str) -> None:
-        with _writing(index):
+        with writing(index):
             folder = self._folder(index, generation.name)
-            for each in (folder, (self._root / index / INDEX_FILE).parent):
+            for each in (folder, (self._root / index / _INDEX_FILE).parent):
                 each.mkdir(parents=True, exist_ok=True)
                 for parent in (each, *each.parents[: len(each.relative_to(self._root).parts)]):
                     sync_folder(parent)
@@ -121,8 +120,8 @@ class NdjsonSink(FolderSink):
     def _publish(self, index: str, state: IndexState) -> None:
         assert state.serving is not None
         link = self._root / index / CURRENT
-        kept = {each.name for each in state.generations} | {CURRENT, state.former, Path(INDEX_FILE).parts[0]}
-        with _writing(index):
+        kept = {each.name for each in state.generations} | {CURRENT, state.former, Path(_INDEX_FILE).parts[0]}
+        with writing(index):
             with aside(link) as temporary:
                 temporary.symlink_to(state.serving.name)
                 temporary.replace(link)
@@ -193,7 +192,7 @@ class NdjsonSink(FolderSink):
         try:
             names = os.listdir(self._folder(index, generation.name))
         except FileNotFoundError:
-            raise _gone(index) from None
+            raise gone(index) from None
         return [self._folder(index, generation.name) / name for name in sorted(names) if name.endswith(self.SUFFIX)]
 
     def _folder(self, index: str, generation: str) -> Path:
@@ -201,7 +200,7 @@ class NdjsonSink(FolderSink):
 
     def _place(self, index: str, path: Path, content: bytes | memoryview) -> None:
         """Create or replace a file, durably and in one step; its folder must exist."""
-        with _writing(index), aside(path) as temporary:
+        with writing(index), aside(path) as temporary:
             write_synced(temporary, content)
             os.replace(temporary, path)
             sync_folder(path.parent)
@@ -219,17 +218,3 @@ class ParquetSink(NdjsonSink):
 
     def _decode(self, path: Path) -> pa.Table:
         return pq.ParquetFile(path).read().rename_columns(_ROWS.names).cast(_ROWS)
-
-
-@contextmanager
-def _writing(index: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise _gone(index) from None
-    except OSError as error:
-        raise unexpected(f"index {index!r}", error) from error
-
-
-def _gone(index: str) -> IndexUnusable:
-    return IndexUnusable(f"a generation of index {index!r} was deleted", index=index)

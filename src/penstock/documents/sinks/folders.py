@@ -1,9 +1,7 @@
-"""What sinks without a server share: generations below one folder per index, described by one small file.
+"""What sinks without a server share: generations of documents, and one small file per index that describes them.
 
-    documents/customers/_penstock/index.json     which generation serves, which one is being filled, and who owns them
-    documents/customers/…                        their documents, as the sink keeps them
-
-The driver alone writes that file, in one step. What readers see follows it (`_publish`); a start repeats that, because
+The file says which generation serves, which one is being filled, and who owns them. The driver alone writes it, in one
+step. What readers see follows it (`_publish`); a start repeats that, because
 a kill may have come between the two. Tasks know the generations that were pickled with the sink.
 """
 
@@ -15,6 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,11 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock.destinations.refusals import unexpected
 from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Sink
 from penstock.documents.mapping import IndexMapping
 from penstock.errors import IndexUnusable
-
-INDEX_FILE = "_penstock/index.json"
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +75,22 @@ def newest(rows: pa.Table) -> pa.Table:
     return rows.take(pa.array(np.sort(order["place"].to_numpy()[first])))
 
 
+@contextmanager
+def writing(index: str) -> Iterator[None]:
+    """Turn faults of disks into errors of the sink: missing folders were deleted, other faults may pass."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise gone(index) from None
+    except OSError as error:
+        raise unexpected(f"index {index!r}", error) from error
+
+
+def gone(index: str) -> IndexUnusable:
+    """A generation does not exist, although it should."""
+    return IndexUnusable(f"a generation of index {index!r} was deleted", index=index)
+
+
 class WholeReads:
     """Reads an index from all its documents in memory (`ReadableSink`)."""
 
@@ -111,11 +125,11 @@ class FolderSink(WholeReads, Sink):
     # What a sink adds
 
     def _load(self, index: str) -> bytes | None:
-        """Return the content of `INDEX_FILE`."""
+        """Return the content of the file that describes an index; None if it does not exist."""
         raise NotImplementedError
 
     def _store(self, index: str, content: bytes) -> None:
-        """Replace `INDEX_FILE`, durably and in one step."""
+        """Replace that file, durably and in one step."""
         raise NotImplementedError
 
     def _create(self, index: str, generation: Generation, owner: str) -> None:

@@ -16,6 +16,7 @@ SINKS: Mapping[str, Registered] = {
     "opensearch": Registered("penstock.documents.sinks.opensearch:OpenSearchSink", extra="opensearch"),
     "ndjson": Registered("penstock.documents.sinks.files:NdjsonSink"),
     "parquet": Registered("penstock.documents.sinks.files:ParquetSink"),
+    "delta": Registered("penstock.documents.sinks.delta:DeltaSink", extra="delta"),
     "stdout": Registered("penstock.documents.sinks.local:StdoutSink"),
     "memory": Registered("penstock.documents.sinks.local:MemorySink"),
     "counting": Registered("penstock.documents.sinks.local:CountingSink"),
