@@ -35,6 +35,7 @@ from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.statements import run_statement
 from penstock.errors import QueryFailed, ServerUnavailable, TableRewritten
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
+from penstock.source.faults import translated
 from penstock.workers.process_tasks import ProcessTasks
 
 SESSION: Mapping[str, str] = {
@@ -99,9 +100,11 @@ class ConnectionPool:
         is_new = connection is None
         connection = connection or connect(source, Role.DOCUMENTS, parameters=SESSION)
         try:
-            if is_new:
-                require_primary(connection)  # the address may lead to several servers
-            yield connection
+            # A connection that was idle may be broken: its first statement says so, and that may be a `begin`.
+            with translated(connection, "read rows for documents"):
+                if is_new:
+                    require_primary(connection)  # the address may lead to several servers
+                yield connection
         except BaseException as error:
             connection.close()
             if isinstance(error, ServerUnavailable):
