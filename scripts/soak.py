@@ -1,7 +1,7 @@
 """Run the long tests, stage by stage, and append a row per stage to the table in docs/soak/README.md.
 
     scripts/soak.py                  the full counts of every stage
-    scripts/soak.py --minutes 20     as much as fits; each stage gets its share of the time
+    scripts/soak.py --minutes 20     as much as fits; each stage gets its share of the time, if a unit of it fits
     scripts/soak.py --stage trials   only some stages; --seed 7 repeats the seeds of a run, --count 9 runs 9 units
 
 Every stage is a pytest process of its own. For a failed stage the tests and the command that repeats it are printed. A
@@ -80,6 +80,10 @@ class Stage:
     fixed_seconds: float
     run: Callable[[int, int], Run]
 
+    def fits(self, seconds: float) -> bool:
+        """Return whether one unit fits."""
+        return self.fixed_seconds + self.seconds_each <= seconds
+
     def count(self, seconds: float | None) -> int:
         """Return how many units fit."""
         if seconds is None:
@@ -140,7 +144,7 @@ STAGES = (
         _soak("tests/e2e/test_trials.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("delta trials", "pipelines into Delta, with writers and kills", 200, 0.20, 40, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_delta.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
-    Stage("faults", "faults of every kind, each trial with two kills", 120, 0.50, 20, 20, lambda count, seed: Run(
+    Stage("faults", "faults of every kind, each trial with two kills", 500, 2.00, 12, 20, lambda count, seed: Run(
         _soak("tests/e2e/test_fault_trials.py"),
         {"PENSTOCK_SOAK_FAULTS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("model", "worlds of the hand-over model", len(SCENARIOS), 0.15, 90, 5, _model),
@@ -214,6 +218,8 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     stages = [stage for stage in STAGES if given.stage is None or stage.name in given.stage]
+    if given.minutes is not None and given.count is None:
+        stages = _fitting(stages, given.minutes)
     # SIGTERM also ends the running stage.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results: list[StageResult] = []
@@ -224,6 +230,18 @@ def main(arguments: list[str]) -> int:
         _print_failures(results[-1])
     print(f"soak: {len(results)} rows appended to {PAGE.relative_to(ROOT)}")
     return int(any(result.failed for result in results))
+
+
+def _fitting(stages: list[Stage], minutes: float) -> list[Stage]:
+    """Leave out stages of which not even one unit fits, beginning with the longest; the others get their time."""
+    kept = stages
+    while len(kept) > 1 and (long := [stage for stage in kept if not stage.fits(_share(stage, kept, minutes) or 0.0)]):
+        longest = max(long, key=lambda stage: stage.fixed_seconds + stage.seconds_each)
+        kept = [stage for stage in kept if stage is not longest]
+    if len(kept) < len(stages):
+        out = ", ".join(stage.name for stage in stages if stage not in kept)
+        print(f"soak: {minutes:g} minutes are too short for: {out}", flush=True)
+    return kept
 
 
 def _share(stage: Stage, stages: list[Stage], minutes: float | None) -> float | None:
