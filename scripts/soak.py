@@ -222,11 +222,12 @@ def main(arguments: list[str]) -> int:
         stages = _fitting(stages, given.minutes)
     # SIGTERM also ends the running stage.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    commit = _commit()
     results: list[StageResult] = []
     for stage in stages:
         results.append(_run(stage, seed, _share(stage, stages, given.minutes), given.count))
         with PAGE.open("a") as page:
-            page.write(_row(results[-1], seed))
+            page.write(_row(results[-1], seed, commit))
         _print_failures(results[-1])
     print(f"soak: {len(results)} rows appended to {PAGE.relative_to(ROOT)}")
     return int(any(result.failed for result in results))
@@ -308,16 +309,21 @@ def _read(xml: Path) -> tuple[Outcome, ...]:
     return tuple(outcomes)
 
 
-def _row(result: StageResult, seed: int) -> str:
+def _commit() -> str:
+    """What runs; asked once, because the rows of this run change a file."""
+    asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
+
+
+def _row(result: StageResult, seed: int, commit: str) -> str:
     """The row of the table of runs for one stage."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     tally = {name: sum(each.outcome == name for each in result.outcomes) for name in ("passed", "failed")}
     outcome = "stopped" if result.cut_off else ", ".join(f"{count} {name}" for name, count in tally.items() if count)
     notes = [f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}"]
     notes += [each.noted for each in result.outcomes if each.noted]
     notes += [f"{each.test}: {_first_line(each.message)}" for each in result.outcomes if each.outcome == "failed"]
     cells = [
-        *(f"{result.begun:%Y-%m-%d %H:%M}", commit.strip() or "unknown", result.stage.name, result.count, seed),
+        *(f"{result.begun:%Y-%m-%d %H:%M}", commit, result.stage.name, result.count, seed),
         *(outcome or "no test ran", f"{result.seconds:.0f}", "; ".join(notes)),
     ]
     return f"| {' | '.join(str(cell).replace('|', '¦') for cell in cells)} |\n"
