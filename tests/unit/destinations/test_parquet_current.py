@@ -85,6 +85,6 @@ def peak_of(folder: Path, count: int) -> int:
 
 
 def test_the_peak_is_the_same_for_a_log_of_four_times_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "SHARE_BYTES", 200_000)
-    small, large = (peak_of(tmp_path / str(count), count) for count in (20, 80))
+    monkeypatch.setattr(current, "SHARE_BYTES", 100_000)
+    small, large = (peak_of(tmp_path / str(count), count) for count in (10, 40))
     assert large < 1.5 * small

@@ -191,7 +191,7 @@ def peak_while_written(destination: DeltaDestination, source: ScriptedSource) ->
 
 def peak_of(folder: Path, mode: str, count: int) -> int:
     """Return the peak memory of Arrow when one transaction inserts `count` rows and updates them."""
-    source = ScriptedSource(folder / "segments", segment_rows=250)
+    source = ScriptedSource(folder / "segments", segment_rows=125)
     destination = DeltaDestination(folder / "lake", maintenance=False, mode=mode)
     destination.startup(make_context())
     destination.drop_table_for_copy(KEYED, "attempt-1")
@@ -211,8 +211,8 @@ def peak_of(folder: Path, mode: str, count: int) -> int:
 @pytest.mark.parametrize("mode", ["mirror", "soft_delete", "history"])
 def test_a_task_has_only_a_slice_in_memory(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peak is the same for a transaction that is eight times as large."""
-    monkeypatch.setattr(tasks, "SLICE_ROWS", 500)
-    small, large = (peak_of(tmp_path / str(count), mode, count) for count in (1_000, 4_000))
+    monkeypatch.setattr(tasks, "SLICE_ROWS", 250)
+    small, large = (peak_of(tmp_path / str(count), mode, count) for count in (500, 2_000))
     assert large < 1.5 * small
 
 
