@@ -17,7 +17,7 @@ from rich.text import Text
 from penstock.cli.display import echo, make_table, print_unwrapped, wide_console
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, OutputName, configured
 from penstock.config import Config, OutputChoice
-from penstock.config.units import count_of, format_bytes, format_seconds
+from penstock.config.units import count_of, format_bytes, format_moment, format_seconds
 from penstock.errors import PenstockError, SlotLost, SlotMissing, for_table, in_command
 from penstock.headroom import Room
 from penstock.observe import scrub
@@ -164,7 +164,7 @@ def problem_lines(state: TableState, *, several: bool = False) -> list[Text]:
     if error is None:
         return []
     reason = error.reason.removeprefix(f"{table}: ")
-    lines = [Text.assemble((f"{subject} stopped", "bold"), f" at {error.since}: {reason}")]
+    lines = [Text.assemble((f"{subject} stopped", "bold"), f" at {format_moment(error.since)}: {reason}")]
     solution = for_table(error.solution or "", table, output)
     call = f"penstock {error.command} {in_command(table, output)}"
     if solution:
@@ -172,7 +172,7 @@ def problem_lines(state: TableState, *, several: bool = False) -> list[Text]:
     if error.command and call not in solution:
         lines.append(Text(f"  then: {call}"))
     elif error.next_retry:
-        lines.append(Text(f"  retried automatically at {error.next_retry}"))
+        lines.append(Text(f"  retried automatically at {format_moment(error.next_retry)}"))
     return [*lines, Text()]
 
 
@@ -227,7 +227,8 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         yield Text(f"          {source.hint}")
     if source.unreachable_since is not None:
         yield Text.assemble(
-            ("source    ", "bold"), (f"unreachable since {source.unreachable_since}, retrying", "bold red")
+            ("source    ", "bold"),
+            (f"unreachable since {format_moment(source.unreachable_since)}, retrying", "bold red"),
         )
     if source.slot is not None:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
@@ -244,10 +245,9 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
     for output in found.outputs:
         name = f"{output.output}: " if len(found.outputs) > 1 else ""
         yield Text.assemble(("output    ", "bold"), name, _output(output, is_running=found.driver is not None))
-        if output.failing is not None:
-            yield Text(
-                f"          cannot write since {output.failing_since}, retrying: {output.failing}", style="bold red"
-            )
+        if output.failing is not None and output.failing_since is not None:
+            since = format_moment(output.failing_since)
+            yield Text(f"          cannot write since {since}, retrying: {output.failing}", style="bold red")
             yield Text(f"          {output.hint}")
     for forgotten, position in found.forgotten.items():
         text = f"{forgotten}: no longer in the config, but holds the slot at {position}"
@@ -260,7 +260,7 @@ def _supervisor(found: SupervisorStatus) -> Iterator[Text]:
     if found.last_end is not None:
         yield Text(f"          the run before {found.last_end}")
     if found.next_start is not None:
-        yield Text(f"          starts again at {found.next_start}", style="yellow")
+        yield Text(f"          starts again at {format_moment(found.next_start)}", style="yellow")
 
 
 def _lasting(room: Room) -> str:

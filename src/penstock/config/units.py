@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from math import isfinite
 from typing import Annotated, Any
 
@@ -60,6 +60,12 @@ def format_seconds(seconds: float) -> str:
         return f"{hours} h {minutes:02d} min"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours:02d} h"
+
+
+def format_moment(moment: float | str) -> str:
+    """`2026-11-17 06:54:03 UTC`, of a Unix time or of a text as `--json` has it."""
+    at = datetime.fromisoformat(moment) if isinstance(moment, str) else datetime.fromtimestamp(moment, UTC)
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -413,7 +413,7 @@ def _stopped(table: str, phase: Errored) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A Unix time, for people and machines."""
+    """A Unix time, for machines; for people: `format_moment`."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import psycopg
 
 from penstock.config import Config, DocumentsChoice, IndexChoice, OutputChoice
+from penstock.config.units import format_moment
 from penstock.destinations.base import FolderDestination
 from penstock.documents.mapping import fingerprint, is_built_from
 from penstock.documents.quarantine import open_quarantine
@@ -262,15 +263,15 @@ def _last_run(looks: Mapping[str, LastLook]) -> str | None:
         return None
     last = max(looks.values(), key=lambda each: each.at)
     if last.ended is None:
-        return f"ended after {format_time(last.at)} without giving a reason: it was killed, or the machine stopped"
-    return f"ended after {format_time(last.at)}: {last.ended}"
+        return f"ended after {format_moment(last.at)} without giving a reason: it was killed, or the machine stopped"
+    return f"ended after {format_moment(last.at)}: {last.ended}"
 
 
 def _supervisor(config: Config) -> SupervisorStatus | None:
     found = SupervisorFile(config.pipeline.spool.path).read()
     if found is None:
         return None
-    ended = found.last_end_at and f"ended at {format_time(found.last_end_at)}: "
+    ended = found.last_end_at and f"ended at {format_moment(found.last_end_at)}: "
     return SupervisorStatus(
         found.holder.host,
         found.holder.pid,

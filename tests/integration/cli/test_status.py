@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.config.units import format_moment
 from penstock.testing.postgres import PostgresServer
 from tests.conftest import Database
 from tests.integration.cli.support import BOTH, PATIENCE, Site, check_discreet
@@ -164,7 +165,7 @@ def test_a_source_that_is_away_and_a_run_that_was_killed_are_said_as_such(
     assert (output["lag_bytes"], output["lag_seconds"], output["tables"][0]["lag_bytes"]) == (None, None, None)
     assert found["problems"] == ["the source is unreachable"]
     text = site.run("status").stdout
-    assert f"source    unreachable since {found['source']['unreachable_since']}, retrying" in text
+    assert f"source    unreachable since {format_moment(found['source']['unreachable_since'])}, retrying" in text
     assert "; lag unknown" in text
     server.start()
     while look(site)["problems"]:
@@ -188,7 +189,7 @@ def test_a_destination_that_is_away_is_said_as_such_until_it_is_back(site: Site)
     assert "is the disk mounted?" in output["failing"]
     assert found["problems"] == [f"output tables cannot write: {output['failing']}"]
     text = " ".join(site.run("status").stdout.split())
-    assert f"cannot write since {output['failing_since']}, retrying: {output['failing']}" in text
+    assert f"cannot write since {format_moment(output['failing_since'])}, retrying: {output['failing']}" in text
     assert output["hint"] in text
     away.rename(lake)
     deadline = time.monotonic() + PATIENCE

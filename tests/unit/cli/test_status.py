@@ -98,21 +98,27 @@ def test_watching_keeps_the_head_of_a_status_that_is_longer_than_the_terminal(mo
 
 
 def test_a_supervised_pipeline() -> None:
-    waiting = SupervisorStatus("vm", 41, 2, "ended at T: killed by SIGKILL", "T2")
+    waiting = SupervisorStatus("vm", 41, 2, "ended at T: killed by SIGKILL", "2026-11-17T06:54:13+00:00")
     lines = shown(replace(STATUS, supervisor=waiting))
     assert lines[1:4] == [
         "          supervised by process 41, 2 restarts",
         "          the run before ended at T: killed by SIGKILL",
-        "          starts again at T2",
+        "          starts again at 2026-11-17 06:54:13 UTC",
     ]
     assert "supervised by process 41, 1 restart" in shown(replace(STATUS, supervisor=replace(waiting, restarts=1)))[1]
 
 
 def test_a_destination_that_cannot_be_written_is_shown_with_the_reason_and_the_remedy() -> None:
-    failing = replace(OUTPUT, failing="the disk is full", failing_since="T", hint="Free space.", changes_per_second=0.0)
+    failing = replace(
+        OUTPUT,
+        failing="the disk is full",
+        failing_since="2026-11-17T06:54:03+00:00",
+        hint="Free space.",
+        changes_per_second=0.0,
+    )
     assert shown(replace(STATUS, outputs=(failing,)))[3:6] == [
         "output    at 0/10; waiting; 0 changes/s; lag 300 B, 1.5 s",
-        "          cannot write since T, retrying: the disk is full",
+        "          cannot write since 2026-11-17 06:54:03 UTC, retrying: the disk is full",
         "          Free space.",
     ]
 
@@ -153,7 +159,7 @@ def test_a_lost_slot_and_a_table_that_stopped() -> None:
     assert lines[2] == "slot      shop: lost: its changes can no longer be read"
     assert lines[3].startswith("          The changes can no longer be read. To create a new slot and copy the tables")
     assert lines[-3:] == [
-        "public.a stopped at 2026-11-15T10:00:00+00:00: too big",
+        "public.a stopped at 2026-11-15 10:00:00 UTC: too big",
         "  Make it smaller.",
         "  then: penstock resync public.a",
     ]
@@ -224,7 +230,7 @@ def test_with_several_outputs_a_remedy_names_its_output() -> None:
     stopped = replace(READY, table="a.Odd b", output="second", phase="errored", error=error)
     second = replace(OUTPUT, output="second", tables=(stopped,))
     assert shown(replace(STATUS, outputs=(OUTPUT, second)))[-2:] == [
-        "second: a.Odd b stopped at 2026-11-15T10:00:00+00:00: bad",
+        "second: a.Odd b stopped at 2026-11-15 10:00:00 UTC: bad",
         "  Copy it: penstock resync 'a.Odd b' --output second.",
     ]
 
