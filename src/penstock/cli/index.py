@@ -23,7 +23,7 @@ from penstock.cli.verify import not_compared
 from penstock.config import Config, IndexChoice, load_config
 from penstock.config.units import count_of
 from penstock.documents.base import ReadableSink, readable
-from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience
+from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience, without_fields
 from penstock.documents.explain import Branch, Explanation, Statement
 from penstock.documents.mapping import index_mapping
 from penstock.documents.specification.models import json_schema
@@ -163,6 +163,7 @@ def preview(
             hint=f"{index.specification.table} has no such row, or filters or soft_delete exclude it.",
         )
     if diff:
+        stored, built = (without_fields(each, index.specification.source_excludes) for each in (stored, built))
         _print_both(name, row["id"], stored, built, as_json=as_json)
         raise typer.Exit(0 if stored == built else DIFFERENT)
     shown = {"index": name, "id": row["id"], "version": row["version"], "document": built} if as_json else built

@@ -234,6 +234,10 @@ class Sink(Protocol):
             pa.Table.from_pylist([{"index": index, "id": id, "version": version, "body": None}], DOCUMENT_SCHEMA)
         )
 
+    def check(self, mapping: IndexMapping) -> str:
+        """Return why the sink would not create this index; empty if it would, or cannot tell. Changes nothing."""
+        return ""
+
     def ensure_index(self, mapping: IndexMapping) -> None:
         """Create the index if it does not exist. Called on every start; must not disturb searches."""
 

@@ -152,6 +152,7 @@ class IndexDiff:
         self._keys = keys
         self._reader = reader
         self._index = keys.specification.name
+        self._excludes = keys.specification.source_excludes
         self._patience = patience or Patience()
         self._observer = observer or _Silent()
         self._compared = 0
@@ -184,7 +185,7 @@ class IndexDiff:
         for built in self._build(keys):
             stored = self._reader.fetch(self._index, list(built))
             self._compared += sum(body is not None or id_ in stored for id_, (_, body) in built.items())
-            self._suspects.update(_suspects(built, stored))
+            self._suspects.update(_suspects(built, stored, self._excludes))
             ids += built
         self._observer.on_compared(self._index, self._compared)
         return ids
@@ -212,7 +213,7 @@ class IndexDiff:
     def _look_again(self) -> None:
         found: dict[str, _Suspect] = {}
         for built in self._build(self._keys.resolved([each.key for each in self._suspects.values()])):
-            found.update(_suspects(built, self._reader.fetch(self._index, list(built))))
+            found.update(_suspects(built, self._reader.fetch(self._index, list(built)), self._excludes))
         for id_, each in found.items():
             before = self._suspects[id_]
             each.looks = before.looks + 1
@@ -229,7 +230,17 @@ class IndexDiff:
                 yield {id_: (self._keys.parse(id_), body) for id_, body in zip(ids, bodies, strict=True)}
 
 
-def _suspects(built: Built, stored: Mapping[str, Any]) -> Iterator[tuple[str, _Suspect]]:
+def without_fields(document: Any, paths: Sequence[str]) -> Any:
+    """Return a document without the fields at these paths, in arrays too."""
+    if isinstance(document, list):
+        return [without_fields(each, paths) for each in document]
+    if not isinstance(document, dict) or not paths:
+        return document
+    below = {key: [path[len(key) + 1 :] for path in paths if path.startswith(f"{key}.")] for key in document}
+    return {key: without_fields(each, below[key]) for key, each in document.items() if key not in paths}
+
+
+def _suspects(built: Built, stored: Mapping[str, Any], excludes: Sequence[str]) -> Iterator[tuple[str, _Suspect]]:
     # Cold: a comparison on request, and parsed bodies have no columns.
     for id_, (key, body) in built.items():
         if body is None:
@@ -237,8 +248,10 @@ def _suspects(built: Built, stored: Mapping[str, Any]) -> Iterator[tuple[str, _S
                 yield id_, _Suspect(key, Kind.EXTRA, body)
         elif id_ not in stored:
             yield id_, _Suspect(key, Kind.MISSING, body)
-        elif (wanted := json.loads(body)) != stored[id_]:
-            yield id_, _Suspect(key, Kind.DIFFERENT, body, tuple(_differing(wanted, stored[id_], ""))[:_SHOWN_FIELDS])
+        else:
+            wanted, found = (without_fields(each, excludes) for each in (json.loads(body), stored[id_]))
+            if wanted != found:
+                yield id_, _Suspect(key, Kind.DIFFERENT, body, tuple(_differing(wanted, found, ""))[:_SHOWN_FIELDS])
 
 
 def _differing(wanted: Any, found: Any, path: str) -> Iterator[str]:

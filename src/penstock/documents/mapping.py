@@ -5,10 +5,11 @@ people need besides full-text search: `keyword` to filter and sort, `keyword_low
 search a keyword by its parts, and `sort` for enums with an order. `options` of a field come last and win.
 
 The fingerprint is a short text that changes when anything that shapes documents or mappings changes; the index is then
-rebuilt. It covers tables, columns, keys, relations, filters, orders, limits, transforms, defaults, constants, options
-and the version of the mappings that this code writes. It leaves out what changes neither documents nor mappings: the
-index's name, the order of fields, `required`, and the formatting of the file. A build's fingerprint has a second part
-for the keys that the specification leaves to the database.
+rebuilt. It covers tables, columns, keys, relations, filters, orders, limits, transforms, defaults, constants, options,
+settings that need a new index, and the version of the mappings that this code writes. It leaves out what changes
+neither documents nor mappings: the index's name, the order of fields, `required`, settings that an existing index can
+get, and the formatting of the file. A build's fingerprint has a second part for the keys that the specification leaves
+to the database.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ _ANALYSIS: dict[str, Any] = {
         },
     },
     "normalizer": {LOWERCASE: {"type": "custom", "filter": ["lowercase", "asciifolding"]}},
-    "char_filter": {},
 }
+_PARTS = ("char_filter", "tokenizer", "filter", "analyzer", "normalizer")
+"""The parts of `analysis`."""
 MAPPING_VERSION = 1
 """Increased when this code derives other mappings, analyzers or values from the same specification."""
 
-_IRRELEVANT = frozenset({"name", "required"})
+_IRRELEVANT = frozenset({"name", "required", "dynamic_settings"})
 _LENGTH = 12
 _COMPLETED_LENGTH = 8
 
@@ -91,16 +93,23 @@ class IndexMapping:
     analysis: dict[str, Any]
     owner: str = ""
     """The output that writes the index: no other one may."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Further settings, fixed when the index is created."""
+    dynamic_settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Settings that an existing index gets, too."""
 
     def body(self, *, shards: int = 1, replicas: int = 1, refresh_interval: str = "1s") -> dict[str, Any]:
-        """Return the body of the request that creates the index."""
-        settings = {
-            "number_of_shards": shards,
-            "number_of_replicas": replicas,
-            "refresh_interval": refresh_interval,
-            "analysis": self.analysis,
-        }
-        return {"settings": {"index": settings}, "mappings": self.mappings}
+        """Return the body of the request that creates the index; the arguments are defaults."""
+        fixed = {"number_of_shards": shards, **self.settings, "analysis": self.analysis}
+        in_place = self.in_place(replicas=replicas, refresh_interval=refresh_interval)
+        return {"settings": {"index": fixed | in_place}, "mappings": self.mappings}
+
+    def in_place(self, *, replicas: int, refresh_interval: str) -> dict[str, Any]:
+        """Return the settings of an index that serves, which may change at any time; the arguments are defaults."""
+        defaults: dict[str, Any] = {"refresh_interval": refresh_interval}
+        if "auto_expand_replicas" not in self.dynamic_settings:
+            defaults["number_of_replicas"] = replicas
+        return defaults | self.dynamic_settings
 
 
 def index_mapping(
@@ -112,10 +121,14 @@ def index_mapping(
     mappings: dict[str, Any] = {"dynamic": "strict", "properties": properties}
     if writer.templates:
         mappings["dynamic_templates"] = writer.templates
-    analysis = {name: {**part, **writer.analysis.get(name, {})} for name, part in _ANALYSIS.items()}
+    if specification.source_excludes:
+        mappings["_source"] = {"excludes": list(specification.source_excludes)}
+    settings = dict(specification.settings)
+    parts = [_ANALYSIS, writer.analysis, settings.pop("analysis", {})]
+    analysis = {name: {key: each for part in parts for key, each in part.get(name, {}).items()} for name in _PARTS}
     analysis = {name: part for name, part in analysis.items() if part}
     mark = fingerprint(specification) if catalog is None else build_fingerprint(specification, catalog)
-    return IndexMapping(specification.name, mark, mappings, analysis, owner)
+    return IndexMapping(specification.name, mark, mappings, analysis, owner, settings, specification.dynamic_settings)
 
 
 class _Writer:

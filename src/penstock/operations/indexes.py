@@ -11,12 +11,13 @@ import psycopg
 
 from penstock.config import Config, IndexChoice
 from penstock.documents import PostgresDocuments
-from penstock.documents.base import IndexFacts, ReadableSink
+from penstock.documents.base import IndexFacts, ReadableSink, Sink
 from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.checks import check_index, check_polling
 from penstock.documents.diff import DiffObserver, DiffReport, IndexDiff, Patience
 from penstock.documents.explain import Explanation, explain_index
+from penstock.documents.mapping import index_mapping
 from penstock.documents.polling import polled_catalog
 from penstock.errors import PenstockError
 from penstock.operations.status import IndexState, stored_indexes
@@ -71,22 +72,19 @@ def check_indexes(config: Config, indexes: Sequence[IndexChoice]) -> dict[str, R
     with connect(config.pipeline.source, Role.CATALOG) as connection:
         catalog = load_catalog(connection, {table for each in indexes for table in each.specification.tables()})
         polling = config.indexes.polling
-        if polling is None:
-            published = _published(connection, config)
-            return {
-                each.name: _with(
-                    check_index(connection, each.specification, catalog),
-                    _check_published(each, catalog, published, config.pipeline.publication),
-                )
-                for each in indexes
-            }
-        catalog = polled_catalog(catalog)
+        published = _published(connection, config) if polling is None else None
+        catalog = catalog if polling is None else polled_catalog(catalog)
+        sink = config.indexes.create_sink()
         found: dict[str, Report] = {}
         for each in indexes:
             tables = each.specification.tables()
-            cursors = {name: polling.cursors.get(name, polling.cursor) for name in tables}
-            report = check_index(connection, each.specification, catalog)
-            found[each.name] = _with(report, check_polling(connection, tables, catalog, cursors))
+            checks = [*_check_sink(each, sink)]
+            if polling is None:
+                checks += _check_published(each, catalog, published, config.pipeline.publication)
+            else:
+                cursors = {name: polling.cursors.get(name, polling.cursor) for name in tables}
+                checks += check_polling(connection, tables, catalog, cursors)
+            found[each.name] = _with(check_index(connection, each.specification, catalog), checks)
         return found
 
 
@@ -156,6 +154,18 @@ def _check_published(
                 f"Run: alter publication {quote_if_needed(publication)} add table {name};",
                 [str(name)],
             )
+
+
+def _check_sink(index: IndexChoice, sink: Sink) -> Iterator[Check]:
+    try:
+        refused = sink.check(index_mapping(index.specification))
+    except PenstockError as error:
+        yield failed("sink", Severity.WARNING, f"settings and mappings were not checked: {error.message}", error.hint)
+        return
+    if refused:
+        what = f"the sink would refuse the index: {refused}"
+        remedy = f"Correct settings or options in {index.file.name}, or install what the search server lacks."
+        yield failed("sink", Severity.CRITICAL, what, remedy, [index.name])
 
 
 def _with(report: Report, more: Iterable[Check]) -> Report:

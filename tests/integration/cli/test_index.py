@@ -94,6 +94,21 @@ def test_what_does_not_fit_ends_with_1_and_names_the_remedy(desk: Desk) -> None:
     assert {each["index"]: each["ready"] for each in report["indexes"]} == {"customers": True, "products": False}
 
 
+def test_what_the_search_server_would_refuse_is_told_before_it_runs(desk: Desk, opensearch: Any) -> None:
+    desk.configure(f'type = "opensearch"\nurl = "{opensearch.url}"')
+    text = (desk.folder / "products.schema.yml").read_text()
+    desk.specify("products", text + "settings: {number_of_shard: 3}\n")
+    result = desk.run("check")
+    assert result.returncode == 1
+    assert "the sink would refuse the index: unknown setting [index.number_of_shard]" in " ".join(result.stdout.split())
+    desk.specify("products", text + "settings: {number_of_shards: 3}\n")
+    assert desk.run("check").returncode == 0
+    desk.configure('type = "opensearch"\nurl = "http://127.0.0.1:1"')
+    away = desk.run("check")
+    assert away.returncode == 0, "the database is fine"
+    assert "settings and mappings were not checked: the search server does not answer" in " ".join(away.stdout.split())
+
+
 @pytest.mark.remedy("PublicationChanged")
 def test_tables_that_a_publication_lacks_are_named_with_the_remedy(desk: Desk) -> None:
     path = desk.folder / "penstock.toml"

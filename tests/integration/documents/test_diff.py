@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -116,6 +117,14 @@ def test_every_sort_of_difference_is_found_with_its_place(world: World) -> None:
         Kind.EXTRA: 2,
         Kind.UNSETTLED: 0,
     }
+
+
+def test_fields_that_are_not_stored_are_not_compared(world: World) -> None:
+    world.put("4", {"chapters": [{}, {}, {}]})
+    world.put("5", {"chapters": [{}, {}]})
+    keys = DocumentKeys.of(replace(BOOKS, source_excludes=("title", "chapters.name")), world.catalog)
+    report = IndexDiff(world.documents, keys, world.sink, patience=Patience(0)).full()
+    assert found(report) == {"5": (Kind.DIFFERENT, ("chapters",))}
 
 
 def test_ids_that_no_key_can_have_are_extra(world: World) -> None:

@@ -125,6 +125,7 @@ BASE = HEAD + "fields:\n- {keyword: a}\n- {integer: b}\n"
     [
         HEAD + "fields:\n- {integer: b}\n- {keyword: a}\n",
         HEAD + "fields:\n- {keyword: a, required: true}\n- {integer: b}\n",
+        HEAD + "settings: {number_of_replicas: 2, search: {idle.after: 5s}}\nfields:\n- {keyword: a}\n- {integer: b}\n",
         "# A\nversion: 1\ntable: USERS\nschema: public\nprimary_key: [id]\nfields: [{keyword: a}, {integer: b}]",
     ],
 )
@@ -147,6 +148,9 @@ def test_what_changes_no_document_needs_no_reindex(other: str) -> None:
         ("primary_key: id", "primary_key: id\nfilters: [{raw: x}]"),
         ("primary_key: id", "primary_key: id\nsoft_delete: {column: gone}"),
         ("{keyword: a}", "{constant: a, value: 1}"),
+        ("primary_key: id", "primary_key: id\nsettings: {number_of_shards: 2}"),
+        ("primary_key: id", "primary_key: id\nsettings: {analysis: {analyzer: {x: {type: english}}}}"),
+        ("primary_key: id", "primary_key: id\nsource_excludes: [a]"),
     ],
 )
 def test_what_changes_documents_or_mappings_needs_one(old: str, new: str) -> None:

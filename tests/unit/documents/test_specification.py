@@ -234,6 +234,12 @@ def test_errors_of_fields_name_line_column_and_key(fields: str, expected: str) -
             "3:14: soft_delete.column: needs either 'column' or 'field', not both",
         ),
         ("version: 1\ntable: a\ntransform: f", "3:1: transform: must be module:function"),
+        (
+            "version: 1\ntable: a\nsettings:\n  index: {gc_deletes: 1s}",
+            "4:11: settings.index.gc_deletes: Penstock sets it",
+        ),
+        ("version: 1\ntable: a\nsource_excludes: [b, ab]", "3:19: source_excludes[0]: there is no field 'b'"),
+        ("version: 1\ntable: a\nsource_excludes: [b, ab]", "3:22: source_excludes[1]: there is no field 'ab'; did"),
         ("version: 1\ntable: a\nx: &a [*a]", "3:4: x[0]: contains itself through aliases"),
     ],
 )

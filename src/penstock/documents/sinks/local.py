@@ -217,6 +217,10 @@ class TeeSink(Sink):
         reports = [sink.flush(caught_up) for sink in self._sinks]
         return FlushReport(tuple(rejection for report in reports for rejection in report.rejections))
 
+    def check(self, mapping: IndexMapping) -> str:
+        """See `Sink`."""
+        return next(filter(None, (sink.check(mapping) for sink in self._sinks)), "")
+
     def ensure_index(self, mapping: IndexMapping) -> None:
         """See `Sink`."""
         for sink in self._sinks:

@@ -6,7 +6,10 @@ lengths, a soft delete by a field without a column.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from penstock.documents.specification.models import (
     AggregateModel,
@@ -45,9 +48,21 @@ from penstock.documents.specification.tree import (
     SoftDelete,
     Transform,
     Verb,
+    field_paths,
 )
 from penstock.documents.specification.yaml_positions import Path
 from penstock.source.patterns import TableName
+
+_DYNAMIC = re.compile(
+    r"number_of_replicas|auto_expand_replicas|refresh_interval|max_\w+|default_pipeline|final_pipeline|priority|"
+    r"requests\.cache\.enable|query\.default_field|mapping\.\w+\.limit|"
+    r"(search|indexing|routing|highlight|merge|blocks|unassigned)\..+"
+)
+"""Settings that an existing index can get. Any other needs a new one, which is always right."""
+_OWN_SETTINGS = {
+    "gc_deletes": "Penstock sets it, so that an older document never replaces a removal",
+    "translog.durability": "Penstock sets it, so that no acknowledged document is lost",
+}
 
 Mistakes = list[tuple[Path, str]]
 _JoinModel = BelongsToModel | HasOneModel | HasManyModel | ManyToManyModel
@@ -59,6 +74,8 @@ def build_tree(model: SpecificationModel, name: str) -> tuple[IndexSpecification
     primary_key = tuple(model.primary_key or ())
     fields = builder.fields(model.fields, primary_key, False, ())
     filters = builder.filters(model.filters, ("filters",))
+    settings = builder.settings(model.settings)
+    builder.check_excludes(model.source_excludes, fields)
     tree = IndexSpecification(
         name=name,
         table=TableName(model.schema_, model.table),
@@ -68,6 +85,9 @@ def build_tree(model: SpecificationModel, name: str) -> tuple[IndexSpecification
         filters=filters,
         soft_delete=builder.soft_delete(model, fields),
         transform=model.transform or "",
+        settings={name: value for name, value in settings.items() if not _DYNAMIC.fullmatch(name)},
+        dynamic_settings={name: value for name, value in settings.items() if _DYNAMIC.fullmatch(name)},
+        source_excludes=tuple(model.source_excludes),
     )
     return tree, builder.mistakes
 
@@ -99,6 +119,24 @@ class _Builder:
             )
             for each in models
         )
+
+    def settings(self, written: dict[str, Any]) -> dict[str, Any]:
+        """Return settings by their full names without `index.`, whether they were nested or not."""
+        found: dict[str, Any] = {}
+        for path, value in _leaves(written, ()):
+            name = ".".join(path).removeprefix("index.")
+            if name in _OWN_SETTINGS:
+                self.mistakes.append((("settings", *path), _OWN_SETTINGS[name]))
+            found[name] = value
+        return found
+
+    def check_excludes(self, paths: Sequence[str], fields: tuple[Field, ...]) -> None:
+        known = list(field_paths(fields))
+        for index, each in enumerate(paths):
+            if each not in known:
+                near = difflib.get_close_matches(each, known, n=1)
+                hint = f'; did you mean "{near[0]}"?' if near else ""
+                self.mistakes.append((("source_excludes", index), f"there is no field {each!r}{hint}"))
 
     def soft_delete(self, model: SpecificationModel, fields: Sequence[Field]) -> SoftDelete | None:
         if model.soft_delete is None:
@@ -236,3 +274,11 @@ class _Builder:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _leaves(value: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, each in value.items():
+        if isinstance(each, dict) and key != "analysis":
+            yield from _leaves(each, (*path, key))
+        else:
+            yield (*path, key), each

@@ -354,6 +354,8 @@ class SpecificationModel(Model):
     soft_delete: SoftDeleteModel | None = None
     filters: list[FilterModel] = []
     transform: str | None = None
+    settings: dict[str, Any] = {}
+    source_excludes: list[str] = []
     fields: Annotated[list[FieldModel], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -221,6 +221,12 @@ class IndexSpecification:
     soft_delete: SoftDelete | None = None
     transform: str = ""
     """`module:function`, called with the built documents; may be empty."""
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of the index that are fixed when it is created, by the server's names; `analysis` is nested."""
+    dynamic_settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings that an existing index can get."""
+    source_excludes: tuple[str, ...] = ()
+    """Fields that are searched but not stored."""
 
     def tables(self) -> set[TableName]:
         """Return every table whose rows can change a document."""
@@ -288,6 +294,14 @@ def _read_relation(relation: Relation, parent: TableName, found: dict[TableName,
 def _filtered(filters: Iterable[Filter]) -> Iterator[str]:
     for each in filters:
         yield EVERY_COLUMN if each.raw else each.column
+
+
+def field_paths(fields: tuple[Field, ...], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of these fields in documents, and of all fields below them."""
+    for each in fields:
+        yield f"{prefix}{each.name}"
+        if isinstance(each, Join | Group):
+            yield from field_paths(each.fields, f"{prefix}{each.name}.")
 
 
 def relations_in(fields: tuple[Field, ...]) -> Iterator[Relation]:

@@ -95,7 +95,7 @@ ABSENT = answer({"error": {"type": "index_not_found_exception"}, "status": 404},
 def looking(*answers: Answer) -> OpenSearchSink:
     """A sink that knows its index, and whose periodic look gets these answers."""
     sink = OpenSearchSink("http://127.0.0.1:1")
-    sink._client_ = Scripted([answer(SERVED), answer(SERVED), *answers])
+    sink._client_ = Scripted([answer(SERVED), answer(SERVED), answer({"acknowledged": True}), *answers])
     sink.ensure_index(IndexMapping("people", "aa11", {"properties": {}}, {}))
     assert sink.is_seeded("people")
     return sink

@@ -138,6 +138,15 @@ class Answer:
         error = said.get("error") if isinstance(said, dict) else None
         return str(error.get("type", "")) if isinstance(error, dict) else ""
 
+    def reason(self) -> str:
+        """Return the most precise reason of its error; for requests about indexes, since others quote documents."""
+        said = self.json()
+        error = said.get("error") if isinstance(said, dict) else None
+        reason = ""
+        while isinstance(error, dict):
+            reason, error = str(error.get("reason") or reason), error.get("caused_by")
+        return reason
+
     def require_said(self) -> None:
         """Raise `Transient` for a success or a 404 that is not a JSON object: a proxy's page says nothing about an
         index, not even that it does not exist."""
@@ -234,17 +243,13 @@ class OpenSearchClient:
     def expect(self, method: str, path: str, body: Any = None, *, allowed: tuple[int, ...] = ()) -> Any:
         """Send a request that must succeed, and return the parsed answer; None for an `allowed` status."""
         answer = self.ask(method, path, body)
-        said = answer.json()
         if answer.status in OK:
-            return said
+            return answer.json()
         if answer.status in allowed:
             return None
-        error = said.get("error") if isinstance(said, dict) else None
-        # About indexes, aliases and mappings; errors about documents are never quoted.
-        reason = error.get("reason", "") if isinstance(error, dict) else ""
         raise DestinationError(
             f"the search server answered {answer.status} {answer.error_type()} to {method} {_place(path)}:"
-            f" {self._clean(reason)}",
+            f" {self._clean(answer.reason())}",
             hint="Check that sink.url is the address of OpenSearch's API, or of a compatible server.",
         )
 

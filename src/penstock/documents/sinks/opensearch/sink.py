@@ -27,10 +27,12 @@ from penstock.documents.sinks.opensearch.bulk import BulkSender, Target, documen
 from penstock.documents.sinks.opensearch.client import (
     FILLING_GC_DELETES,
     NOT_FOUND,
+    OK,
     SERVING_GC_DELETES,
     OpenSearchClient,
     OpenSearchSettings,
     RetryLimit,
+    Transient,
 )
 from penstock.documents.sinks.opensearch.generations import (
     Generation,
@@ -46,6 +48,7 @@ from penstock.errors import DestinationUnavailable, IndexUnusable
 
 _KEEP_ALIVE = "2m"
 _SAMPLE_MOST = 10_000
+_HIGHEST_PRIORITY = 2**31 - 1
 _LOOK_SECONDS = 1.0
 """Interval for checking the generations while documents keep arriving."""
 _FILLING = {"refresh_interval": "-1", "gc_deletes": f"{FILLING_GC_DELETES}s"}
@@ -87,6 +90,8 @@ class OpenSearchSink(Sink):
         """Since the first of the waiting documents came: none may arrive later than that after its build."""
         self._rejections: list[Rejection] = []
         self._looked_at = float("-inf")
+        self._in_place: dict[str, Mapping[str, Any]] = {}
+        """Settings of each index while it serves."""
 
     @classmethod
     def of(cls, settings: OpenSearchSettings, targets: Mapping[str, Targets]) -> Self:
@@ -169,6 +174,17 @@ class OpenSearchSink(Sink):
 
     # Generations
 
+    def check(self, mapping: IndexMapping) -> str:
+        """See `Sink`. Asks once: a check does not wait for a server."""
+        body = mapping.body(shards=self.settings.shards, replicas=self.settings.replicas)
+        asked = {"index_patterns": [f"{mapping.index}_check"], "priority": _HIGHEST_PRIORITY, "template": body}
+        try:
+            answer = self._client.try_once("POST", "/_index_template/_simulate", asked)
+            answer.require_said()
+        except Transient as error:
+            raise DestinationUnavailable(f"the search server does not answer: {error}") from None
+        return "" if answer.status in OK else answer.reason()
+
     def ensure_index(self, mapping: IndexMapping) -> None:
         """See `Sink`. Continues a generation that was begun, and finishes an interrupted swap."""
         state = self._survey([mapping.index])[mapping.index]
@@ -186,6 +202,8 @@ class OpenSearchSink(Sink):
         elif state.serving is None or not _is_current(state.serving, mapping):
             filling = self._create(state, mapping)
         self._know(mapping, filling)
+        if state.serving is not None:
+            self._configure(state.serving, self._in_place[mapping.index])
 
     def reindex(self, mapping: IndexMapping) -> None:
         """See `Sink`. Deletes generations that were begun before."""
@@ -214,7 +232,7 @@ class OpenSearchSink(Sink):
         filling = state.find(targets.filling.generation)
         if filling is None or filling.uuid != self._uuid_of(targets.filling):
             raise _gone(index, targets.filling.generation)
-        self._prepare_serving(filling)
+        self._prepare_serving(index, filling)
         self._remember(filling, index, seeded=filling.uuid)
         self._serve(state, filling)
         self._targets[index] = Targets(serving=targets.filling)
@@ -228,7 +246,7 @@ class OpenSearchSink(Sink):
         if targets.filling is None or filling is None:
             return
         if state.serving is None:
-            self._prepare_serving(filling)
+            self._prepare_serving(index, filling)
             self._serve(state, filling)
             self._targets[index] = Targets(serving=targets.filling)
         elif state.serving.fingerprint == filling.fingerprint:
@@ -237,10 +255,9 @@ class OpenSearchSink(Sink):
             self._targets[index] = Targets(serving=targets.serving)
         self._known[index] = self._survey([index])[index]
 
-    def _prepare_serving(self, filling: Generation) -> None:
+    def _prepare_serving(self, index: str, filling: Generation) -> None:
         self._client.expect("POST", f"/{quote(filling.name, safe='')}/_refresh")
-        serving = {"refresh_interval": self.settings.refresh_interval, "gc_deletes": f"{SERVING_GC_DELETES}s"}
-        self._configure(filling, serving)
+        self._configure(filling, {**self._in_place[index], "gc_deletes": f"{SERVING_GC_DELETES}s"})
 
     def _survey(self, indexes: Sequence[str]) -> dict[str, IndexState]:
         answer: dict[str, Any] = {}
@@ -257,13 +274,16 @@ class OpenSearchSink(Sink):
             filling=filling and Target(mapping.index, filling.name, filling.alias, fields),
         )
         self._known[mapping.index] = state
+        self._in_place[mapping.index] = mapping.in_place(
+            replicas=self.settings.replicas, refresh_interval=self.settings.refresh_interval
+        )
         self._look_after({mapping.index: state})
 
     def _create(self, state: IndexState, mapping: IndexMapping) -> Generation:
         settings = self.settings
         name = new_generation(state, mapping, time.time())
         body = mapping.body(shards=settings.shards, replicas=settings.replicas)
-        body["settings"]["index"] |= {**_FILLING, "translog": {"durability": "request"}}
+        body["settings"]["index"] |= {**_FILLING, "translog.durability": "request"}
         body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping.fingerprint, mapping.owner)}
         generation = Generation(name, 0, mapping.fingerprint, "", seeded=False)
         body["aliases"] = {generation.alias: {}}
@@ -325,7 +345,7 @@ class OpenSearchSink(Sink):
         known = self._known[target.index].find(target.generation)
         return known.uuid if known is not None else ""
 
-    def _configure(self, generation: Generation, settings: Mapping[str, str]) -> None:
+    def _configure(self, generation: Generation, settings: Mapping[str, Any]) -> None:
         self._client.expect("PUT", f"/{quote(generation.name, safe='')}/_settings", {"index": settings})
 
     def _remember(

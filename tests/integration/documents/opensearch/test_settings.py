@@ -1,0 +1,108 @@
+"""Settings and analyzers of a specification, on a real search server."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from penstock.documents.mapping import IndexMapping, index_mapping
+from penstock.documents.specification import parse_specification
+from penstock.errors import DestinationUnavailable
+from tests.integration.documents.opensearch.conftest import Looker, MakeSink, write
+
+SPECIFICATION = """
+version: 1
+table: products
+settings: {settings}
+source_excludes: [notes]
+fields:
+- text: name
+  options: {{analyzer: parts}}
+- text: notes
+"""
+ANALYSIS = """{
+  analyzer: {parts: {type: custom, tokenizer: hyphens, filter: [lowercase]}},
+  tokenizer: {hyphens: {type: pattern, pattern: '-'}}
+}"""
+
+
+def mapping_of(looker: Looker, settings: str) -> IndexMapping:
+    return index_mapping(parse_specification(SPECIFICATION.format(settings=settings), looker.index))
+
+
+def found_by(looker: Looker, query: dict[str, Any]) -> list[str]:
+    looker.request("POST", f"/{looker.index}/_refresh")
+    found = looker.request("POST", f"/{looker.index}/_search", {"query": query})
+    return [each["_id"] for each in found["hits"]["hits"]]
+
+
+def test_an_index_gets_its_settings_and_finds_by_its_own_analyzer(make_sink: MakeSink, looker: Looker) -> None:
+    sink = make_sink(shards=2, refresh_interval="7s")
+    settings = (
+        f"{{index: {{number_of_shards: 3, max_result_window: 20000}}, codec: best_compression, analysis: {ANALYSIS}}}"
+    )
+    sink.ensure_index(mapping_of(looker, settings))
+    sink.mark_seeded(looker.index)
+    there = looker.settings(looker.index)
+    assert there["index.number_of_shards"] == "3"
+    assert there["index.max_result_window"] == "20000"
+    assert there["index.codec"] == "best_compression"
+    assert there["index.refresh_interval"] == "7s", "of the sink, where the specification has none"
+    assert there["index.translog.durability"] == "request"
+    write(sink, looker.index, {"1": {"name": "AB-12 34", "notes": "secret"}})
+    assert found_by(looker, {"match": {"name": {"query": "12 34", "analyzer": "keyword"}}}) == ["1"]
+    assert found_by(looker, {"match": {"notes": "secret"}}) == ["1"], "searched"
+    assert looker.stored() == {"1": {"name": "AB-12 34"}}, "not stored"
+
+
+def test_a_setting_is_changed_in_place_where_the_server_can(make_sink: MakeSink, looker: Looker) -> None:
+    base = f"analysis: {ANALYSIS}"
+    first = make_sink()
+    first.ensure_index(mapping_of(looker, f"{{{base}}}"))
+    first.mark_seeded(looker.index)
+    write(first, looker.index, {"1": {"name": "a"}})
+    before = looker.behind()
+
+    second = make_sink(refresh_interval="9s")
+    second.ensure_index(
+        mapping_of(looker, f"{{{base}, max_result_window: 123, search.slowlog.threshold.query.warn: 3s}}")
+    )
+    assert second.is_seeded(looker.index)
+    assert looker.behind() == before
+    there = looker.settings(looker.index)
+    assert there["index.max_result_window"] == "123"
+    assert there["index.search.slowlog.threshold.query.warn"] == "3s"
+    assert there["index.refresh_interval"] == "9s"
+
+    third = make_sink()
+    third.ensure_index(mapping_of(looker, f"{{{base}, number_of_shards: 2}}"))
+    assert not third.is_seeded(looker.index), "needs a new index"
+    write(third.filling(looker.index), looker.index, {"2": {"name": "b"}})
+    third.mark_seeded(looker.index)
+    assert looker.settings(looker.index)["index.number_of_shards"] == "2"
+    assert looker.behind() != before
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("{nonsense: 1}", r"unknown setting \[index.nonsense\]"),
+        ("{number_of_shards: many}", r"Failed to parse value \[many\] for setting \[index.number_of_shards\]"),
+        ("{analysis: {analyzer: {parts: {type: custom, tokenizer: hyphen}}}}", r"Failed to build analyzers: \[parts\]"),
+        ("{}", r"analyzer \[parts\] has not been configured"),
+    ],
+)
+def test_a_check_says_what_the_server_would_refuse(
+    settings: str, reason: str, make_sink: MakeSink, looker: Looker
+) -> None:
+    said = make_sink().check(mapping_of(looker, settings))
+    assert re.search(reason, said), said
+    assert make_sink().check(mapping_of(looker, f"{{analysis: {ANALYSIS}}}")) == ""
+    assert looker.indexes() == [], "nothing was created"
+
+
+def test_a_check_does_not_wait_for_a_server(make_sink: MakeSink, looker: Looker) -> None:
+    with pytest.raises(DestinationUnavailable, match="does not answer"):
+        make_sink(url="http://127.0.0.1:1").check(mapping_of(looker, "{}"))
