@@ -39,7 +39,7 @@ from penstock.retry import Backoff
 from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import is_lock_timeout
-from penstock.source.lineage import Lineage, SystemIdentity, flushed_position, identify_system
+from penstock.source.lineage import Lineage, SystemIdentity, flushed_position, identify_system, read_timeline
 from penstock.source.membership import Membership, load_membership
 from penstock.source.publications import (
     EnsuredPublication,
@@ -200,6 +200,8 @@ class Stream:
         Waits for locks at most as long as `CATALOG_LIMITS` allows. A table that cannot be published is retried later.
         """
         with connect(self._settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
+            if (captured := load_ancestry(SpoolFolder(self._settings.spool.path))) is not None:
+                captured.refuse_former(read_timeline(connection))  # before anything is created there
             if self._settings.manage_publication:
                 self._publication.ensure(connection)
             membership = load_membership(connection, self._settings.publication)

@@ -51,6 +51,7 @@ class Site:
     sink: MemorySink = field(default_factory=MemorySink)
     stores: dict[str, Store] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    tables: tuple[str, ...] = ("busy", "quiet")
 
     @property
     def dsn(self) -> str:
@@ -119,7 +120,7 @@ class Site:
             return arrived and {type(each) for each in tables.phases.values()} == {Ready} and documents.is_complete
 
         wait_for(has_arrived, f"all outputs to reach {end}")
-        check_equal(self.dsn, DeltaReader(self.folder / "lake"), ["busy", "quiet"])
+        check_equal(self.dsn, DeltaReader(self.folder / "lake"), list(self.tables))
         [(_, wanted)] = documents_of(self.dsn, specifications(notes=NOTES)).items()
         assert self.sink.documents("notes") == wanted
 
@@ -197,6 +198,29 @@ def test_a_failover_with_its_slot_copies_nothing_again(site: Site, monkeypatch: 
         assert tables.copies == {}
         assert documents.indexes["notes"].build == built, "one rebuild per failover is enough"
         assert {each.lineage.timeline for each in tables.store.get_stored_positions()} == {4}
+
+
+def test_a_former_primary_that_is_started_next_to_the_new_one_is_not_followed(site: Site, caplog: Any) -> None:
+    """The address names it first, so all new connections lead to it."""
+    with site.outputs() as outputs:
+        site.wait_equal(outputs)
+        former, new = site.primary, site.add_standby()
+        former.kill()
+        new.execute("select pg_promote()")
+        site.wait_equal(outputs)
+        site.execute("create table later (id int primary key); insert into later values (1)")
+        site.tables += ("later",)
+        tables, _ = outputs
+        wait_for(lambda: isinstance(tables.phases.get("public.later"), Ready), "the copy of the new table")
+        copies = attempts(tables)
+        former.start()
+        told = "the server is on timeline 1, but another one took over and is on 2"
+        wait_for(lambda: told in caplog.text, "the catalog of the former primary to be refused")
+        assert isinstance(tables.phases["public.later"], Ready)
+        former.stop()
+        new.execute("insert into later values (2)", database=site.name)
+        site.wait_equal(outputs)
+        assert attempts(tables) == copies
 
 
 @pytest.mark.remedy("LostInFailover")

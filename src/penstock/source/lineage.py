@@ -18,7 +18,7 @@ import psycopg
 from psycopg import pq
 from psycopg.rows import tuple_row
 
-from penstock.errors import LineageChanged, LostInFailover, PositionAhead, QueryFailed
+from penstock.errors import LineageChanged, LostInFailover, PositionAhead, QueryFailed, ServerUnavailable
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect, run_command
 from penstock.source.faults import translated
@@ -30,6 +30,11 @@ _FLUSHED = (
 _WRITTEN = (
     "select case when pg_catalog.pg_is_in_recovery() then pg_catalog.pg_last_wal_replay_lsn()"
     " else pg_catalog.pg_current_wal_insert_lsn() end::text"
+)
+# The name of a file of WAL begins with the timeline, in hexadecimal.
+_TIMELINE = (
+    "select case when not pg_catalog.pg_is_in_recovery()"
+    " then left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_lsn()), 8) end"
 )
 _FLUSH_SECONDS = 1.0
 _UNDEFINED_FILE = "58P01"
@@ -61,6 +66,13 @@ def is_in_recovery(connection: psycopg.Connection[Any]) -> bool:
     """True if the server is a standby now."""
     with translated(connection, "ask whether the server is a standby"):
         return connection.execute("select pg_catalog.pg_is_in_recovery()").fetchone() == (True,)
+
+
+def read_timeline(connection: psycopg.Connection[Any]) -> int | None:
+    """The timeline that the server writes; None for a standby, which may follow another one at any time."""
+    with translated(connection, "read the server's timeline"), connection.cursor(row_factory=tuple_row) as cursor:
+        found = cursor.execute(_TIMELINE.encode()).fetchone()
+    return None if found is None or found[0] is None else int(found[0], 16)
 
 
 def _ask(connection: psycopg.Connection[Any], query: str) -> Lsn:
@@ -140,6 +152,14 @@ class Ancestry:
         """Return True for another timeline of the same server, database and slot."""
         return stored != self.current and replace(stored, timeline=self.current.timeline) == self.current
 
+    def refuse_former(self, timeline: int | None) -> None:
+        """Raise `ServerUnavailable` if a timeline is one of the earlier ones, so that its server has a successor."""
+        if any(switch.timeline == timeline for switch in self.switches):
+            raise ServerUnavailable(
+                f"the server is on timeline {timeline}, but another one took over and is on {self.current.timeline}",
+                hint="Stop the former primary, or start it as a standby of the new one.",
+            )
+
     def follows(self, earlier: Ancestry) -> bool:
         """Return True if this server took over from the one with the other ancestry."""
         return self.is_other_timeline(earlier.current) and any(
@@ -181,14 +201,25 @@ class SystemIdentity:
     """The end of its flushed WAL; replication sends nothing beyond it."""
     database: str
     switches: tuple[TimelineSwitch, ...] = ()
+    is_standby: bool = False
 
     def ancestry(self, slot: str) -> Ancestry:
         """Return what decides about positions that were read from a slot."""
         return Ancestry(Lineage(self.system_identifier, self.timeline, self.database, slot), self.switches)
 
     def require_reached(self, position: Lsn) -> None:
-        """Raise `PositionAhead` for a position beyond the server's WAL: from there it would send nothing."""
+        """Raise `PositionAhead` for a position beyond the server's WAL: from there it would send nothing.
+
+        A standby may reach it later, at the latest when it is promoted: `ServerUnavailable`.
+        """
         if not reaches(self.position, position):
+            if self.is_standby:
+                raise ServerUnavailable(
+                    f"the server is a standby that has replayed its WAL up to {self.position}, "
+                    f"and not yet to the stored position {position}",
+                    hint="Penstock continues when the standby has replayed it. If it never does, the server is not one "
+                    "that took over from the source: check the address.",
+                )
             raise PositionAhead(
                 f"the stored position {position} is ahead of the server, which is at {self.position}",
                 stored=position,
@@ -198,11 +229,13 @@ class SystemIdentity:
 
 def identify_system(connection: pq.abc.PGconn) -> SystemIdentity:
     """Identify the server at the other end of a replication connection."""
+    # First: the position of a server that is not a standby is its last word.
+    is_standby = run_command(connection, "select pg_catalog.pg_is_in_recovery()", "identify the server") == [("t",)]
     rows = run_command(connection, "IDENTIFY_SYSTEM", "identify the server")
     identifier, timeline, position, database = rows[0]
     number = int(timeline or 0)
     switches = read_timeline_history(connection, number)
-    return SystemIdentity(str(identifier), number, Lsn.parse(position or "0/0"), database or "", switches)
+    return SystemIdentity(str(identifier), number, Lsn.parse(position or "0/0"), database or "", switches, is_standby)
 
 
 def read_timeline_history(connection: pq.abc.PGconn, timeline: int) -> tuple[TimelineSwitch, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.errors import LineageChanged, PositionAhead, QueryFailed
+from penstock.errors import LineageChanged, PositionAhead, QueryFailed, ServerUnavailable
 from penstock.lsn import Lsn
 from penstock.source.lineage import Ancestry, Lineage, SystemIdentity, TimelineSwitch, parse_timeline_history
 
@@ -20,6 +20,13 @@ def test_a_position_beyond_the_servers_wal_is_refused() -> None:
     Ancestry(STORED).require(STORED, Lsn(1000))
     system.require_reached(Lsn(1000))
     with pytest.raises(PositionAhead, match="ahead of the server"):
+        system.require_reached(Lsn(1001))
+
+
+def test_a_standby_may_still_reach_a_position() -> None:
+    system = SystemIdentity("7000", 2, Lsn(1000), "shop", is_standby=True)
+    system.require_reached(Lsn(1000))
+    with pytest.raises(ServerUnavailable, match="a standby that has replayed its WAL up to 0/3E8"):
         system.require_reached(Lsn(1001))
 
 
