@@ -37,6 +37,8 @@ STOP_SECONDS = 30.0
 """A child that has not stopped after this long is killed; the spool tolerates that."""
 FRUITLESS_RESTARTS = 6
 """The supervisor gives up after this many restarts in a row that captured nothing."""
+HEALTHY_SECONDS = 600.0
+"""A child that ran for this long starts the count over: on an idle server there is nothing to capture."""
 CHILD_SETTINGS = {
     # Returning blocks of some megabytes to the kernel each time costs a tenth of the CPU time.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -142,12 +144,13 @@ class CaptureProcess:
     def _keep_running(self) -> None:
         fruitless = 0
         while not self._stopping.is_set():
-            captured = self._captured
+            captured, begun = self._captured, time.monotonic()
             error = self._run_child()
             if self._stopping.is_set():
                 break
             if not isinstance(error, SpoolDiskFull):
-                fruitless = fruitless + 1 if self._captured == captured else 0
+                has_worked = self._captured != captured or time.monotonic() - begun >= HEALTHY_SECONDS
+                fruitless = 0 if has_worked else fruitless + 1
             if error.retry is not Retry.TIMED or self._settings.temporary or fruitless >= FRUITLESS_RESTARTS:
                 self._fail(error)
                 return

@@ -194,7 +194,14 @@ class Supervisor:
             self._file.remove(self._supervised.holder)
 
     def _run_child(self) -> RunEnd:
-        with self._start() as child:
+        try:
+            started = self._start()
+        except OSError as error:
+            # No process or no memory: the machine may have it at the next attempt.
+            reason = f"the run could not be started: {error.strerror or type(error).__name__}"
+            cause = PenstockError(reason, hint="Check the memory and the processes of the machine.")
+            return RunEnd(START_AGAIN, cause, 0.0)
+        with started as child:
             while child.poll() is None:
                 if self._ending.stop.wait(_POLL_SECONDS):
                     child.stop()

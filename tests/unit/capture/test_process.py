@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from penstock.capture import process
 from penstock.capture.engine import CaptureSettings
 from penstock.errors import CaptureStopped
+from penstock.retry import Backoff
 from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 
@@ -66,6 +68,20 @@ def test_a_child_that_cannot_be_started_is_tried_again_and_then_an_error(monkeyp
     with make_capture() as capture, pytest.raises(CaptureStopped, match="could not be started"):
         capture.wait_until_streaming(20.0)
     assert capture.restarts == 1
+
+
+def test_children_that_ran_for_long_are_started_again_however_many_there_were(monkeypatch):
+    """On an idle server a healthy child captures nothing either."""
+    monkeypatch.setattr(process.subprocess, "Popen", _DeadChild)
+    monkeypatch.setattr(process, "FRUITLESS_RESTARTS", 2)
+    monkeypatch.setattr(process, "HEALTHY_SECONDS", 0.0)
+    monkeypatch.setattr(process, "Backoff", lambda **_: Backoff(first=0.001, longest=0.001))
+    with make_capture() as capture:
+        deadline = time.monotonic() + 20.0
+        while capture.restarts < 5:
+            capture.check()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_a_supervisor_that_fails_says_so(monkeypatch):

@@ -113,6 +113,20 @@ def test_a_run_that_worked_for_a_while_starts_the_delays_over(tmp_path: Path) ->
     assert delays == [1.0, 2.0, 1.0, 2.0]
 
 
+def test_a_run_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    """A machine without memory or processes for a while, or an upgrade that replaces the interpreter."""
+
+    def lack(number: int) -> None:
+        if number < len(lacking):
+            lacking.pop()
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    lacking = [1, 2]
+    end, delays = supervise([KILLED, CLEAN], tmp_path, before=lack)
+    assert end is CLEAN
+    assert delays == [1.0, 2.0, 1.0]
+
+
 def test_delays_are_bounded(tmp_path: Path) -> None:
     _, delays = supervise([*[KILLED] * 6, CLEAN], tmp_path)
     assert delays == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
