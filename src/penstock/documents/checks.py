@@ -15,8 +15,8 @@ from typing import Any
 import psycopg
 
 from penstock.documents.build import compile_build, is_standby
-from penstock.documents.catalog import SourceCatalog, SourceTable, complete
-from penstock.documents.expressions import KEY_TYPES
+from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable, complete
+from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES
 from penstock.documents.paths import entries_of, link_columns, way_up
 from penstock.documents.polling import TIME_TYPES, XMIN, sees_all_sessions
 from penstock.documents.specification import (
@@ -64,6 +64,7 @@ _ACCEPTED: dict[ScalarType, frozenset[str]] = {
     ScalarType.BINARY: frozenset({"bytea"}),
     ScalarType.JSON: _JSON,
     ScalarType.MAP: _JSON,
+    ScalarType.VECTOR: frozenset({"float4", "float8", "numeric", *VECTOR_TYPES}),
 }
 _NUMBERS = frozenset({*_WHOLE, "numeric", "money", "float4", "float8"})
 
@@ -143,6 +144,15 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
         yield _no_column(table, each, what)
     if missing or not key:
         return
+    if specification.routing and specification.routing not in key:
+        yield failed(
+            "key",
+            Severity.CRITICAL,
+            f"routing: {specification.routing} is not part of the document id ({', '.join(key)}), so documents could"
+            " move to another shard",
+            f"Add it to doc_id: [{', '.join((specification.routing, *key))}].",
+            [str(table.name)],
+        )
     if frozenset(key) not in table.unique:
         yield failed(
             "key",
@@ -270,6 +280,8 @@ def _check_scalar(field: Scalar, table: SourceTable, where: str) -> Iterator[Che
         fits = accepts(field.type, element)
     if not fits:
         yield _wrong_type(table, field.column, where, f"a field of type '{field.type.value}' cannot hold it")
+    elif field.type is ScalarType.VECTOR:
+        yield from _check_vector(field, table, source, where)
     if field.transforms and source.base.kind is TypeKind.ARRAY:
         yield _wrong_type(table, field.column, where, "transforms do not work on arrays")
     if field.required and not source.not_null and field.default is None:
@@ -278,6 +290,19 @@ def _check_scalar(field: Scalar, table: SourceTable, where: str) -> Iterator[Che
             Severity.WARNING,
             f"{where} is required, but {table.name}.{field.column} may be null",
             f"Run: alter table {table.name} alter {field.column} set not null; or give the field a default.",
+            [f"{table.name}.{field.column}"],
+        )
+
+
+def _check_vector(field: Scalar, table: SourceTable, source: SourceColumn, where: str) -> Iterator[Check]:
+    if source.base.kind is not TypeKind.ARRAY and source.base.name not in VECTOR_TYPES:
+        yield _wrong_type(table, field.column, where, "a vector needs a column of pgvector, or an array of numbers")
+    elif source.base.name in VECTOR_TYPES and source.modifier not in (-1, field.dimensions):
+        yield failed(
+            "type",
+            Severity.CRITICAL,
+            f"{where}: {table.name}.{field.column} has {source.modifier} dimensions, not {field.dimensions}",
+            f"Set dimensions: {source.modifier}.",
             [f"{table.name}.{field.column}"],
         )
 

@@ -33,6 +33,9 @@ KEY_TYPES = frozenset(
 )
 """Types whose equal values have one canonical text, as enums do. Only these can identify a document."""
 
+VECTOR_TYPES = frozenset({"vector", "halfvec"})
+"""Types of pgvector."""
+
 _COLLATED = ("text", "varchar", "bpchar")
 _AS_TEXT = sql.SQL("{}::pg_catalog.text")
 _CANONICAL = {
@@ -191,6 +194,9 @@ def convert(value: Sql, type_: ScalarType, source: SourceColumn) -> Sql:
         return sql.SQL("case when {} is not null then {} end").format(value, converted)
     if type_ in _TEXTS:
         return sql.SQL("{}::pg_catalog.text").format(value)
+    if source.base.name in VECTOR_TYPES:
+        # Its text is an array of JSON.
+        return sql.SQL("{}::pg_catalog.text::pg_catalog.json").format(value)
     if source.base.name == "bytea":
         return sql.SQL(r"pg_catalog.translate(pg_catalog.encode({}, 'base64'), E'\n', '')").format(value)
     if source.base.name == "money":

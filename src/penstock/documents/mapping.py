@@ -36,6 +36,7 @@ from penstock.documents.specification import (
     Scalar,
     ScalarType,
 )
+from penstock.errors import ConfigError
 
 TEXT_ANALYZER = "penstock_text"
 CODE_ANALYZER = "penstock_code"
@@ -97,6 +98,8 @@ class IndexMapping:
     """Further settings, fixed when the index is created."""
     dynamic_settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Settings that an existing index gets, too."""
+    routing: tuple[int, int] | None = None
+    """Which part of the id decides in which shard a document is, and of how many parts."""
 
     def body(self, *, shards: int = 1, replicas: int = 1, refresh_interval: str = "1s") -> dict[str, Any]:
         """Return the body of the request that creates the index; the arguments are defaults."""
@@ -123,12 +126,29 @@ def index_mapping(
         mappings["dynamic_templates"] = writer.templates
     if specification.source_excludes:
         mappings["_source"] = {"excludes": list(specification.source_excludes)}
-    settings = dict(specification.settings)
+    routing = None
+    if specification.routing:
+        mappings["_routing"] = {"required": True}
+        routing = _routing(specification if catalog is None else complete(specification, catalog))
+    settings: dict[str, Any] = {**({"knn": True} if writer.has_vectors else {}), **specification.settings}
     parts = [_ANALYSIS, writer.analysis, settings.pop("analysis", {})]
     analysis = {name: {key: each for part in parts for key, each in part.get(name, {}).items()} for name in _PARTS}
     analysis = {name: part for name, part in analysis.items() if part}
     mark = fingerprint(specification) if catalog is None else build_fingerprint(specification, catalog)
-    return IndexMapping(specification.name, mark, mappings, analysis, owner, settings, specification.dynamic_settings)
+    return IndexMapping(
+        specification.name, mark, mappings, analysis, owner, settings, specification.dynamic_settings, routing
+    )
+
+
+def _routing(specification: IndexSpecification) -> tuple[int, int] | None:
+    """Return the place of the routing column in the id; None if the id is left to a catalog that is not known."""
+    columns = specification.doc_id or specification.primary_key
+    if columns and specification.routing not in columns:
+        raise ConfigError(
+            f"index {specification.name!r}: routing must be a column of the document id ({', '.join(columns)})",
+            hint=f"Add {specification.routing} to doc_id: a document must never move to another shard.",
+        )
+    return (columns.index(specification.routing), len(columns)) if columns else None
 
 
 class _Writer:
@@ -136,6 +156,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.templates: list[dict[str, Any]] = []
+        self.has_vectors = False
         self.analysis: dict[str, dict[str, Any]] = {"char_filter": {}, "normalizer": {}}
 
     def properties(self, fields: Sequence[Field], path: str) -> Properties:
@@ -161,6 +182,9 @@ class _Writer:
         match field.type:
             case ScalarType.CUSTOM:
                 return {"type": field.opensearch}
+            case ScalarType.VECTOR:
+                self.has_vectors = True
+                return {"type": "knn_vector", "dimension": field.dimensions}
             case ScalarType.JSON:
                 # Stored but not searched: its keys are unknown, and strict mappings would reject them.
                 return {"type": "object", "enabled": False}

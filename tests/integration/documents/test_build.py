@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 from penstock.documents.build import BUILT, build_documents, compile_build
+from penstock.documents.checks import check_index
 from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError, QueryFailed
 from penstock.source.connections import Role, SourceSettings, connect
@@ -20,6 +21,20 @@ from tests.conftest import Database
 from tests.integration.documents.conftest import Build, catalog_of
 
 HEAD = "version: 1\nschema: lib\ntable: books\nprimary_key: id\n"
+
+
+def test_vectors_arrive_as_arrays_of_numbers(library: psycopg.Connection[Any], build: Build) -> None:
+    library.execute("create extension vector schema public")
+    library.execute(
+        "alter table lib.books add v public.vector(3), add h public.halfvec(2), add r real[], add n public.vector"
+    )
+    library.execute("insert into lib.books (id, v, h, r) values (1, '[1,2.5,-3]', '[0.5,1]', '{1.5,2}')")
+    kinds = {"v": 3, "h": 2, "r": 2, "n": 9}
+    fields = "fields:" + "".join(f"\n- {{vector: {name}, dimensions: {length}}}" for name, length in kinds.items())
+    assert build(HEAD + fields, [1])["1"] == {"v": [1, 2.5, -3], "h": [0.5, 1], "r": [1.5, 2], "n": None}
+    specification = parse_specification(HEAD + fields.replace("dimensions: 3", "dimensions: 4"), "books")
+    [found] = check_index(library, specification, catalog_of(library, specification)).critical
+    assert found.what == "v: lib.books.v has 3 dimensions, not 4"
 
 
 def test_scalars_arrive_as_an_index_reads_them(library: psycopg.Connection[Any], build: Build) -> None:

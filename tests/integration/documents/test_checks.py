@@ -47,6 +47,9 @@ CRITICAL: list[tuple[str, str, str]] = [
     (HEAD + "fields: [{text: meta}]", "type", "lib.books.meta is jsonb; a field of type 'text' cannot hold it"),
     (HEAD + "fields: [{integer: id}]", "type", "id: lib.books.id is int8; a field of type 'integer'"),
     (HEAD + "fields: [{keyword: labels, transforms: [trim]}]", "type", "transforms do not work on arrays"),
+    (HEAD + "fields: [{vector: rating, dimensions: 3}]", "type", "a vector needs a column of pgvector, or an array"),
+    (HEAD + "fields: [{vector: labels, dimensions: 3}]", "type", "a field of type 'vector' cannot hold it"),
+    (HEAD + "routing: title\nfields: [{long: id}]", "key", "routing: title is not part of the document id (id)"),
     (HEAD + "fields: [{geo: p, lat: title, lon: longitude}]", "type", "a point needs two numbers"),
     (
         HEAD + "fields: [{custom: price, postgres: [text], opensearch: keyword}]",

@@ -10,7 +10,9 @@ import pytest
 
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable
 from penstock.documents.mapping import build_fingerprint, fingerprint, index_mapping, is_built_from
+from penstock.documents.sinks.opensearch.sink import for_elasticsearch
 from penstock.documents.specification import load_specification, parse_specification
+from penstock.errors import ConfigError
 from penstock.schema import PostgresType, ReplicaIdentity
 from penstock.source.patterns import TableName
 
@@ -106,6 +108,26 @@ def test_the_body_creates_an_index_and_is_json() -> None:
     assert {"penstock_text", "penstock_code", "penstock_lowercase"} < used
 
 
+def test_a_vector_needs_a_setting_and_has_another_name_in_elasticsearch() -> None:
+    text = "fields:\n- {vector: v, dimensions: 3, options: {space_type: l2}}\n"
+    text += "- {object: o, fields: [{vector: w, dimensions: 2}]}"
+    body = index_mapping(parse_specification(HEAD + text, "users")).body()
+    assert body["settings"]["index"]["knn"] is True
+    assert body["mappings"]["properties"]["v"] == {"type": "knn_vector", "dimension": 3, "space_type": "l2"}
+    other = for_elasticsearch(body)
+    assert "knn" not in other["settings"]["index"]
+    assert other["mappings"]["properties"]["v"] == {"type": "dense_vector", "dims": 3, "space_type": "l2"}
+    assert other["mappings"]["properties"]["o"]["properties"]["w"] == {"type": "dense_vector", "dims": 2}
+
+
+def test_routing_is_a_part_of_the_id() -> None:
+    text = HEAD.replace("primary_key: id", "doc_id: [tenant, id]\nrouting: id") + "fields: [{keyword: a}]"
+    mapping = index_mapping(parse_specification(text, "users"))
+    assert (mapping.routing, mapping.mappings["_routing"]) == ((1, 2), {"required": True})
+    with pytest.raises(ConfigError, match="routing must be a column of the document id"):
+        index_mapping(parse_specification(text.replace("routing: id", "routing: a"), "users"))
+
+
 # Fingerprints
 
 FINGERPRINTS = {"customers": "358efdb84dca", "articles": "63c5f819fe35"}
@@ -151,6 +173,7 @@ def test_what_changes_no_document_needs_no_reindex(other: str) -> None:
         ("primary_key: id", "primary_key: id\nsettings: {number_of_shards: 2}"),
         ("primary_key: id", "primary_key: id\nsettings: {analysis: {analyzer: {x: {type: english}}}}"),
         ("primary_key: id", "primary_key: id\nsource_excludes: [a]"),
+        ("primary_key: id", "primary_key: id\nrouting: id"),
     ],
 )
 def test_what_changes_documents_or_mappings_needs_one(old: str, new: str) -> None:

@@ -28,6 +28,7 @@ from penstock.documents.specification.models import (
     ScalarModel,
     SpecificationModel,
     ThroughModel,
+    VectorModel,
     fold_identifier,
 )
 from penstock.documents.specification.tree import (
@@ -85,6 +86,7 @@ def build_tree(model: SpecificationModel, name: str) -> tuple[IndexSpecification
         filters=filters,
         soft_delete=builder.soft_delete(model, fields),
         transform=model.transform or "",
+        routing=model.routing or "",
         settings={name: value for name, value in settings.items() if not _DYNAMIC.fullmatch(name)},
         dynamic_settings={name: value for name, value in settings.items() if _DYNAMIC.fullmatch(name)},
         source_excludes=tuple(model.source_excludes),
@@ -178,6 +180,17 @@ class _Builder:
                     default=model.default,
                     postgres=tuple(model.postgres),
                     opensearch=model.opensearch,
+                )
+            case VectorModel():
+                self._check_junction(model.from_, junction, (*path, "from"))
+                return Scalar(
+                    name=model.name,
+                    type=ScalarType.VECTOR,
+                    column=self._column(model.column, model.name, path),
+                    junction=model.from_ is not None,
+                    required=model.required,
+                    options=model.options,
+                    dimensions=model.dimensions,
                 )
             case MapModel():
                 return Scalar(

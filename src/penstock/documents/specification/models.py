@@ -8,7 +8,7 @@ tables and columns follow Postgres: unquoted names are folded to lower case, nam
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -177,6 +177,18 @@ class CustomModel(Model):
     opensearch: Annotated[str, Field(min_length=1)]
 
 
+class VectorModel(Model):
+    """An embedding: a column of pgvector, or an array of numbers."""
+
+    kind: Literal["vector"]
+    name: FieldName
+    column: Identifier | None = None
+    from_: Literal["junction"] | None = Field(None, alias="from")
+    required: bool = False
+    options: dict[str, Any] = {}
+    dimensions: Annotated[int, Field(ge=1)]
+
+
 class MapModel(Model):
     """A jsonb column with arbitrary keys."""
 
@@ -316,6 +328,7 @@ class AggregateModel(_RelatedModel):
 FieldModel = Annotated[
     ScalarModel
     | CustomModel
+    | VectorModel
     | MapModel
     | GeoModel
     | ConstantModel
@@ -354,6 +367,7 @@ class SpecificationModel(Model):
     soft_delete: SoftDeleteModel | None = None
     filters: list[FilterModel] = []
     transform: str | None = None
+    routing: Identifier | None = None
     settings: dict[str, Any] = {}
     source_excludes: list[str] = []
     fields: Annotated[list[FieldModel], Field(min_length=1)]
@@ -366,8 +380,9 @@ class SpecificationModel(Model):
 
 
 FIELD_MODELS: dict[str, type[Model]] = {
-    **{kind.value: ScalarModel for kind in ScalarType if kind not in (ScalarType.MAP, ScalarType.CUSTOM)},
+    **{kind.value: ScalarModel for kind in ScalarType if kind.value in get_args(ScalarKind)},
     "custom": CustomModel,
+    "vector": VectorModel,
     "map": MapModel,
     "geo": GeoModel,
     "constant": ConstantModel,

@@ -36,6 +36,7 @@ class ScalarType(StrEnum):
     JSON = "json"
     MAP = "map"
     CUSTOM = "custom"
+    VECTOR = "vector"
 
 
 class Transform(StrEnum):
@@ -137,6 +138,8 @@ class Scalar:
     """Column types that a custom field accepts."""
     opensearch: str = ""
     """Index type of a custom field."""
+    dimensions: int = 0
+    """Length of a vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +224,8 @@ class IndexSpecification:
     soft_delete: SoftDelete | None = None
     transform: str = ""
     """`module:function`, called with the built documents; may be empty."""
+    routing: str = ""
+    """The column of the document id that decides in which shard a document is; if empty, the whole id does."""
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """Settings of the index that are fixed when it is created, by the server's names; `analysis` is nested."""
     dynamic_settings: dict[str, Any] = field(default_factory=dict[str, Any])

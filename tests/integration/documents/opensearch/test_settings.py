@@ -106,3 +106,34 @@ def test_a_check_says_what_the_server_would_refuse(
 def test_a_check_does_not_wait_for_a_server(make_sink: MakeSink, looker: Looker) -> None:
     with pytest.raises(DestinationUnavailable, match="does not answer"):
         make_sink(url="http://127.0.0.1:1").check(mapping_of(looker, "{}"))
+
+
+def test_documents_of_a_tenant_are_in_one_shard_and_can_be_read_and_removed(
+    make_sink: MakeSink, looker: Looker
+) -> None:
+    text = "version: 1\ntable: t\nprimary_key: [tenant, id]\nrouting: tenant\nfields: [{long: id}]\n"
+    text += "settings: {number_of_shards: 5}"
+    mapping = index_mapping(parse_specification(text, looker.index))
+    sink = make_sink()
+    sink.ensure_index(mapping)
+    ids = [f"{tenant}:{number}" for tenant in ("a", "b%3A", "c") for number in range(8)]
+    write(sink.filling(looker.index), looker.index, {id_: {"id": 1} for id_ in ids})
+    sink.mark_seeded(looker.index)
+    found = looker.request("POST", f"/{looker.index}/_search?routing=b%3A&preference=_primary", {"size": 100})
+    assert {each["_id"] for each in found["hits"]["hits"]} >= {f"b%3A:{number}" for number in range(8)}
+    assert found["_shards"]["total"] == 1
+    write(sink, looker.index, {"a:1": None, "b%3A:2": {"id": 2}}, version=2)
+    other = make_sink()
+    assert other.fetch(looker.index, ["a:1", "b%3A:2", "c:3", "strange"]) == {"b%3A:2": {"id": 2}, "c:3": {"id": 1}}
+    assert len(looker.stored()) == 23
+    again = make_sink()
+    again.ensure_index(mapping)
+    write(again, looker.index, {"a:2": None}, version=3)
+    assert len(looker.stored()) == 22
+
+
+def test_a_server_without_vectors_says_so_in_a_check(make_sink: MakeSink, looker: Looker) -> None:
+    """The server of the tests has no plugins."""
+    text = "version: 1\ntable: t\nfields: [{vector: v, dimensions: 3}]"
+    said = make_sink().check(index_mapping(parse_specification(text, looker.index)))
+    assert "unknown setting [index.knn]" in said

@@ -48,6 +48,13 @@ def test_every_id_and_every_body_arrives_as_it_is(rows: list[tuple[str, int, dic
     ]
 
 
+def test_a_document_and_its_removal_are_routed_by_the_same_part_of_the_id() -> None:
+    batch = batch_of([('acme%3A"x:7', 1, "{}"), ("50%25:8", 2, None)])
+    lines = [json.loads(line) for line in bytes(bulk_lines(batch, (0, 2))).decode().splitlines()]
+    assert [lines[0]["index"]["routing"], lines[2]["delete"]["routing"]] == ['acme:"x', "50%"]
+    assert json.loads(bytes(bulk_lines(batch, (1, 2))).split(b"\n")[0])["index"]["routing"] == "7"
+
+
 @given(st.data())
 def test_lines_of_a_slice_are_those_of_its_rows(data: st.DataObject) -> None:
     rows = [(f'"{number}\\', number, None if number % 3 else f'{{"n": {number}}}') for number in range(20)]

@@ -17,7 +17,12 @@ def found(
     number: int, fingerprint: str = "aa11", *aliases: str, seeded: bool = False, retired_at: float | None = None
 ) -> dict[str, Any]:
     name = f"people_{fingerprint}_{number}"
-    meta = describe("people", fingerprint, seeded=f"id{number}" if seeded else None, retired_at=retired_at)
+    meta = describe(
+        "people",
+        IndexMapping("people", fingerprint, {}, {}),
+        seeded=f"id{number}" if seeded else None,
+        retired_at=retired_at,
+    )
     return {
         name: {
             "aliases": {key: {} for key in [f"{name}_WRITE", *aliases]},
@@ -69,7 +74,12 @@ def test_a_name_is_never_used_twice() -> None:
 
 def test_indexes_with_similar_names_are_others() -> None:
     answer = found(1, "aa11", "people", seeded=True)
-    other = {"people_archive_aa11_1": {"aliases": {}, "mappings": {"_meta": describe("people_archive", "aa11")}}}
+    other = {
+        "people_archive_aa11_1": {
+            "aliases": {},
+            "mappings": {"_meta": describe("people_archive", IndexMapping("people_archive", "aa11", {}, {}))},
+        }
+    }
     mine = {"people_zz_7": {"aliases": {}, "mappings": {}, "settings": {"index": {"uuid": "y"}}}}
     assert len(read_state("people", answer | other | mine).generations) == 1
 

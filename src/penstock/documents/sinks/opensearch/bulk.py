@@ -76,13 +76,15 @@ _BAD_ID = f"the id is empty or longer than {LONGEST_ID} bytes"
 _TOO_LARGE = "the document exceeds the server's limit for a request"
 
 
-def bulk_lines(batch: pa.Table) -> memoryview:
+def bulk_lines(batch: pa.Table, routing: tuple[int, int] | None = None) -> memoryview:
     """Return the body of a request for these documents (`DOCUMENT_SCHEMA`); the index is in the URL."""
     body = one_line(batch.column("body"))
+    routed = [text('","routing":"'), escaped(routings(batch.column("id"), routing))] if routing else []
     gone = pc.is_null(body)
     line = pc.binary_join_element_wise(
         pc.if_else(gone, text('{"delete":{"_id":"'), text('{"index":{"_id":"')),
         escaped(batch.column("id")),
+        *routed,
         text('","version":'),
         pc.cast(batch.column("version"), TEXT),
         text(',"version_type":"external_gte"}}\n'),
@@ -90,6 +92,15 @@ def bulk_lines(batch: pa.Table) -> memoryview:
         text(""),
     )
     return joined(line)
+
+
+def routings(ids: pa.ChunkedArray, routing: tuple[int, int]) -> pa.ChunkedArray:
+    """Return the part of each id by which it is routed (`penstock.documents.expressions.document_id`)."""
+    part, width = routing
+    if width == 1:
+        return ids
+    parts = pc.list_element(pc.split_pattern(ids, ":"), part)
+    return pc.replace_substring(pc.replace_substring(parts, "%3A", ":"), "%25", "%")
 
 
 def documents_size(batch: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -214,6 +225,7 @@ class Target:
     alias: str
     fields: frozenset[str] = frozenset()
     """The fields of the mapping; a rejection may name only these."""
+    routing: tuple[int, int] | None = None
 
 
 class BulkSender:
@@ -238,7 +250,7 @@ class BulkSender:
         path = f"/{quote(target.alias, safe='')}/_bulk?filter_path={_WANTED}"
         while piece.num_rows:
             try:
-                answer = self._client.try_once("POST", path, bulk_lines(piece), lines=True)
+                answer = self._client.try_once("POST", path, bulk_lines(piece, target.routing), lines=True)
                 if answer.status == TOO_LARGE:
                     yield from self._send_smaller(target, piece, retries)
                     return

@@ -44,6 +44,8 @@ class Generation:
     """When it was replaced."""
     owner: str = ""
     """The output that writes it; empty if an earlier version of Penstock created it."""
+    routing: tuple[int, int] | None = None
+    """As in `IndexMapping`."""
 
     @property
     def alias(self) -> str:
@@ -143,11 +145,11 @@ def new_generation(state: IndexState, mapping: IndexMapping, now: float) -> str:
 
 
 def describe(
-    index: str, fingerprint: str, owner: str = "", *, seeded: str | None = None, retired_at: float | None = None
+    index: str, like: Generation | IndexMapping, *, seeded: str | None = None, retired_at: float | None = None
 ) -> Any:
     """Return the `_meta` of a generation; `seeded` is the uuid of the index that was filled."""
-    described = {"index": index, "fingerprint": fingerprint, "seeded": seeded, "retired_at": retired_at}
-    return {OWNER: {**described, "owner": owner}}
+    described = {"index": index, "fingerprint": like.fingerprint, "seeded": seeded, "retired_at": retired_at}
+    return {OWNER: {**described, "owner": like.owner, "routing": like.routing}}
 
 
 def require_owned(state: IndexState, mapping: IndexMapping) -> None:
@@ -175,4 +177,5 @@ def _generation(index: str, name: str, described: Mapping[str, Any]) -> Generati
         seeded=bool(uuid) and meta.get("seeded") == uuid,
         retired_at=meta.get("retired_at"),
         owner=str(meta.get("owner") or ""),
+        routing=tuple(meta["routing"]) if meta.get("routing") else None,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 from urllib.parse import quote
@@ -23,12 +23,13 @@ import pyarrow.compute as pc
 
 from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Rejection, Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.opensearch.bulk import BulkSender, Target, documents_size
+from penstock.documents.sinks.opensearch.bulk import BulkSender, Target, documents_size, routings
 from penstock.documents.sinks.opensearch.client import (
     FILLING_GC_DELETES,
     NOT_FOUND,
     OK,
     SERVING_GC_DELETES,
+    Answer,
     OpenSearchClient,
     OpenSearchSettings,
     RetryLimit,
@@ -176,9 +177,9 @@ class OpenSearchSink(Sink):
 
     def check(self, mapping: IndexMapping) -> str:
         """See `Sink`. Asks once: a check does not wait for a server."""
-        body = mapping.body(shards=self.settings.shards, replicas=self.settings.replicas)
-        asked = {"index_patterns": [f"{mapping.index}_check"], "priority": _HIGHEST_PRIORITY, "template": body}
         try:
+            body = self._body(mapping, self._client.try_once)
+            asked = {"index_patterns": [f"{mapping.index}_check"], "priority": _HIGHEST_PRIORITY, "template": body}
             answer = self._client.try_once("POST", "/_index_template/_simulate", asked)
             answer.require_said()
         except Transient as error:
@@ -270,8 +271,8 @@ class OpenSearchSink(Sink):
         fields = frozenset(_paths(mapping.mappings))
         serving = state.serving
         self._targets[mapping.index] = Targets(
-            serving=serving and Target(mapping.index, serving.name, serving.alias, fields),
-            filling=filling and Target(mapping.index, filling.name, filling.alias, fields),
+            serving=serving and Target(mapping.index, serving.name, serving.alias, fields, serving.routing),
+            filling=filling and Target(mapping.index, filling.name, filling.alias, fields, filling.routing),
         )
         self._known[mapping.index] = state
         self._in_place[mapping.index] = mapping.in_place(
@@ -280,11 +281,10 @@ class OpenSearchSink(Sink):
         self._look_after({mapping.index: state})
 
     def _create(self, state: IndexState, mapping: IndexMapping) -> Generation:
-        settings = self.settings
         name = new_generation(state, mapping, time.time())
-        body = mapping.body(shards=settings.shards, replicas=settings.replicas)
+        body = self._body(mapping, self._client.ask)
         body["settings"]["index"] |= {**_FILLING, "translog.durability": "request"}
-        body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping.fingerprint, mapping.owner)}
+        body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping)}
         generation = Generation(name, 0, mapping.fingerprint, "", seeded=False)
         body["aliases"] = {generation.alias: {}}
         # A retried request gets 400 if the first one succeeded and only its answer was lost.
@@ -297,6 +297,14 @@ class OpenSearchSink(Sink):
             raise _gone(mapping.index, name)
         logger.info("generation created index=%s generation=%s", mapping.index, name)
         return found
+
+    def _body(self, mapping: IndexMapping, ask: Callable[[str, str], Answer]) -> dict[str, Any]:
+        """Return the body that creates an index; vectors have other names in Elasticsearch."""
+        body = mapping.body(shards=self.settings.shards, replicas=self.settings.replicas)
+        if not mapping.settings.get("knn"):
+            return body
+        version = (ask("GET", "/").json() or {}).get("version", {})
+        return body if version.get("distribution") == "opensearch" else for_elasticsearch(body)
 
     def _serve(self, state: IndexState, generation: Generation) -> IndexState:
         """Move the alias in one step; the former generation is removed later."""
@@ -351,7 +359,7 @@ class OpenSearchSink(Sink):
     def _remember(
         self, generation: Generation, index: str, *, seeded: str | None, retired_at: float | None = None
     ) -> None:
-        meta = describe(index, generation.fingerprint, generation.owner, seeded=seeded, retired_at=retired_at)
+        meta = describe(index, generation, seeded=seeded, retired_at=retired_at)
         self._client.expect("PUT", f"/{quote(generation.name, safe='')}/_mapping", {"_meta": meta})
 
     def _delete(self, generation: Generation) -> None:
@@ -381,7 +389,16 @@ class OpenSearchSink(Sink):
         """See `ReadableSink`."""
         if not ids:
             return {}
-        found = self._client.expect("POST", f"/{quote(index, safe='')}/_mget", {"ids": list(ids)}, allowed=(NOT_FOUND,))
+        serving = self._survey([index])[index].serving
+        asked: dict[str, Any] = {"ids": list(ids)}
+        if serving is not None and serving.routing is not None:
+            # Ids that Penstock did not write need not have as many parts.
+            mine = [id_ for id_ in ids if id_.count(":") + 1 == serving.routing[1]]
+            routed = routings(pa.chunked_array([pa.array(mine, pa.string())]), serving.routing).to_pylist()
+            asked = {"docs": [{"_id": id_, "routing": each} for id_, each in zip(mine, routed, strict=True)]}
+            if not mine:
+                return {}
+        found = self._client.expect("POST", f"/{quote(index, safe='')}/_mget", asked, allowed=(NOT_FOUND,))
         docs = found["docs"] if found else []
         return {each["_id"]: each["_source"] for each in docs if each.get("found")}
 
@@ -441,6 +458,21 @@ def _paths(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, each in mapping.get("properties", {}).items():
         yield f"{prefix}{name}"
         yield from _paths(each, f"{prefix}{name}.")
+
+
+def for_elasticsearch(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body that creates an index, with `dense_vector` instead of `knn_vector`."""
+
+    def renamed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = {key: renamed(each) for key, each in value.items() if not (key == "knn" and each is True)}
+        if value.get("type") == "knn_vector":
+            named = {"dims" if key == "dimension" else key: each for key, each in value.items()}
+            return named | {"type": "dense_vector"}
+        return value
+
+    return renamed(body)
 
 
 def _gone(index: str, generation: str) -> IndexUnusable:
