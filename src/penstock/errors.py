@@ -30,6 +30,7 @@ a secret or the value of a cell.
     │   ├── SnapshotBlocked         open transactions, listed, block the snapshot: retried
     │   ├── SnapshotLost            the snapshot of a copy ended; the copy restarts
     │   ├── TableRewritten          rewritten, truncated or altered during its copy; the copy restarts
+    │   ├── TablesAltered           by DDL since search indexes were compiled; compiled again
     │   ├── ValuesNotSent           the stream lacks values of existing rows, or which row a change is about
     │   ├── IdentitiesDiffer        partitions whose replica identities do not fit together
     │   ├── NotIdentified           a table that is left out: publishing it would make its updates and deletes fail
@@ -317,6 +318,13 @@ class TableRewritten(SourceError):
     default_hint = (
         "The copy restarts automatically; avoid DDL, TRUNCATE and VACUUM FULL on the table until the copy is complete."
     )
+
+
+class TablesAltered(SourceError):
+    """Tables of search indexes were altered since the indexes were compiled."""
+
+    retry = Retry.TIMED
+    default_hint = "Penstock compiles the indexes again automatically, and rebuilds those that need it."
 
 
 class ValuesNotSent(SourceError):

@@ -634,7 +634,7 @@ class Heard(Observer):
 
 
 def test_an_observer_hears_what_happens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.documents.output.output.LAG_SECONDS", 0.1)
+    monkeypatch.setattr("penstock.documents.output.LAG_SECONDS", 0.1)
     heard = Heard()
     with run(output := site.output(observer=heard)):
         site.wait_settled(output)

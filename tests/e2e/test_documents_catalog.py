@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from penstock.documents.backfill import Backfill
+from penstock.documents.fan_out import FanOuts
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.output.backfill import Backfill
-from penstock.documents.output.fan_out import FanOuts
 from penstock.documents.sinks import MemorySink
 from penstock.errors import ConfigError, PublicationChanged
 from penstock.state import CommandKind, IndexBuild

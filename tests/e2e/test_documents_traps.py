@@ -16,16 +16,16 @@ import pytest
 from psycopg import sql
 
 from penstock.changes.steps import Segment
-from penstock.documents import expressions, paths
+from penstock.documents import builder, expressions, paths
 from penstock.documents.base import Sink
+from penstock.documents.builds import Builds
 from penstock.documents.catalog import load_catalog
 from penstock.documents.mapping import index_mapping
-from penstock.documents.output import DocumentsSettings, live
-from penstock.documents.output.indexes import Builds
-from penstock.documents.output.writer import BuildJob, DocumentWriter, SharedSink
+from penstock.documents.output import DocumentsSettings
 from penstock.documents.paths import Entry
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import ResolvedKeys
+from penstock.documents.writer import BuildJob, DocumentWriter, SharedSink
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import SpoolReader
 from penstock.testing.destinations.script import LocalTasks
@@ -58,7 +58,7 @@ def test_documents_are_built_when_their_changes_can_be_seen(
     make_server: Callable[..., Any], tmp_path: Path, monkeypatch: Patch, on: bool
 ) -> None:
     if not on:
-        monkeypatch.setattr(live, "wait_until_visible", lambda connection, xids: None)
+        monkeypatch.setattr(builder, "wait_until_visible", lambda connection, xids: None)
     server = make_server(settings={"synchronous_standby_names": "nobody"})
     local = "options=-c%20synchronous_commit%3Dlocal"
 
@@ -167,8 +167,8 @@ def test_an_old_body_that_lands_late_changes_nothing(
     output = site.output()
     with run(output):
         site.wait_settled(output)
-        queries = output._compiled().queries
-        zombie = BuildJob(SourceSettings(database.dsn), queries, SharedSink(Holding(tmp_path / "documents.db")))
+        built_by = output._engine.documents.for_tasks()
+        zombie = BuildJob(built_by, SharedSink(Holding(tmp_path / "documents.db")))
         zombie(ResolvedKeys("people", (["1"],)))
         database.execute("update w.people set name = 'new'")
         site.wait_settled(output)

@@ -10,7 +10,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "concepts" / "a-change.md").read_text()
 MOST_MODULES = 25
-LISTS = ("One changed row", "One copied row")
+LISTS = {
+    "One changed row": MOST_MODULES,
+    "One copied row": MOST_MODULES,
+    "One changed child row, in a search document": 15,
+}
+"""The lists, and how many modules each may have."""
 
 
 def modules_of(heading: str) -> list[str]:
@@ -22,7 +27,7 @@ def modules_of(heading: str) -> list[str]:
 @pytest.mark.parametrize("heading", LISTS)
 def test_the_path_of_a_row_is_short(heading: str) -> None:
     modules = modules_of(heading)
-    assert 10 < len(modules) <= MOST_MODULES
+    assert 10 < len(modules) <= LISTS[heading]
     assert len(set(modules)) == len(modules)
 
 

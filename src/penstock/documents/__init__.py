@@ -1,8 +1,9 @@
 """Search documents: rows of several tables joined into one JSON document per root row, kept up to date.
 
 Read in this order: `specification` (what users write), `catalog` and `checks` (does it match the database), `mapping`
-(the index), `build` (documents from keys), `paths`, `resolve` and `relation_map` (keys from changes), `base` and
-`engine` (what drives it, in one process), `output` (what drives it over the stream), `sinks`.
+(the index), `build` and `builder` (documents from keys), `paths`, `resolve` and `relation_map` (keys from changes),
+`base` (the interfaces), `engine` (what drives it) with `writer`, `backfill` and `fan_out`, `wal` and `polling` (where
+changes come from), `output` (the engine as an output of a stream), `sinks`.
 """
 
 from penstock.documents.base import (

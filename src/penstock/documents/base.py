@@ -9,13 +9,13 @@ Methods with a default are optional for classes that derive from the Protocol.
 not confirmed are delivered again after a restart. That is safe: documents are built from the current rows, identified
 by their key, and carry a version, so an older body never replaces a newer one.
 
-**Whole transactions.** Changes arrive in pieces that end where a transaction ends, and each piece is confirmed as a
-whole. A position never lies inside a transaction.
+**Whole transactions.** A position never lies inside a transaction. A large transaction may arrive in several pieces;
+the position moves past it when its last piece, and all before, are confirmed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -24,8 +24,9 @@ import pyarrow as pa
 
 from penstock.documents.images import Changes
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.resolve import Resolution, ResolvedKeys
+from penstock.documents.resolve import Question, Resolution, ResolvedKeys
 from penstock.errors import ConfigError, DocumentsRejected
+from penstock.lsn import Lsn
 from penstock.source.patterns import TableName
 
 DOCUMENT_SCHEMA = pa.schema(
@@ -46,17 +47,20 @@ class Ack(Protocol):
     def confirm(self) -> None:
         """Report that all documents of these changes are durable; called at most once, by any thread, in any order.
 
-        The source moves its position past a piece when that piece and all before it are confirmed.
+        The source moves its position past a piece when that piece and all before it are confirmed. The engine confirms
+        the last piece of a batch first, so the position moves once per batch.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Changes of one or more whole transactions, with their acknowledgement."""
+    """Changes of one or more transactions, or of a part of one, with their acknowledgement."""
 
     changes: Changes
     ack: Ack
+    position: Lsn | None = None
+    """Where the changes end in the stream, if there is one; for display."""
 
     @property
     def count(self) -> int:
@@ -97,10 +101,22 @@ class ChangeCapture(Protocol):
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
         """Yield the current rows of tables as inserts (`Changes.is_snapshot`); ends after the last row.
 
-        The engine decides whether and when. Must be safe to run again from the start, which happens after a crash;
-        confirming these changes need not move a position. Mechanisms without snapshots keep the default.
+        The engine decides whether and when, index by index. Must be safe to run again from the start, which happens
+        after a crash; confirming these changes need not move a position. Mechanisms without snapshots keep the default.
         """
         return iter(())
+
+    def opened(self) -> Receiver | None:
+        """Return the mechanism's own queue of live changes, from the last confirmed one on; None if it has none.
+
+        For a mechanism that stores changes before it delivers them: the engine then takes them from there, in its own
+        thread, instead of calling `live`.
+        """
+        return None
+
+    def barrier(self) -> Callable[[], bool]:
+        """Return a function that tells whether all changes that are committed by now were confirmed."""
+        return lambda: True
 
     def lag(self) -> int | None:
         """Return how many bytes the durable position is behind the source; None if that has no meaning.
@@ -116,6 +132,24 @@ class BackfillScope:
 
     index: str
     table: SnapshotTable
+
+
+class TaskBuilder(Protocol):
+    """The part of a builder that tasks use: it pickles, and has connections of its own."""
+
+    def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
+        """Yield the documents of these keys (`penstock.documents.build.BUILT`) in pieces that fit into memory.
+
+        A document that cannot be built from its rows is yielded as a rejection.
+        """
+        ...
+
+    def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
+        """Yield the documents of a range (`DocumentBuilder.ranges`) in the same way.
+
+        Fails if one of them cannot be built; with `apart`, which is slower, it is yielded as a rejection.
+        """
+        ...
 
 
 class DocumentBuilder(Protocol):
@@ -139,9 +173,27 @@ class DocumentBuilder(Protocol):
     def remember(self, resolution: Resolution) -> None:
         """Store the links of a resolution, after its documents are durable and before its changes are confirmed."""
 
+    def answer(self, question: Question, *, apart: bool = False) -> Generator[ResolvedKeys, None, None]:
+        """Yield the documents of a question of a resolution, each once; with `apart`, for another thread."""
+        yield from ()
+
     def every_key(self, index: str) -> Iterator[ResolvedKeys]:
         """Yield the keys of all documents that an index should have now."""
         ...
+
+    def for_tasks(self) -> TaskBuilder | None:
+        """Return what builds in tasks; None if only `build` does, in this process."""
+        return None
+
+    def ranges(self, index: str) -> list[Any] | None:
+        """Divide the rows of an index into ranges that tasks can build, as JSON values.
+
+        None if it has no ranges: it is then filled from a snapshot of the source.
+        """
+        return None
+
+    def require_unchanged(self, index: str, ranges: Sequence[Any]) -> None:
+        """Raise `TableRewritten` if these ranges no longer have all rows of the index."""
 
     def named(self, index: str, ids: Sequence[str]) -> Iterator[ResolvedKeys]:
         """Yield the keys of the documents with these ids; ids that no document can have are left out."""
@@ -174,8 +226,8 @@ class FlushReport:
     rejections: tuple[Rejection, ...] = ()
 
 
-class Queue(Protocol):
-    """Passes changes from the thread that captures them to the one that applies them, in order, within a limit."""
+class Receiver(Protocol):
+    """Hands out captured changes in order, to one thread."""
 
     @property
     def is_empty(self) -> bool:
@@ -184,15 +236,19 @@ class Queue(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """True if the queue is closed without a failure, and empty."""
-        ...
-
-    def publish(self, change: Change) -> bool:
-        """Wait for room and add a piece; return False if the queue is closed."""
+        """True if nothing is waiting and nothing more will come."""
         ...
 
     def receive(self, timeout: float | None = None) -> Change | None:
-        """Return the next piece; None after the timeout or at the end. Raise the failure that it was closed with."""
+        """Return the next piece; None after the timeout or at the end. Raise what ended capture."""
+        ...
+
+
+class Queue(Receiver, Protocol):
+    """Passes changes from the thread that captures them to the one that applies them, in order, within a limit."""
+
+    def publish(self, change: Change) -> bool:
+        """Wait for room and add a piece; return False if the queue is closed."""
         ...
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -300,7 +356,7 @@ class Observer(Protocol):
         """The engine follows changes from here on."""
 
     def on_changes_captured(self, count: int) -> None:
-        """This many changes were put into the queue."""
+        """This many changes were received from the source."""
 
     def on_batch_committed(self, statistics: BatchStatistics) -> None:
         """A batch is durable and confirmed."""

@@ -59,8 +59,8 @@ from penstock.documents.specification import (
     ScalarType,
 )
 from penstock.documents.statements import as_literal, run_statement, without_values
-from penstock.errors import ConfigError, QueryFailed, UnsupportedServer
-from penstock.source.faults import Place, translated
+from penstock.errors import ConfigError, QueryFailed
+from penstock.source.faults import translated
 
 ROOT = "root"
 BUILT = pa.schema(
@@ -85,22 +85,6 @@ _VERSION = """
             - (select pg_catalog.count(*) from pg_catalog.pg_snapshot_xip(s))
      from pg_catalog.pg_current_snapshot() s)
 """
-
-
-def is_standby(connection: psycopg.Connection[Any]) -> bool:
-    """Return True if the server is a standby, whose snapshots would give different documents the same version."""
-    return run_statement(connection, "select pg_catalog.pg_is_in_recovery()", [], "check the server's role")[0][0]
-
-
-def require_primary(connection: psycopg.Connection[Any]) -> None:
-    """Raise `UnsupportedServer` for a standby, where documents would have no versions."""
-    if is_standby(connection):
-        where = Place.of(connection).where
-        raise UnsupportedServer(
-            f"documents cannot be built from a standby, whose snapshots have no versions for them ({where})",
-            hint="Use the primary as source.",
-            where=where,
-        )
 
 
 @dataclass(frozen=True, slots=True)

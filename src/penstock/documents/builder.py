@@ -1,8 +1,11 @@
-"""Documents of a Postgres source: `PostgresDocuments` resolves and builds them, `DocumentKeys` names them."""
+"""Documents of a Postgres source: `PostgresDocuments` resolves and builds them, `PostgresTasks` builds them in tasks,
+`DocumentKeys` names them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,25 +14,45 @@ import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.documents.base import BackfillScope, DocumentBuilder, Rejection, SnapshotTable
-from penstock.documents.build import build_documents, compile_build
+from penstock.copy.plan import TID_RANGES_SINCE, plan_ranges
+from penstock.copy.rows import load_leaves
+from penstock.documents.base import BackfillScope, DocumentBuilder, Rejection, SnapshotTable, TaskBuilder
+from penstock.documents.build import (
+    BuildQuery,
+    build_documents,
+    build_pieces,
+    build_range,
+    compile_build,
+    range_keys,
+)
 from penstock.documents.catalog import SourceCatalog, complete, load_catalog
 from penstock.documents.expressions import canonical, column, conjunction, from_table, rows_of, table_name
 from penstock.documents.images import Changes
 from penstock.documents.mapping import IndexMapping, index_mapping
 from penstock.documents.relation_map import RelationMap
-from penstock.documents.resolve import DEFAULT_CHUNK, Resolution, ResolvedKeys, Resolver
-from penstock.documents.specification import IndexSpecification
-from penstock.documents.statements import run_statement, wait_until_visible
-from penstock.errors import ConfigError, QueryFailed
+from penstock.documents.resolve import DEFAULT_CHUNK, Question, Resolution, ResolvedKeys, Resolver
+from penstock.documents.specification import IndexSpecification, columns_read
+from penstock.documents.statements import POOL, run_statement, wait_until_visible
+from penstock.errors import ConfigError, QueryFailed, TableRewritten
+from penstock.schema import TableSchema
+from penstock.source.connections import SourceSettings
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName
 
+RANGE_BYTES = 8 << 20
+"""Size of a backfill range of the root table, TOAST included: a second or two of work."""
 _OF_VALUES = ("22", "54")
 """Classes of SQLSTATE that a value causes: it is out of a type's range, or the result too large for the server."""
 _SAMPLED_WHOLE = 100_000
 """A sample reads smaller tables entirely, and about this many rows of larger ones."""
 
+_OID = "select pg_catalog.to_regclass(pg_catalog.format('%I.%I', $1::text, $2::text))::pg_catalog.oid::int8"
+# Both read the current state, whatever snapshot the transaction has.
+_CURRENT = """
+    select pg_catalog.format('%I.%I', t.object_names[1], t.object_names[2]),
+           pg_catalog.pg_relation_filenode($1::oid)::int8
+    from pg_catalog.pg_identify_object_as_address(1259::oid, $1::oid, 0) t
+"""
 _ESTIMATE = """
     select coalesce(sum(greatest(c.reltuples, 0)), 0)::float8
     from pg_catalog.pg_partition_tree($1::text::pg_catalog.regclass) p
@@ -38,7 +61,11 @@ _ESTIMATE = """
 
 
 class PostgresDocuments(DocumentBuilder):
-    """Resolves and builds on separate connections: keys are streamed from one while the other builds documents."""
+    """Specifications compiled against a database, and the connections that resolve and build with them.
+
+    Keys are streamed from one connection while another builds documents. It is compiled once: after DDL on one of its
+    tables, make another. A thread that still uses an older one finishes with it; the server reports what the DDL broke.
+    """
 
     def __init__(
         self,
@@ -50,27 +77,57 @@ class PostgresDocuments(DocumentBuilder):
         catalog: SourceCatalog | None = None,
         chunk: int = DEFAULT_CHUNK,
         owner: str = "",
+        source: SourceSettings | None = None,
+        range_bytes: int = RANGE_BYTES,
     ) -> None:
-        """`owner` is the output that writes the indexes, and no other one may."""
+        """`owner` is the output that writes the indexes, and no other one may. With `source`, tasks can build.
+
+        Raises `ConfigError` if the specifications do not match the database.
+        """
         tables = {name for each in specifications for name in each.tables()}
-        self._catalog = catalog or load_catalog(building, tables)
-        self._specifications = {each.name: complete(each, self._catalog) for each in specifications}
-        self._written = {each.name: each for each in specifications}
-        self._queries = {each.name: compile_build(each, self._catalog) for each in specifications}
-        self._resolving = resolving
+        self.connection = resolving
+        self.catalog = catalog or load_catalog(building, tables)
+        self.specifications = {each.name: each for each in specifications}
+        self.completed = {each.name: complete(each, self.catalog) for each in specifications}
+        """With all keys filled in."""
+        self.mappings = {each.name: index_mapping(each, self.catalog, owner=owner) for each in specifications}
+        """What creates each index."""
+        self.queries = {each.name: compile_build(each, self.catalog) for each in specifications}
+        self.resolver = Resolver(specifications, self.catalog, relation_map, chunk=chunk)
+        self.wanted = self.resolver.wanted
+        """The columns to read of changes; partitions are listed under their own names, too."""
         self._building = building
         self._chunk = chunk
-        self._owner = owner
-        self.resolver = Resolver(specifications, self._catalog, relation_map, chunk=chunk)
+        self._source = source
+        self._range_bytes = range_bytes
+
+    @property
+    def names(self) -> dict[int, TableName]:
+        """The tables of `wanted` by their oids, which the stream has."""
+        return {each.oid: name for name, each in self.wanted.items()}
+
+    def reads(self, index: str, table: TableName) -> Collection[str]:
+        """Return the columns of a table that the documents of an index depend on."""
+        return columns_read(self.completed[index])[table]
 
     def resolve(self, changes: Changes, scope: frozenset[str] | None = None) -> Resolution:
         """See `DocumentBuilder`."""
-        wait_until_visible(self._resolving, sorted(changes.xids))
-        return self.resolver.resolve(self._resolving, changes, scope)
+        wait_until_visible(self.connection, sorted(changes.xids))
+        return self.resolver.resolve(self.connection, changes, scope)
+
+    def answer(self, question: Question, *, apart: bool = False) -> Generator[ResolvedKeys, None, None]:
+        """See `DocumentBuilder`."""
+        if self._source is None or not apart:
+            return self.resolver.answer(self.connection, question)
+        return self._answer_apart(self._source, question)
+
+    def _answer_apart(self, source: SourceSettings, question: Question) -> Generator[ResolvedKeys, None, None]:
+        with POOL.borrow(source) as connection, closing(self.resolver.answer(connection, question)) as parts:
+            yield from parts
 
     def build(self, keys: ResolvedKeys) -> pa.Table:
         """See `DocumentBuilder`."""
-        return build_documents(self._building, self._queries[keys.index], keys.keys)
+        return build_documents(self._building, self.queries[keys.index], keys.keys)
 
     def remember(self, resolution: Resolution) -> None:
         """See `DocumentBuilder`."""
@@ -78,8 +135,8 @@ class PostgresDocuments(DocumentBuilder):
 
     def every_key(self, index: str) -> Iterator[ResolvedKeys]:
         """See `DocumentBuilder`. All from one snapshot."""
-        specification = self._specifications[index]
-        root = self._catalog.table(specification.table)
+        specification = self.completed[index]
+        root = self.catalog.table(specification.table)
         keys = [canonical(column("r", each.name), each) for each in root.select(specification.doc_id)]
         text = sql.SQL("select {} from {} where {}").format(
             sql.SQL(", ").join(keys),
@@ -87,31 +144,119 @@ class PostgresDocuments(DocumentBuilder):
             conjunction([sql.SQL("{} is not null").format(column("r", name)) for name in specification.doc_id]),
         )
         with (
-            translated(self._resolving, f"list the documents of {index!r}"),
-            self._resolving.transaction(),
-            psycopg.ServerCursor(self._resolving, "penstock_every_key", row_factory=tuple_row) as cursor,
+            translated(self.connection, f"list the documents of {index!r}"),
+            self.connection.transaction(),
+            psycopg.ServerCursor(self.connection, "penstock_every_key", row_factory=tuple_row) as cursor,
         ):
             cursor.execute(text)
             while rows := cursor.fetchmany(self._chunk):
                 yield ResolvedKeys(index, tuple(list(each) for each in zip(*rows, strict=True)))
 
     def backfill_scopes(self) -> Sequence[BackfillScope]:
-        """See `DocumentBuilder`. Indexes with the same root share the reading of its rows."""
-        columns: dict[TableName, dict[str, None]] = {}
-        for each in self._specifications.values():
-            columns.setdefault(each.table, {}).update(dict.fromkeys(each.doc_id))
-        return [
-            BackfillScope(name, SnapshotTable(each.table, tuple(columns[each.table])))
-            for name, each in self._specifications.items()
-        ]
+        """See `DocumentBuilder`."""
+        return [BackfillScope(name, SnapshotTable(each.table, each.doc_id)) for name, each in self.completed.items()]
 
     def index_mappings(self) -> Sequence[IndexMapping]:
         """See `DocumentBuilder`."""
-        return [index_mapping(each, self._catalog, owner=self._owner) for each in self._written.values()]
+        return list(self.mappings.values())
 
     def named(self, index: str, ids: Sequence[str]) -> Iterator[ResolvedKeys]:
         """See `DocumentBuilder`."""
-        return DocumentKeys(self._specifications[index], self._catalog).of_ids(ids, self._chunk)
+        return DocumentKeys(self.completed[index], self.catalog).of_ids(ids, self._chunk)
+
+    def for_tasks(self) -> TaskBuilder | None:
+        """See `DocumentBuilder`."""
+        return None if self._source is None else PostgresTasks(self._source, self.queries, self._chunk)
+
+    def ranges(self, index: str) -> list[Any] | None:
+        """See `DocumentBuilder`. Each has the oid and the file of a heap, and a condition on `ctid`."""
+        if self._source is None:
+            return None
+        with POOL.borrow(self._source) as connection:
+            leaves = self._leaves(connection, index)
+            can_seek = connection.info.server_version >= TID_RANGES_SINCE
+        planned = plan_ranges(0, leaves, range_bytes=self._range_bytes, can_seek=can_seek)
+        return [[each.leaf.oid, each.leaf.filenode, each.condition] for each in planned]
+
+    def require_unchanged(self, index: str, ranges: Sequence[Any]) -> None:
+        """See `DocumentBuilder`."""
+        if self._source is None:
+            return
+        with POOL.borrow(self._source) as connection:
+            heaps = {(leaf.oid, leaf.filenode) for leaf in self._leaves(connection, index)}
+        if heaps != {(oid, filenode) for oid, filenode, _ in ranges}:
+            raise TableRewritten("the root table of the index was rewritten, or its partitions changed")
+
+    def _leaves(self, connection: psycopg.Connection[Any], index: str) -> list[Any]:
+        table = self.specifications[index].table
+        [(oid,)] = run_statement(connection, _OID, [*table], f"find {table}")
+        if oid is None:
+            raise TableRewritten(f"table {table} no longer exists")
+        return load_leaves(connection, TableSchema(oid, table.namespace, table.name, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresTasks(TaskBuilder):
+    """Builds documents in tasks, on the connections of their process."""
+
+    source: SourceSettings
+    queries: Mapping[str, BuildQuery]
+    chunk: int
+    """Documents per statement of a range, and per write to the sink."""
+
+    def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
+        """See `TaskBuilder`."""
+        query = self.queries[keys.index]
+        with POOL.borrow(self.source) as connection:
+            yield from build_apart(lambda part: build_pieces(connection, query, part.keys, chunk=len(keys)), keys)
+
+    def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
+        """See `TaskBuilder`."""
+        query, (oid, filenode, condition) = self.queries[index], part
+        with POOL.borrow(self.source) as connection, connection.transaction():
+            heap = lock_heap(connection, oid, filenode)
+            if not apart:
+                yield from build_range(connection, query, heap, condition, chunk=self.chunk)
+                return
+            keys = range_keys(connection, query, heap, condition)
+        for first in range(0, len(keys[0]), self.chunk):
+            yield from self.pieces(ResolvedKeys(index, tuple(each[first : first + self.chunk] for each in keys)))
+
+
+@dataclass(frozen=True, slots=True)
+class BuildsHere(TaskBuilder):
+    """Builds with a builder that only this process has; it has no ranges."""
+
+    documents: DocumentBuilder
+
+    def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
+        """See `TaskBuilder`."""
+        return build_apart(lambda part: [self.documents.build(part)], keys)
+
+    def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
+        """See `TaskBuilder`."""
+        return iter(())
+
+
+def lock_heap(connection: psycopg.Connection[Any], oid: int, filenode: int) -> str:
+    """Lock a heap against rewriting until the transaction ends, and return its quoted name.
+
+    Raises `TableRewritten` unless it still has this file. The next statement has a newer snapshot, so it sees every
+    current row of the heap.
+    """
+
+    def look() -> tuple[Any, ...]:
+        return next(iter(run_statement(connection, _CURRENT, [oid], doing)), (None, None))
+
+    doing = "read a table of an index"
+    heap, _ = look()
+    if heap is not None:
+        run_statement(connection, f"lock table only {heap} in access share mode", [], doing)
+        # The locked heap is the planned one, and still has the file that the ranges refer to.
+        if look() == (heap, filenode):
+            return heap
+    name = heap or "a table of an index"
+    raise TableRewritten(f"{name} was rewritten, truncated, renamed or dropped while documents were built from it")
 
 
 def build_apart(

@@ -14,7 +14,7 @@ from typing import Any
 
 import psycopg
 
-from penstock.documents.build import compile_build, is_standby
+from penstock.documents.build import compile_build
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable, complete
 from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES
 from penstock.documents.paths import entries_of, link_columns, way_up
@@ -34,7 +34,7 @@ from penstock.documents.specification import (
     ScalarType,
     Verb,
 )
-from penstock.documents.statements import run_statement
+from penstock.documents.statements import is_standby, run_statement
 from penstock.errors import ConfigError, SourceError
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind
 from penstock.source.faults import Place

@@ -1,10 +1,18 @@
-"""Drives changes from a source to a sink in this process: ensure the indexes, backfill them, follow changes.
+"""Drives changes from a source to a sink: ensure the indexes, fill them, follow changes.
 
-    ChangeCapture ─▶ queue ─▶ resolve ─▶ build ─▶ Sink ─▶ flush ─▶ ack
+    ChangeCapture ─▶ queue ─▶ resolve ─▶ build and write ─▶ flush ─▶ links ─▶ ack
 
-One thread drains the source into a bounded queue; when the queue is full, capture waits. The thread that called `run`
-takes changes from it in batches. For each batch it resolves the documents, builds and writes them in pieces, flushes
-once, stores the links, and only then confirms. After any error nothing unflushed is confirmed, so stopping is safe.
+Changes are taken in batches. For each batch the engine resolves the documents, builds and writes them in waves,
+flushes, stores the links, and only then confirms. After any error nothing unflushed is confirmed: stopping is safe.
+
+`run` does everything in the thread that calls it; another thread drains the source into a bounded queue, and waits when
+it is full. `penstock.documents.output` drives the same engine as an output of a stream: with a thread each for changes
+(`step`), for builds (`backfill`) and for changes that affect very many documents (`fan_outs`), and with Spark tasks
+that build and write. There the spool is the queue.
+
+Work for later (rebuilding an index, a change that affects very many documents) is stored before the batch is confirmed:
+in the output's store, or in memory if there is none. Without a store an index is rebuilt before its batch is confirmed,
+and only the sink knows whether it is complete.
 """
 
 from __future__ import annotations
@@ -12,14 +20,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
-import pyarrow as pa
-
+from penstock import failpoints
+from penstock.destinations.base import Tasks
+from penstock.documents.backfill import Backfill
 from penstock.documents.base import (
-    DOCUMENT_SCHEMA,
     BatchPolicy,
     BatchStatistics,
     Change,
@@ -29,17 +37,27 @@ from penstock.documents.base import (
     NoopObserver,
     Observer,
     Queue,
-    Rejection,
+    Receiver,
     Sink,
 )
-from penstock.documents.builder import build_apart
+from penstock.documents.builds import Builds
+from penstock.documents.fan_out import FanOuts, fingerprints_of
 from penstock.documents.images import Changes, merge_changes
 from penstock.documents.quarantine import Quarantine, Rejections
-from penstock.documents.resolve import Resolution, ResolvedKeys
+from penstock.documents.readiness import TAKEN_OVER, Readiness
+from penstock.documents.resolve import Question, Resolution, ResolvedKeys
+from penstock.documents.writer import (
+    DocumentsSettings,
+    DocumentWriter,
+)
 from penstock.errors import PenstockError
+from penstock.state import MemoryStore, Store
+from penstock.workers.process_tasks import ProcessTasks
 
 DEFAULT_QUEUE_CAPACITY = 1024
 DEFAULT_LAG_INTERVAL = 5.0
+IDLE_SECONDS = 0.2
+"""How long a step waits for changes."""
 RETRY_SECONDS = 0.5
 """How often the engine checks for quarantined documents that a user wants to retry."""
 
@@ -47,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """One run from a source through a builder to a sink."""
+    """Changes of a source, through a builder, into a sink."""
 
     def __init__(
         self,
@@ -63,44 +81,121 @@ class Engine:
         failure_policies: FailurePolicies | None = None,
         quarantine: Quarantine | None = None,
         lag_interval: float = DEFAULT_LAG_INTERVAL,
+        settings: DocumentsSettings | None = None,
+        store: Store | None = None,
+        tasks: Tasks | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
-        """`queue` makes a queue for a capacity, `ChangeQueue` by default.
+        """`queue` makes a queue for a capacity, `ChangeQueue` by default; not used if the source has its own.
 
         `queue_capacity` is how many changes may wait between capture and the worker, at least 1. `skip_backfill` fills
         no index, whatever the sink says: for sinks that cannot store that they were filled; searches see it as it is.
-        `quarantine` stores rejected documents. An observer hears of the lag every `lag_interval` seconds.
+        `quarantine` stores rejected documents. An observer hears of the lag every `lag_interval` seconds. `settings`
+        replace `batch`, `skip_backfill` and `failure_policies`. `store` keeps builds and work for later; its lease is
+        the caller's. `tasks` build and write; by default this process does. `stop` ends `run` and work that takes long.
         """
+        self.settings = settings or DocumentsSettings(
+            batch or BatchPolicy(), failure_policies or FailurePolicies(), skip_backfill
+        )
         self.queue_capacity = max(1, queue_capacity)
-        self.batch = batch or BatchPolicy()
-        self.skip_backfill = skip_backfill
-        self.failure_policies = failure_policies or FailurePolicies()
         self.lag_interval = lag_interval
+        self.documents = documents
+        """The builder. A thread that follows changes replaces it when it was compiled again."""
         self._queue = queue or ChangeQueue
         self._source = source
-        self._documents = documents
-        self._sink = sink
         self._is_observed = observer is not None
         self._observer = observer or NoopObserver()
-        self._rejections = Rejections(self.failure_policies, quarantine, self._observer)
-        self._unbuilt: list[Rejection] = []
-        self._returning: dict[str, set[str]] = {}
-        """Quarantined documents that were written since the last flush."""
+        self._stop = stop or threading.Event()
+        self._has_own_store = store is None
+        self.store = MemoryStore("engine") if store is None else store
+        runs_here = not sink.runs_in_tasks or documents.for_tasks() is None
+        if tasks is None or (runs_here and not isinstance(tasks, ProcessTasks)):
+            tasks = ProcessTasks()
+        self.rejections = Rejections(self.settings.failure_policies, quarantine, self._observer)
+        self.builds = Builds(self.store, are_durable=store is not None)
+        self.readiness = Readiness(self.builds, sink, skip_backfill=self.settings.skip_backfill)
+        self.writer = DocumentWriter(self.settings, tasks, sink, lambda: self.documents, self.builds, self.rejections)
+        self.fan_outs = FanOuts(
+            store=self.store, tasks=tasks, writer=self.writer, documents=lambda: self.documents, stop=self._stop
+        )
+        self.backfill = Backfill(
+            store=self.store,
+            builds=self.builds,
+            writer=self.writer,
+            documents=lambda: self.documents,
+            read=self._read_index,
+            barrier=source.barrier,
+            observer=self._observer,
+            stop=self._stop,
+        )
+        self._receiver: Receiver | None = None
+        self._opened = ExitStack()
+        """What ends when changes are received from the last confirmed one on again."""
         self._retried_at = 0.0
 
-    def run(self) -> None:
-        """Ensure all indexes, fill those that are not seeded, then follow changes until the source ends."""
+    @property
+    def batch(self) -> BatchPolicy:
+        """How changes are grouped."""
+        return self.settings.batch
+
+    @property
+    def skip_backfill(self) -> bool:
+        """True if no index is filled."""
+        return self.settings.skip_backfill
+
+    @property
+    def failure_policies(self) -> FailurePolicies:
+        """What happens to rejected documents."""
+        return self.settings.failure_policies
+
+    # Everything in one thread
+
+    def run(self, before_builds: Callable[[], None] = lambda: None) -> None:
+        """Ensure all indexes, fill those that are not seeded, then follow changes until the source ends.
+
+        `before_builds` is called once the source has a position and before anything is built.
+        """
         batch = self.batch
         text = "engine started skip_backfill=%s queue_capacity=%d max_changes=%d max_delay=%gs"
         logger.info(text, self.skip_backfill, self.queue_capacity, batch.max_changes, batch.max_delay)
         started = time.monotonic()
         try:
-            with self._reporting_lag():
-                self._run()
+            with ExitStack() as stack:
+                if self._has_own_store:
+                    self.store.acquire_lease()
+                    stack.callback(self.store.release_lease)
+                stack.enter_context(self._reporting_lag())
+                stack.callback(self.receive_again)
+                self._run(before_builds)
         except Exception as error:
             self._observer.on_error(str(error))
             raise
         finally:
             logger.info("engine ended seconds=%.1f", time.monotonic() - started)
+
+    def _run(self, before_builds: Callable[[], None]) -> None:
+        self.load()
+        self.prepare()
+        self._source.prepare()
+        before_builds()
+        if not self.builds.unfinished:
+            self._observer.on_backfill_completed()
+        self._build_wanted()
+        if self._stop.is_set():
+            return
+        self._observer.on_live_started()
+        while self.step(RETRY_SECONDS) or not (self._is_finished or self._stop.is_set()):
+            self.retry_wanted()
+            self.fan_outs.round(0)
+            self._build_wanted()
+
+    @property
+    def _is_finished(self) -> bool:
+        return self._receiver is not None and self._receiver.is_finished
+
+    def _build_wanted(self) -> None:
+        while self.builds.unfinished and not self._stop.is_set():
+            self.backfill.round(RETRY_SECONDS, alone=True)
 
     @contextmanager
     def _reporting_lag(self) -> Iterator[None]:
@@ -110,12 +205,9 @@ class Engine:
         def sample() -> None:
             while not ended.wait(self.lag_interval):
                 try:
-                    lag = self._source.lag()
+                    self.report_lag()
                 except PenstockError as error:
                     logger.warning("cannot read the lag error=%s", error)
-                    continue
-                if lag is not None:
-                    self._observer.on_slot_lag(lag)
 
         if self._is_observed:
             threading.Thread(target=sample, name="documents-lag", daemon=True).start()
@@ -124,158 +216,172 @@ class Engine:
         finally:
             ended.set()
 
-    def _run(self) -> None:
-        mappings = self._documents.index_mappings()
-        for mapping in mappings:
-            self._sink.ensure_index(mapping)
-        self._observer.on_indexes_ensured(len(mappings))
-        self._rejections.load()
-        if self.skip_backfill:
-            for mapping in mappings:
-                if not self._sink.is_seeded(mapping.index):
-                    self._sink.serve(mapping.index)
-        elif not self._source.resumes():
-            # Before there is a position: after a crash in between, indexes with a gap must not look complete.
-            for mapping in mappings:
-                self._sink.reindex(mapping)
-        self._source.prepare()
-        if not self.skip_backfill:
-            self._backfill()
-        self._observer.on_backfill_completed()
-        self._observer.on_live_started()
-        self._pump(self._source.live(), None)
+    def report_lag(self) -> None:
+        """Tell the observer how far the source's durable position is behind."""
+        lag = self._source.lag()
+        if lag is not None:
+            self._observer.on_slot_lag(lag)
 
-    def _backfill(self) -> None:
-        scopes = [each for each in self._documents.backfill_scopes() if not self._sink.is_seeded(each.index)]
-        if not scopes:
-            return
-        indexes = [each.index for each in scopes]
-        # Rows of documents that an interrupted run wrote may have been deleted since.
-        for mapping in self._documents.index_mappings():
-            if mapping.index in indexes:
-                self._sink.reindex(mapping)
-        self._observer.on_backfill_started(indexes)
-        tables = list(dict.fromkeys(each.table for each in scopes))
-        self._pump(self._source.snapshot(tables), frozenset(indexes))
-        for index in indexes:
-            self._seeded(index)
+    # The steps of a run
 
-    def _pump(self, stream: Iterator[Change], scope: frozenset[str] | None) -> None:
-        queue = self._queue(self.queue_capacity)
-        capture = threading.Thread(target=self._drain, args=(stream, queue), name="documents-capture", daemon=True)
-        capture.start()
+    def load(self) -> None:
+        """Load which documents are quarantined, and how far builds are."""
+        self.rejections.load()
+        self.builds.load()
+
+    def prepare(self) -> None:
+        """Create every index, and mark those that have to be filled; before the source gets a position."""
+        self.readiness.prepare(self.documents, is_first=not self._source.resumes())
+        self._observer.on_indexes_ensured(len(self.documents.index_mappings()))
+
+    def step(self, timeout: float = IDLE_SECONDS) -> bool:
+        """Process one batch, if there are changes; return False if there are none."""
         try:
-            while not queue.is_finished:
-                batch = self._receive(queue)
-                if batch:
-                    self._commit(batch, scope, queue)
-                if scope is None:
-                    self._retry_wanted()
-        finally:
-            queue.close()
+            receiver = self._receiver = self._receiver or self._receive_from_source()
+            batch = self._take(receiver, timeout)
+            if batch:
+                self._commit(batch, None, receiver)
+            return bool(batch)
+        except BaseException:
+            self.receive_again()
+            raise
 
-    def _drain(self, stream: Iterator[Change], queue: Queue) -> None:
-        try:
-            for change in stream:
-                if not queue.publish(change):
-                    return
-                self._observer.on_changes_captured(change.count)
-        except BaseException as error:
-            queue.close(error)
-        else:
-            queue.close()
+    def receive_again(self) -> None:
+        """Let the next step receive changes from the last confirmed one on."""
+        self._receiver = None
+        self._opened.close()
 
-    def _receive(self, queue: Queue) -> list[Change]:
-        first = queue.receive(RETRY_SECONDS)
-        if first is None:
-            return []
-        batch, count = [first], first.count
-        deadline = time.monotonic() + self.batch.max_delay
-        while count < self.batch.max_changes:
-            following = queue.receive(max(0.0, deadline - time.monotonic()))
-            if following is None:
-                break
-            batch.append(following)
-            count += following.count
-        return batch
-
-    def _commit(self, batch: Sequence[Change], scope: frozenset[str] | None, queue: Queue) -> None:
-        changes = merge_changes([each.changes for each in batch])
-        resolution = self._documents.resolve(changes, scope)
-        documents: Counter[str] = Counter()
-        for keys in resolution.documents:
-            self._write(keys)
-            documents[keys.index] += len(keys)
-        for index in sorted(resolution.whole_indexes):
-            documents[index] += self._rebuild(index)
-        started = time.monotonic()
-        rejections = self._flush(queue.is_empty)
-        seconds = time.monotonic() - started
-        # Decides about all before it acts on one: a batch delivered again must not be counted twice.
-        self._rejections.handle(rejections, None)
-        self._finish(batch, changes, resolution, BatchStatistics(sum(each.count for each in batch), documents, seconds))
-
-    def _finish(
-        self, batch: Sequence[Change], changes: Changes, resolution: Resolution, statistics: BatchStatistics
-    ) -> None:
-        # In this order: after a crash in between, changes are delivered again and never lost.
-        self._documents.remember(resolution)
-        for each in batch:
-            each.ack.confirm()
-        self._observer.on_batch_committed(statistics)
-        logger.debug("batch committed changes=%d tables=%d", statistics.changes, len(changes.rows))
-
-    def _rebuild(self, index: str) -> int:
-        """Build all documents beside the old ones: a table was truncated, and any of them may have shown its rows."""
-        mapping = next(each for each in self._documents.index_mappings() if each.index == index)
-        self._sink.reindex(mapping)
-        count = 0
-        for keys in self._documents.every_key(index):
-            self._write(keys)
-            count += len(keys)
-        self._rejections.handle(self._flush(False), None)
-        self._seeded(index)
-        return count
-
-    def _seeded(self, index: str) -> None:
-        self._sink.mark_seeded(index)
-        self._observer.on_index_seeded(index)
-
-    def _write(self, keys: ResolvedKeys) -> None:
-        quarantined = self._rejections.quarantined.get(keys.index, frozenset())
-        for built in build_apart(lambda part: [self._documents.build(part)], keys):
-            if isinstance(built, Rejection):
-                self._unbuilt.append(built)
-                continue
-            index = pa.repeat(pa.scalar(keys.index, pa.string()), built.num_rows)
-            self._sink.write(pa.Table.from_arrays([index, *built.columns], schema=DOCUMENT_SCHEMA))
-            if quarantined:
-                self._returning.setdefault(keys.index, set()).update(quarantined.intersection(built["id"].to_pylist()))
-
-    def _flush(self, caught_up: bool) -> list[Rejection]:
-        """Make everything durable; return the rejections. Documents that the sink accepts leave the quarantine."""
-        report = self._sink.flush(caught_up)
-        rejections, self._unbuilt = [*self._unbuilt, *report.rejections], []
-        refused = {(each.index, each.id) for each in rejections}
-        for index, ids in self._returning.items():
-            self._rejections.release(index, [id_ for id_ in sorted(ids) if (index, id_) not in refused])
-        self._returning.clear()
-        return rejections
-
-    def _retry_wanted(self) -> None:
+    def retry_wanted(self) -> None:
         """Build quarantined documents that a user wants to retry; those rejected again stay quarantined."""
         now = time.monotonic()
         if now - self._retried_at < RETRY_SECONDS:
             return
         self._retried_at = now
-        for mapping in self._documents.index_mappings():
-            ids = self._rejections.wanted(mapping.index)
-            if ids:
-                self._rejections.load()
-                for keys in self._documents.named(mapping.index, ids):
-                    self._write(keys)
-                self._rejections.quarantine(self._flush(False), None)
-                self._rejections.forget(mapping.index, set(ids).intersection(self._rejections.wanted(mapping.index)))
+        for mapping in self.documents.index_mappings():
+            ids = self.rejections.wanted(mapping.index)
+            if not ids:
+                continue
+            self.rejections.load()
+            _, rejections = self.writer.write(self.documents.named(mapping.index, ids))
+            self.rejections.quarantine(rejections, None)
+            # Neither accepted nor rejected: ids that no document can have, such as those of an earlier key.
+            self.rejections.forget(mapping.index, set(ids).intersection(self.rejections.wanted(mapping.index)))
+
+    # Receiving
+
+    def _receive_from_source(self) -> Receiver:
+        return self._source.opened() or self._opened.enter_context(self._drained(self._source.live()))
+
+    @contextmanager
+    def _drained(self, stream: Iterator[Change]) -> Iterator[Receiver]:
+        """Drain a stream into a queue, in a thread of its own."""
+        queue = self._queue(self.queue_capacity)
+
+        def drain() -> None:
+            try:
+                for change in stream:
+                    if not queue.publish(change):
+                        return
+            except BaseException as error:
+                queue.close(error)
+            else:
+                queue.close()
+
+        threading.Thread(target=drain, name="documents-capture", daemon=True).start()
+        try:
+            yield queue
+        finally:
+            queue.close()
+
+    def _take(self, receiver: Receiver, timeout: float) -> list[Change]:
+        """Return changes up to `max_changes`, or those that arrive within `max_delay`; none after the timeout."""
+        change = receiver.receive(timeout)
+        deadline = time.monotonic() + self.batch.max_delay
+        batch: list[Change] = []
+        count = 0
+        while change is not None:
+            batch.append(change)
+            count += change.count
+            if change.count:
+                self._observer.on_changes_captured(change.count)
+            left = deadline - time.monotonic()
+            if not 0 < count < self.batch.max_changes or self._stop.is_set():
+                break
+            change = receiver.receive(max(0.0, left))
+        return batch
+
+    # A batch
+
+    def _commit(self, batch: Sequence[Change], scope: frozenset[str] | None, receiver: Receiver) -> None:
+        """Make all documents that changes affect durable, or store them as work for later; then confirm."""
+        caught_up = receiver.is_empty
+        changes = merge_changes([each.changes for each in batch])
+        resolution = self.documents.resolve(changes, scope)
+        self._want_builds(changes, resolution)
+        if not self.builds.are_durable and scope is None:
+            self._build_wanted()
+        many: list[Question] = []
+        documents, rejections = self.writer.write(self._affected(resolution, many))
+        started = time.monotonic()
+        with self.writer.sink.lock:
+            report = self.writer.sink.sink.flush(caught_up)
+        seconds = time.monotonic() - started
+        # Decides about all before it acts on one: a batch delivered again must not be counted twice.
+        self.rejections.handle([*rejections, *report.rejections], batch[-1].position)
+        self.fan_outs.add(many, fingerprints_of(self.documents))
+        failpoints.reach("after_documents")
+        self.documents.remember(resolution)
+        failpoints.reach("after_links")
+        # The last one first: a source that moves its position past confirmed changes stores it once.
+        for each in reversed(batch):
+            each.ack.confirm()
+        count = sum(each.count for each in batch)
+        if count or documents:
+            self._observer.on_batch_committed(BatchStatistics(count, documents, seconds))
+            logger.debug("batch committed changes=%d tables=%d", count, len(changes.rows))
+
+    def _affected(self, resolution: Resolution, many: list[Question]) -> Iterator[ResolvedKeys]:
+        """Yield the affected documents; questions with very many go into `many` instead, if they can be stored."""
+        if not resolution.questions or not self.builds.are_durable:
+            yield from resolution.documents
+            return
+        for question in resolution.questions:
+            count = 0
+            with closing(self.documents.answer(question)) as parts:
+                for part in parts:
+                    count += len(part)
+                    if count > self.settings.fan_out_documents:
+                        many.append(question)
+                        break
+                    yield part
+
+    def _want_builds(self, changes: Changes, resolution: Resolution) -> None:
+        """Store which indexes cannot be brought up to date by changes."""
+        marks = fingerprints_of(self.documents)
+        if changes.is_new_server and not self.skip_backfill:
+            # It may reuse transaction numbers, which are the versions of documents.
+            for index, mark in marks.items():
+                self.builds.want(index, mark, TAKEN_OVER)
+        reasons = {
+            "one of its tables was truncated": resolution.whole_indexes,
+            "a column that connects its tables has another type": resolution.outdated_indexes,
+            "one of its tables had a different replica identity": resolution.unidentified_indexes,
+        }
+        for reason, indexes in reasons.items():
+            for index in sorted(indexes):
+                self.builds.want_next(index, marks[index], reason)
+
+    def _read_index(self, index: str) -> None:
+        """Write all documents of an index that has no ranges: from a snapshot of the source, later by their keys."""
+        if self._receiver is not None:
+            self.writer.write_apart(self.documents.every_key(index))
+            return
+        tables = [each.table for each in self.documents.backfill_scopes() if each.index == index]
+        with self._drained(self._source.snapshot(tables)) as queue:
+            while not queue.is_finished:
+                batch = self._take(queue, RETRY_SECONDS)
+                if batch:
+                    self._commit(batch, frozenset({index}), queue)
 
 
 class ChangeQueue(Queue):

@@ -99,6 +99,10 @@ class Changes:
     """Tables with changes from before a column that connects rows got another type: their values mean nothing now."""
     is_snapshot: bool = False
     """True for current rows that have only the key columns of their documents."""
+    unidentified: frozenset[TableName] = frozenset()
+    """Tables with changes from which the server left out old values that were compiled for: old links are unknown."""
+    is_new_server: bool = False
+    """True if another server took over before these changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,8 @@ def merge_changes(parts: Sequence[Changes]) -> Changes:
         frozenset(xid for part in parts for xid in part.xids),
         frozenset(name for part in parts for name in part.unreadable),
         all(part.is_snapshot for part in parts),
+        frozenset(name for part in parts for name in part.unidentified),
+        any(part.is_new_server for part in parts),
     )
 
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -35,14 +34,15 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from penstock.changes.segment import Operation
+from penstock.documents.acks import Acks
 from penstock.documents.base import Change, ChangeCapture, SnapshotTable
 from penstock.documents.catalog import SourceCatalog, SourceTable
-from penstock.documents.expressions import column, rows_of, table_name
-from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns
+from penstock.documents.expressions import column, rows_of
+from penstock.documents.images import Changes, RowChanges, WantedColumns
 from penstock.documents.side_tables import SCHEMA, PostgresTables, SideTables, open_side_tables
+from penstock.documents.snapshot import cells_of, read_snapshot, read_texts, row_images, texts_of
 from penstock.documents.statements import as_literal, run_statement
 from penstock.errors import ConfigError, Retry, SourceError
 from penstock.retry import Backoff
@@ -186,38 +186,6 @@ class Delivered:
             self.versions = self.versions.filter(pa.array(self.versions.column("mark").to_numpy() >= floor))
 
 
-def texts_of(columns: Sequence[str]) -> sql.Composed:
-    """Return columns of `r` as texts, for a select."""
-    return sql.SQL(", ").join([sql.SQL("{}::pg_catalog.text").format(column("r", each)) for each in columns])
-
-
-def cells_of(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, Cells]:
-    """Return the texts of rows, column by column."""
-    sent = np.ones(len(rows), np.bool_)
-    values = zip(*rows, strict=True)
-    return {name: Cells(pa.array(each, pa.string()), sent) for name, each in zip(columns, values, strict=True)}
-
-
-def row_images(
-    table: TableName,
-    count: int,
-    images: Mapping[str, Cells],
-    known_before: Sequence[str],
-    operation: Operation,
-    order: int,
-    ordinal: int,
-) -> RowChanges:
-    """Return changes of which only the columns `known_before` have old values."""
-    return RowChanges(
-        table,
-        np.full(count, operation, np.int8),
-        np.full(count, order, np.int64),
-        np.arange(ordinal, ordinal + count, dtype=np.int64),
-        {name: cells if name in known_before else Cells.absent(count) for name, cells in images.items()},
-        images,
-    )
-
-
 def _check_cursor(table: SourceTable, cursor: str) -> None:
     found = table.column(cursor)
     if found.base.name not in TIME_TYPES:
@@ -285,33 +253,6 @@ class _Marks:
     now: int
 
 
-@dataclass(slots=True)
-class _Poll:
-    """A poll with unconfirmed changes."""
-
-    position: PollPosition
-    waiting: int = 0
-    read: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.read and not self.waiting
-
-
-@dataclass(frozen=True, slots=True)
-class _Confirmation:
-    capture: PollingCapture
-    poll: _Poll
-
-    def confirm(self) -> None:
-        self.capture.confirmed(self.poll)
-
-
-class _Nothing:
-    def confirm(self) -> None:
-        pass
-
-
 class PollingCapture(ChangeCapture):
     """Polls until `stop` is set; waits for a server that is unavailable."""
 
@@ -333,11 +274,10 @@ class PollingCapture(ChangeCapture):
         self._stop = stop or threading.Event()
         self._once = once
         self._delivered = {each.table.name: Delivered() for each in tables}
-        self._polls: deque[_Poll] = deque()
+        self._acks: Acks[PollPosition] = Acks(self._advance)
         self._stored: PollPosition | None = None
         self._found = 0
         """The number of changes of the last poll."""
-        self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """See `ChangeCapture`. At the first start, existing rows count as seen: the backfill reads them."""
@@ -359,7 +299,7 @@ class PollingCapture(ChangeCapture):
             raise ConfigError("polling has lost its position", hint="Do not remove it while a pipeline runs.")
         # Changes that another run received but did not confirm have to be delivered again.
         self._delivered = {each.table.name: Delivered() for each in self._tables}
-        self._polls.clear()
+        self._acks.forget()
         self._warn_about_hidden_sessions()
         backoff = Backoff()
         connection: psycopg.Connection[Any] | None = None
@@ -383,45 +323,22 @@ class PollingCapture(ChangeCapture):
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
         """See `ChangeCapture`."""
-        with self._connect() as connection:
-            known = {each.table.name: rows_of(each.table) for each in self._tables}
-            for each in tables:
-                rows_of_it = known.get(each.table) or table_name(each.table)
-                text = sql.SQL("select {} from {} r").format(texts_of(each.columns), rows_of_it)
-                for rows in self._read(connection, text, [], f"read {each.table}"):
-                    images = cells_of(each.columns, rows)
-                    changes = row_images(each.table, len(rows), images, (), Operation.INSERT, 0, 0)
-                    yield Change(Changes((changes,), is_snapshot=True), _Nothing())
-
-    def confirmed(self, poll: _Poll) -> None:
-        """Note that a piece of a poll is durable; the position moves when it and all before it are."""
-        with self._lock:
-            poll.waiting -= 1
-            self._advance()
+        catalog = SourceCatalog({each.table.name: each.table for each in self._tables})
+        return read_snapshot(self._source, catalog, tables, self._settings.chunk)
 
     def _poll(self, connection: psycopg.Connection[Any], before: PollPosition) -> Generator[Change, None, PollPosition]:
         # Before the snapshot: a transaction that ends in between is covered by one of the two.
         oldest = _oldest_start(connection)
-        poll = _Poll(before)
         self._found = 0
-        with self._lock:
-            self._polls.append(poll)
-        try:
-            with translated(connection, "poll for changes"), connection.transaction():
-                connection.execute("set transaction isolation level repeatable read read only")
-                marks = _Marks(oldest, *_snapshot(connection))
-                after = self._after(marks, before)
-                for rows in self._changes(connection, before, marks, after.order):
-                    self._found += len(rows)
-                    with self._lock:
-                        poll.waiting += 1
-                    yield Change(Changes((rows,)), _Confirmation(self, poll))
-            poll.position = after
-        finally:
-            # An interrupted poll leaves the position unchanged.
-            with self._lock:
-                poll.read = True
-                self._advance()
+        with translated(connection, "poll for changes"), connection.transaction():
+            connection.execute("set transaction isolation level repeatable read read only")
+            marks = _Marks(oldest, *_snapshot(connection))
+            after = self._after(marks, before)
+            for rows in self._changes(connection, before, marks, after.order):
+                self._found += len(rows)
+                yield Change(Changes((rows,)), self._acks.expect())
+        # An interrupted poll leaves the position unchanged.
+        self._acks.expect(after).confirm()
         for table in self._tables:
             self._delivered[table.table.name].forget(_floor(table, after))
         return after
@@ -442,29 +359,11 @@ class PollingCapture(ChangeCapture):
     ) -> Iterator[list[tuple[Any, ...]]]:
         """Yield the columns of changed rows that were not delivered yet, in pieces."""
         name = table.table.name
-        for rows in self._read(
-            connection, changed_query(table), [_floor(table, before), marks.next_xid], f"poll {name}"
-        ):
+        marks_read = [_floor(table, before), marks.next_xid]
+        for rows in read_texts(connection, changed_query(table), marks_read, self._settings.chunk, f"poll {name}"):
             fresh = self._delivered[name].take(rows)
             if fresh:
                 yield fresh
-
-    def _read(
-        self, connection: psycopg.Connection[Any], text: sql.Composed, parameters: list[Any], doing: str
-    ) -> Iterator[list[tuple[Any, ...]]]:
-        with (
-            translated(connection, doing),
-            connection.transaction(),
-            psycopg.RawServerCursor(connection, "penstock_poll", row_factory=tuple_row) as cursor,
-        ):
-            cursor.execute(text, parameters)
-            while rows := cursor.fetchmany(self._settings.chunk):
-                try:
-                    yield rows
-                except GeneratorExit:
-                    # No reader is left: the run has ended, perhaps because of this connection.
-                    connection.close()
-                    raise
 
     def _warn_about_hidden_sessions(self) -> None:
         if all(each.cursor == XMIN for each in self._tables):
@@ -489,13 +388,10 @@ class PollingCapture(ChangeCapture):
         order = max(marks.now, before.order + 1 if before is not None else 0)
         return PollPosition(order, max(marks.oldest_xid, before.xid if before is not None else 0), times)
 
-    def _advance(self) -> None:
-        stored: PollPosition | None = None
-        while self._polls and self._polls[0].done:
-            stored = self._polls.popleft().position
-        if stored is not None and stored != self._stored:
-            self._positions.store(stored)
-            self._stored = stored
+    def _advance(self, position: PollPosition) -> None:
+        if position != self._stored:
+            self._positions.store(position)
+            self._stored = position
 
     def _connect(self) -> psycopg.Connection[Any]:
         return connect(self._source, Role.DOCUMENTS, parameters=NO_TIMEOUTS)

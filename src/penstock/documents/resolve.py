@@ -66,6 +66,8 @@ class Resolution:
     """Indexes with a truncated table: all their documents may be affected."""
     outdated_indexes: frozenset[str] = frozenset()
     """Indexes whose affected documents cannot be found (`Changes.unreadable`)."""
+    unidentified_indexes: frozenset[str] = frozenset()
+    """Indexes whose documents of before cannot be found (`Changes.unidentified`)."""
     links: tuple[tuple[TrackedRelation, pa.Table], ...] = ()
     """For `Resolver.remember`, once the documents are durable."""
     cleared: tuple[TrackedRelation, ...] = ()
@@ -144,6 +146,7 @@ class Resolver:
             documents=(part for question in questions for part in self.answer(connection, question)),
             whole_indexes=frozenset(each.specification.name for each in emptied),
             outdated_indexes=self.indexes_over({self._catalog.top(each) for each in changes.unreadable}),
+            unidentified_indexes=self.indexes_over({self._catalog.top(each) for each in changes.unidentified}),
             links=tuple(updates),
             # Not the table of a truncated partition: the other partitions still have their rows.
             cleared=tuple(each for each in self.tracked if each.name in changes.truncated),

@@ -1,4 +1,4 @@
-"""Runs this package's statements on the source: parameters as `$1`, errors without cell values, and visibility.
+"""Runs this package's statements on the source: connections, parameters as `$1`, errors without values, visibility.
 
 **Visibility.** The server decodes and sends a commit before it is visible to queries: with a synchronous standby,
 before the standby has answered. A document built in between would lack the change, and no later change would correct
@@ -7,16 +7,32 @@ it. So before anything is read, every transaction of a batch must be visible in 
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, LiteralString, cast
 
 import psycopg
+from psycopg import pq
 from psycopg.rows import tuple_row
 
-from penstock.errors import QueryFailed, SnapshotBlocked, TableLocked
+from penstock.errors import QueryFailed, ServerUnavailable, SnapshotBlocked, TableLocked, UnsupportedServer
+from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.source.faults import Place, from_exception, translated
 
+SESSION: Mapping[str, str] = {
+    **NO_TIMEOUTS,
+    "lock_timeout": "200",
+    # Each statement has a snapshot of its own, whatever the role's default is.
+    "default_transaction_isolation": "read committed",
+}
+"""No timeout for rows, a short one for locks: in a deadlock with a session that truncates or alters several tables,
+this session gives way and retries long before the server chooses a victim."""
+
+_KEPT = 4
+"""Idle connections to keep; a Python worker of Spark needs one."""
 _DATA_EXCEPTION = "22"
 LOCKED = ("40P01", "55P03")
 """A deadlock, and a lock timeout."""
@@ -67,6 +83,71 @@ def without_values(error: psycopg.Error, connection: psycopg.Connection[Any], do
 def as_literal(text: str) -> LiteralString:
     """Mark SQL that this package composed as safe."""
     return cast("LiteralString", text)
+
+
+def is_standby(connection: psycopg.Connection[Any]) -> bool:
+    """Return True if the server is a standby, whose snapshots would give different documents the same version."""
+    return run_statement(connection, "select pg_catalog.pg_is_in_recovery()", [], "check the server's role")[0][0]
+
+
+def require_primary(connection: psycopg.Connection[Any]) -> None:
+    """Raise `UnsupportedServer` for a standby, where documents would have no versions."""
+    if is_standby(connection):
+        where = Place.of(connection).where
+        raise UnsupportedServer(
+            f"documents cannot be built from a standby, whose snapshots have no versions for them ({where})",
+            hint="Use the primary as source.",
+            where=where,
+        )
+
+
+class ConnectionPool:
+    """Connections that tasks of this process reuse; a fork does not use those that it inherited."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[int, SourceSettings], list[psycopg.Connection[Any]]] = {}
+
+    @contextmanager
+    def borrow(self, source: SourceSettings) -> Iterator[psycopg.Connection[Any]]:
+        """Lend a connection in autocommit to this thread; it is closed after an error."""
+        key = (os.getpid(), source)
+        with self._lock:
+            idle = self._idle.setdefault(key, [])
+            connection = idle.pop() if idle else None
+        is_new = connection is None
+        connection = connection or connect(source, Role.DOCUMENTS, parameters=SESSION)
+        try:
+            # A connection that was idle may be broken: its first statement says so, and that may be a `begin`.
+            with translated(connection, "read rows for documents"):
+                if is_new:
+                    require_primary(connection)  # the address may lead to several servers
+                yield connection
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, ServerUnavailable):
+                self.clear()  # the others are broken as well
+            raise
+        if connection.info.transaction_status != pq.TransactionStatus.IDLE:
+            connection.close()
+            return
+        with self._lock:
+            if len(idle) < _KEPT:
+                idle.append(connection)
+                return
+        connection.close()
+
+    def clear(self) -> None:
+        """Close idle connections."""
+        with self._lock:
+            waiting = [each for (process, _), idle in self._idle.items() if process == os.getpid() for each in idle]
+            self._idle.clear()
+        for each in waiting:
+            each.close()
+
+
+POOL = ConnectionPool()
+"""The pool of this process."""
 
 
 def wait_until_visible(

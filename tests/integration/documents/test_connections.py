@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.documents.output.writer import ConnectionPool
+from penstock.documents.statements import ConnectionPool
 from penstock.errors import ServerUnavailable
 from penstock.source.connections import SourceSettings
 from tests.conftest import Database

@@ -127,7 +127,7 @@ def test_seeding_and_following_give_the_documents_of_the_database(database: Data
             assert sink.documents(index) == wanted
         assert set(wanted) == {"1", "2", "3", "4", "5", "8", "9", "70"}
         assert wanted["1"] == {"name": "changed", "orders": [{"id": 50}]}
-        assert capture.ack.count == len(transactions) + 1
+        assert capture.ack.count == len(transactions) + len(specifications), "a snapshot for each index"
 
 
 @pytest.mark.trap(41)

@@ -35,6 +35,8 @@ from penstock.errors import DocumentsRejected, QueryFailed
 from penstock.source.patterns import TableName
 
 TABLE = TableName("public", "users")
+PASSED = ["build one a", "flush caught_up=False", "flush caught_up=True", "remember"]
+"""What happens to a batch with one document: its chunk is durable, then all of the batch is."""
 
 
 @dataclass
@@ -191,7 +193,8 @@ def journal() -> Journal:
 @pytest.mark.trap(4)
 def test_nothing_is_confirmed_before_it_is_flushed_and_remembered(journal: Journal) -> None:
     engine(journal, [piece(journal, "a"), piece(journal, "b")]).run()
-    assert journal.lines == ["prepare", "build one a,b", "flush caught_up=True", "remember", "ack a", "ack b"]
+    written = ["build one a,b", "flush caught_up=False"]
+    assert journal.lines == ["prepare", *written, "flush caught_up=True", "remember", "ack b", "ack a"]
 
 
 def test_a_batch_ends_at_its_number_of_changes(journal: Journal) -> None:
@@ -204,9 +207,34 @@ def test_a_batch_ends_at_its_number_of_changes(journal: Journal) -> None:
     ]
 
 
+def test_a_batch_ends_at_its_delay(journal: Journal) -> None:
+    """The second change comes when the first is confirmed: a batch that waited for it would never end."""
+    confirmed = threading.Event()
+
+    class Told(JournalAck):
+        def confirm(self) -> None:
+            super().confirm()
+            confirmed.set()
+
+    class Waiting(ListedCapture):
+        def live(self) -> Iterator[Change]:
+            yield Change(piece(journal, "a").changes, Told(journal, "a"))
+            assert confirmed.wait(30)
+            yield piece(journal, "b")
+
+    policy = BatchPolicy(max_changes=256, max_delay=0.01)
+    Engine(Waiting(journal, []), NamedDocuments(journal), JournalSink(journal), skip_backfill=True, batch=policy).run()
+    assert [line for line in journal.lines if line.startswith(("build", "ack"))] == [
+        "build one a",
+        "ack a",
+        "build one b",
+        "ack b",
+    ]
+
+
 def test_a_transaction_is_never_divided(journal: Journal) -> None:
     engine(journal, [piece(journal, "a", rows=1000)], batch=BatchPolicy(max_changes=10, max_delay=5)).run()
-    assert [line.partition(" ")[0] for line in journal.lines].count("flush") == 1
+    assert journal.lines == ["prepare", *PASSED, "ack a"]
 
 
 def test_several_changes_of_a_document_are_one_build(journal: Journal) -> None:
@@ -307,6 +335,37 @@ def test_the_lag_of_the_source_is_sampled(journal: Journal) -> None:
     assert "lag 42" in observer.heard
 
 
+def test_a_capture_that_only_follows_has_no_snapshot_and_no_lag(journal: Journal) -> None:
+    class Following(ChangeCapture):
+        def live(self) -> Iterator[Change]:
+            yield piece(journal, "a")
+
+    capture, sink = Following(), JournalSink(journal)
+    assert (list(capture.snapshot([SnapshotTable(TABLE, ("id",))])), capture.lag()) == ([], None)
+    Engine(capture, NamedDocuments(journal), sink).run()
+    assert sink.is_seeded("one"), "an empty snapshot is one, too"
+    assert set(sink.documents("one")) == {"a"}
+
+
+def test_an_error_at_the_start_is_told_once(journal: Journal) -> None:
+    class Away(JournalSink):
+        def ensure_index(self, mapping: IndexMapping) -> None:
+            raise ConnectionError("the server is gone")
+
+    observer = JournalObserver()
+    with pytest.raises(ConnectionError):
+        engine(journal, [], sink=Away(journal), observer=observer).run()
+    assert observer.heard == ["error the server is gone"]
+
+
+def test_a_run_is_logged_with_its_settings(journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock.documents.engine")
+    engine(journal, [], queue_capacity=7, batch=BatchPolicy(3, 0.5)).run()
+    first, last = caplog.messages[0], caplog.messages[-1]
+    assert first == "engine started skip_backfill=True queue_capacity=7 max_changes=3 max_delay=0.5s"
+    assert last.startswith("engine ended seconds=")
+
+
 def test_the_queue_can_be_another_one(journal: Journal) -> None:
     made: list[int] = []
 
@@ -384,7 +443,7 @@ def test_under_skip_it_is_set_aside_and_the_rest_is_confirmed(journal: Journal) 
     policies = FailurePolicies(FailurePolicy.SKIP)
     pieces = [piece(journal, "a"), piece(journal, "b")]
     engine(journal, pieces, sink=sink, observer=observer, failure_policies=policies).run()
-    assert journal.lines[-2:] == ["ack a", "ack b"]
+    assert journal.lines[-2:] == ["ack b", "ack a"]
     assert observer.heard[-1] == "quarantined one a"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from penstock.documents import writer
 from penstock.documents.base import Rejection
 from penstock.documents.build import BUILT
-from penstock.documents.output import writer
-from penstock.documents.output.writer import Backlog
+from penstock.documents.writer import Backlog
 
 
 def piece(number: int) -> pa.Table:

@@ -16,11 +16,9 @@ from typing import Any
 
 from penstock import failpoints
 from penstock.destinations.base import Tasks
-from penstock.documents.output.indexes import Indexes
-from penstock.documents.output.writer import POOL, DocumentWriter
-from penstock.documents.quarantine import Rejections
+from penstock.documents.base import DocumentBuilder
 from penstock.documents.resolve import Question, ResolvedKeys
-from penstock.source.connections import SourceSettings
+from penstock.documents.writer import DocumentWriter
 from penstock.spool import Stopping
 from penstock.state import IndexWork, Store, WorkKind
 
@@ -33,31 +31,27 @@ class FanOuts:
     def __init__(
         self,
         *,
-        source: SourceSettings,
         store: Store,
         tasks: Tasks,
         writer: DocumentWriter,
-        rejections: Rejections,
-        indexes: Callable[[], Indexes],
+        documents: Callable[[], DocumentBuilder],
         stop: threading.Event,
     ) -> None:
-        """`writer` belongs to the thread that calls `round`; `indexes` returns the compiled indexes."""
-        self._source = source
+        """`documents` returns the builder as it was last compiled."""
         self._store = store
         self._tasks = tasks
         self._writer = writer
-        self._rejections = rejections
-        self._indexes = indexes
+        self._documents = documents
         self._stop = stop
         self._waiting = threading.Event()
         self._waiting.set()  # an earlier process may have left some
         self._lock = threading.Lock()
         self._queued: list[_Stored] = []
 
-    def add(self, questions: Sequence[Question], indexes: Indexes) -> None:
+    def add(self, questions: Sequence[Question], fingerprints: dict[str, str]) -> None:
         """Store questions; durable when it returns. A question that is already waiting is not stored twice."""
         for question in questions:
-            stored = _Stored.of(question, indexes)
+            stored = _Stored(question, fingerprints[question.index])
             with self._lock:  # until it is stored: it may be answered at once, or storing may fail
                 if stored in self._queued:
                     continue
@@ -78,8 +72,8 @@ class FanOuts:
             return
         self._waiting.clear()
         try:
-            for index in self._indexes().specifications:
-                for work in self._store.get_index_work(index, WorkKind.FAN_OUT):
+            for mapping in self._documents().index_mappings():
+                for work in self._store.get_index_work(mapping.index, WorkKind.FAN_OUT):
                     if self._stop.is_set():
                         return
                     self._answer(work)
@@ -96,22 +90,22 @@ class FanOuts:
             yield part
 
     def _answer(self, work: IndexWork) -> None:
-        indexes = self._indexes()
+        documents = self._documents()
         stored = _Stored.read(work)
         with self._lock:
             # From here on the same question must be stored again: its change may be too late for this answer.
             self._queued = [each for each in self._queued if each != stored]
-        if stored.fingerprint == indexes.mappings[work.index].fingerprint:
-            with (
-                self._tasks.copying(),
-                POOL.borrow(self._source) as connection,
-                closing(indexes.resolver.answer(connection, stored.question)) as parts,
-            ):
-                written = self._writer.write(self._until_stopped(parts))
-            self._rejections.handle(written.rejections, None)
-            logger.info("fan-out built index=%s documents=%d", work.index, written.documents.total())
+        if stored.fingerprint == fingerprints_of(documents).get(work.index):
+            with self._tasks.copying(), closing(documents.answer(stored.question, apart=True)) as parts:
+                count = self._writer.write_apart(self._until_stopped(parts))
+            logger.info("fan-out built index=%s documents=%d", work.index, count)
         failpoints.reach("after_fan_out")
         self._store.delete_index_work(work.index, [work.number])
+
+
+def fingerprints_of(documents: DocumentBuilder) -> dict[str, str]:
+    """Return the fingerprint of every index."""
+    return {each.index: each.fingerprint for each in documents.index_mappings()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +114,6 @@ class _Stored:
 
     question: Question
     fingerprint: str
-
-    @classmethod
-    def of(cls, question: Question, indexes: Indexes) -> _Stored:
-        return cls(question, indexes.mappings[question.index].fingerprint)
 
     @classmethod
     def read(cls, work: IndexWork) -> _Stored:

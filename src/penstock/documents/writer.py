@@ -3,13 +3,12 @@
 `DocumentWriter` turns keys into documents in waves, so memory does not grow with their number. A wave is one job,
 whatever the number of indexes. A few documents are built in this process instead: a Spark job costs more than they do.
 
-Jobs pickle: a query, the source settings, and a sink. Their results are small: counts, rejections, and the keys of
-removed documents if they are wanted.
+Jobs pickle: what builds documents, and a sink. Their results are small: counts, rejections, and the keys of removed
+documents if they are wanted.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from collections import Counter
@@ -17,46 +16,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import IO, Any, Self
 
-import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
-from psycopg import pq
 
 from penstock.destinations.base import Tasks
-from penstock.documents.base import DOCUMENT_SCHEMA, BatchPolicy, FailurePolicies, Rejection, Sink
-from penstock.documents.build import BuildQuery, build_pieces, build_range, range_keys, require_primary
-from penstock.documents.builder import build_apart, is_about_values, split_id
+from penstock.documents.base import (
+    DOCUMENT_SCHEMA,
+    BatchPolicy,
+    DocumentBuilder,
+    FailurePolicies,
+    Rejection,
+    Sink,
+    TaskBuilder,
+)
+from penstock.documents.builder import RANGE_BYTES, BuildsHere, is_about_values, split_id
+from penstock.documents.builds import Builds
+from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import ResolvedKeys
-from penstock.documents.statements import run_statement
-from penstock.errors import QueryFailed, ServerUnavailable, TableRewritten
-from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
-from penstock.source.faults import translated
+from penstock.errors import QueryFailed
 from penstock.workers.process_tasks import ProcessTasks
-
-SESSION: Mapping[str, str] = {
-    **NO_TIMEOUTS,
-    "lock_timeout": "200",
-    # Each statement has a snapshot of its own, whatever the role's default is.
-    "default_transaction_isolation": "read committed",
-}
-"""No timeout for rows, a short one for locks: in a deadlock with a session that truncates or alters several tables,
-this session gives way and retries long before the server chooses a victim."""
 
 _BACKLOG_BYTES = 32 << 20
 """Documents that wait in memory for the sink, by task; more of them wait on disk."""
-_KEPT = 4
-"""Idle connections to keep; a Python worker of Spark needs one."""
-# Both read the current state, whatever snapshot the transaction has.
-_CURRENT = """
-    select pg_catalog.format('%I.%I', t.object_names[1], t.object_names[2]),
-           pg_catalog.pg_relation_filenode($1::oid)::int8
-    from pg_catalog.pg_identify_object_as_address(1259::oid, $1::oid, 0) t
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,57 +64,7 @@ class DocumentsSettings:
     fan_out_documents: int = 20_000
     """If a piece of changes affects more documents of one index, they are built beside the stream, so that other
     changes do not wait."""
-    range_bytes: int = 8 << 20
-    """Size of a backfill range of the root table, TOAST included: a second or two of work."""
-
-
-class ConnectionPool:
-    """Connections that tasks of this process reuse; a fork does not use those that it inherited."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: dict[tuple[int, SourceSettings], list[psycopg.Connection[Any]]] = {}
-
-    @contextmanager
-    def borrow(self, source: SourceSettings) -> Iterator[psycopg.Connection[Any]]:
-        """Lend a connection in autocommit to this thread; it is closed after an error."""
-        key = (os.getpid(), source)
-        with self._lock:
-            idle = self._idle.setdefault(key, [])
-            connection = idle.pop() if idle else None
-        is_new = connection is None
-        connection = connection or connect(source, Role.DOCUMENTS, parameters=SESSION)
-        try:
-            # A connection that was idle may be broken: its first statement says so, and that may be a `begin`.
-            with translated(connection, "read rows for documents"):
-                if is_new:
-                    require_primary(connection)  # the address may lead to several servers
-                yield connection
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, ServerUnavailable):
-                self.clear()  # the others are broken as well
-            raise
-        if connection.info.transaction_status != pq.TransactionStatus.IDLE:
-            connection.close()
-            return
-        with self._lock:
-            if len(idle) < _KEPT:
-                idle.append(connection)
-                return
-        connection.close()
-
-    def clear(self) -> None:
-        """Close idle connections."""
-        with self._lock:
-            waiting = [each for (process, _), idle in self._idle.items() if process == os.getpid() for each in idle]
-            self._idle.clear()
-        for each in waiting:
-            each.close()
-
-
-POOL = ConnectionPool()
-"""The pool of this process."""
+    range_bytes: int = RANGE_BYTES
 
 
 class Generations:
@@ -213,8 +148,7 @@ class Outcome:
 class BuildJob:
     """Builds the documents of some keys from the current rows, and writes them."""
 
-    source: SourceSettings
-    queries: Mapping[str, BuildQuery]
+    builder: TaskBuilder
     sink: SharedSink
     recorded: frozenset[str] = frozenset()
     """Indexes whose removals are reported."""
@@ -223,7 +157,9 @@ class BuildJob:
 
     def __call__(self, keys: ResolvedKeys) -> Outcome:
         with Backlog() as backlog:
-            _build(self.source, self.queries[keys.index], keys, backlog, len(keys))
+            # Read before they are sent: a connection is not held while the sink takes its time.
+            for built in self.builder.pieces(keys):
+                backlog.put(built)
             backlog.end()
             sent = _send(backlog, keys.index, self.sink, self.quarantined.get(keys.index))
         removed: tuple[list[str], ...] = ()
@@ -234,67 +170,44 @@ class BuildJob:
         return Outcome(keys.index, len(keys), sent.bodies, tuple(sent.rejections), removed, tuple(sent.taken))
 
 
-def _build(source: SourceSettings, query: BuildQuery, keys: ResolvedKeys, backlog: Backlog, chunk: int) -> None:
-    with POOL.borrow(source) as connection:
-        for built in build_apart(lambda part: build_pieces(connection, query, part.keys, chunk=chunk), keys):
-            backlog.put(built)
-
-
 @dataclass(frozen=True, slots=True)
-class HeapRange:
-    """A range of a root table."""
+class BuildRange:
+    """A range of an index (`DocumentBuilder.ranges`), and its place among them."""
 
     part: int
-    oid: int
-    filenode: int
-    """The heap's file when the ranges were planned."""
-    condition: str
+    range: Any
 
 
 @dataclass(frozen=True, slots=True)
 class RangeJob:
-    """Builds the documents of a range of the root table, and writes them to the generation being filled."""
+    """Builds the documents of a range, and writes them to the generation being filled."""
 
-    source: SourceSettings
-    query: BuildQuery
+    builder: TaskBuilder
+    index: str
     sink: SharedSink
-    chunk: int
     quarantined: frozenset[str] = frozenset()
 
-    def __call__(self, part: HeapRange) -> Outcome:
+    def __call__(self, part: BuildRange) -> Outcome:
         try:
-            return self._written(partial(self._read, part))
+            return self._written(self.builder.range_pieces(self.index, part.range))
         except QueryFailed as error:
             if not is_about_values(error):
                 raise
-        # One row spoils the statement for all: list the keys, and find it.
-        return self._written(partial(self._read_apart, part))
+        # One row spoils the statement for all.
+        return self._written(self.builder.range_pieces(self.index, part.range, apart=True))
 
-    def _read(self, part: HeapRange, backlog: Backlog) -> None:
-        with POOL.borrow(self.source) as connection, connection.transaction():
-            heap = lock_heap(connection, part)
-            for built in build_range(connection, self.query, heap, part.condition, chunk=self.chunk):
-                backlog.put(built)
-
-    def _read_apart(self, part: HeapRange, backlog: Backlog) -> None:
-        with POOL.borrow(self.source) as connection, connection.transaction():
-            keys = range_keys(connection, self.query, lock_heap(connection, part), part.condition)
-        for first in range(0, len(keys[0]), self.chunk):
-            some = ResolvedKeys(self.query.index, tuple(each[first : first + self.chunk] for each in keys))
-            _build(self.source, self.query, some, backlog, self.chunk)
-
-    def _written(self, read: Callable[[Backlog], None]) -> Outcome:
+    def _written(self, pieces: Iterator[pa.Table | Rejection]) -> Outcome:
         """Send documents while others are read. Reading never waits for the sink: it holds a lock and a snapshot."""
-        index = self.query.index
         with ThreadPoolExecutor(1, thread_name_prefix="documents-range") as sender, Backlog() as backlog:
-            sending = sender.submit(_send, backlog, index, self.sink, self.quarantined)
+            sending = sender.submit(_send, backlog, self.index, self.sink, self.quarantined)
             try:
-                read(backlog)
+                for built in pieces:
+                    backlog.put(built)
             finally:
                 backlog.end()
                 wait([sending])
             sent = sending.result()
-        return Outcome(index, sent.documents, sent.bodies, tuple(sent.rejections), (), tuple(sent.taken))
+        return Outcome(self.index, sent.documents, sent.bodies, tuple(sent.rejections), (), tuple(sent.taken))
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,72 +308,79 @@ def _taken(built: pa.Table, quarantined: frozenset[str] | None, refused: Sequenc
     return tuple(set(known).difference(each.id for each in refused))
 
 
-def lock_heap(connection: psycopg.Connection[Any], part: HeapRange) -> str:
-    """Lock a heap against rewriting until the transaction ends, and return its quoted name.
-
-    Raises `TableRewritten` if it was rewritten before. The next statement has a newer snapshot, so it sees every
-    current row of the heap.
-    """
-
-    def look() -> tuple[Any, ...]:
-        return next(iter(run_statement(connection, _CURRENT, [part.oid], doing)), (None, None))
-
-    doing = "read a table of an index"
-    heap, _ = look()
-    if heap is not None:
-        run_statement(connection, f"lock table only {heap} in access share mode", [], doing)
-        # The locked heap is the planned one, and still has the file that the ranges refer to.
-        if look() == (heap, part.filenode):
-            return heap
-    name = heap or "a table of an index"
-    raise TableRewritten(f"{name} was rewritten, truncated, renamed or dropped while documents were built from it")
-
-
-@dataclass(slots=True)
-class WriteReport:
-    """What was written for a batch, or for a part of one."""
-
-    documents: Counter[str] = field(default_factory=Counter[str])
-    """By index."""
-    rejections: list[Rejection] = field(default_factory=list[Rejection])
-
-    def add(self, outcomes: Iterable[Outcome]) -> None:
-        for each in outcomes:
-            self.documents[each.index] += each.documents
-            self.rejections += each.rejections
-
-
 class DocumentWriter:
-    """Builds and writes documents for one thread."""
+    """Builds and writes documents, for all threads of an engine."""
 
     def __init__(
         self,
         settings: DocumentsSettings,
         tasks: Tasks,
-        job: Callable[[], BuildJob],
-        generations: Generations,
-        on_written: Callable[[Sequence[Outcome]], None],
+        sink: Sink,
+        documents: Callable[[], DocumentBuilder],
+        builds: Builds,
+        rejections: Rejections,
     ) -> None:
-        """`job` is called for each wave, since generations change. `on_written` receives the outcomes of each wave."""
+        """`documents` returns the builder as it was last compiled."""
+        self.sink = SharedSink(sink)
+        self.generations = Generations()
         self._settings = settings
         self._tasks = tasks
         self._here = ProcessTasks()
-        self._job = job
-        self._generations = generations
-        self._on_written = on_written
+        self._documents = documents
+        self._builds = builds
+        self._rejections = rejections
 
-    def write(self, keys: Iterable[ResolvedKeys]) -> WriteReport:
-        """Build and write documents."""
-        written = WriteReport()
+    def write(self, keys: Iterable[ResolvedKeys]) -> tuple[Counter[str], list[Rejection]]:
+        """Build and write documents; return their number by index, and the rejections."""
+        documents: Counter[str] = Counter()
+        rejections: list[Rejection] = []
         for wave in self._waves(keys):
             few = sum(map(len, wave)) <= self._settings.local_documents
             tasks = self._here if few else self._tasks
             # No generation may begin or end while documents are being written.
-            with self._generations.writing():
-                outcomes = tasks.run(wave, self._job(), description=_description(wave))
-                self._on_written(outcomes)
-            written.add(outcomes)
-        return written
+            with self.generations.writing():
+                job = BuildJob(self._builder, self.sink, self._builds.recorded, self._rejections.quarantined)
+                outcomes = tasks.run(wave, job, description=_description(wave))
+                for index in sorted({each.index for each in outcomes}):
+                    mine = [each for each in outcomes if each.index == index]
+                    changed = sum(each.documents for each in mine)
+                    self._builds.record(index, changed, [each.removed for each in mine if each.removed])
+                    documents[index] += changed
+            rejections += self._take(outcomes)
+        return documents, rejections
+
+    def write_apart(self, keys: Iterable[ResolvedKeys]) -> int:
+        """Build and write documents that belong to no batch; return their number."""
+        documents, rejections = self.write(keys)
+        self._rejections.handle(rejections, None)
+        return documents.total()
+
+    def fill(self, index: str, parts: Sequence[BuildRange]) -> dict[int, int]:
+        """Build the documents of ranges, into the generation being filled; return how many each has, by part."""
+        filling = self.filling(index)
+        # Its own lock: changes do not wait for the requests of a backfill.
+        sink = SharedSink(filling, self.sink.lock if filling is self.sink.sink else None)
+        job = RangeJob(self._builder, index, sink, self._rejections.quarantined.get(index, frozenset()))
+        with self._tasks.copying():
+            outcomes = self._tasks.run(parts, job, description=f"fill index {index}")
+        self._rejections.handle(self._take(outcomes), None)
+        return {part.part: outcome.bodies for part, outcome in zip(parts, outcomes, strict=True)}
+
+    def filling(self, index: str) -> Sink:
+        """Return a sink that writes only to the generation being filled."""
+        with self.sink.lock:
+            return self.sink.sink.filling(index)
+
+    @property
+    def _builder(self) -> TaskBuilder:
+        documents = self._documents()
+        return documents.for_tasks() or BuildsHere(documents)
+
+    def _take(self, outcomes: Iterable[Outcome]) -> list[Rejection]:
+        """Return the rejections; documents that the sink has accepted leave the quarantine."""
+        for each in outcomes:
+            self._rejections.release(each.index, each.taken)
+        return [rejection for each in outcomes for rejection in each.rejections]
 
     def _waves(self, keys: Iterable[ResolvedKeys]) -> Iterator[list[ResolvedKeys]]:
         source = iter(keys)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.documents.mapping import IndexMapping
-from penstock.documents.output.fan_out import FanOuts
+from penstock.documents.fan_out import FanOuts
 from penstock.documents.resolve import Question
 from penstock.errors import ServerUnavailable
 from penstock.state import MemoryStore, WorkKind
@@ -36,18 +34,15 @@ def test_a_question_that_could_not_be_stored_is_stored_when_it_comes_again() -> 
     store = OnceAwayStore("tests")
     store.acquire_lease()
     nothing: Any = None
-    indexes: Any = SimpleNamespace(mappings={"people": IndexMapping("people", "f", {}, {})})
     fan_outs = FanOuts(
-        source=nothing,
         store=store,
         tasks=nothing,
         writer=nothing,
-        rejections=nothing,
-        indexes=lambda: indexes,
+        documents=nothing,
         stop=threading.Event(),
     )
     with pytest.raises(ServerUnavailable):
-        fan_outs.add([QUESTION], indexes)
+        fan_outs.add([QUESTION], {"people": "f"})
     for _ in range(2):
-        fan_outs.add([QUESTION], indexes)
+        fan_outs.add([QUESTION], {"people": "f"})
     assert len(store.get_index_work("people", WorkKind.FAN_OUT)) == 1

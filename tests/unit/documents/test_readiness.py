@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.documents.builds import Builds
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.output.indexes import Builds
-from penstock.documents.output.readiness import Readiness
-from penstock.documents.output.writer import DocumentsSettings
+from penstock.documents.readiness import Readiness
 from penstock.lsn import Lsn
 from penstock.source.lineage import Ancestry, Lineage
 from penstock.state import IndexStatus, MemoryStore
@@ -32,10 +31,9 @@ def test_a_build_is_complete_only_if_what_it_filled_serves(tmp_path: Path, vanis
     builds = Builds(store)
     generation = "one that is gone" if vanished else sink.facts("people").generation
     builds.fill(builds.want("people", "f", "somebody asked for it"), {"generation": generation, "ranges": []})
-    nothing: Any = None
-    indexes: Any = SimpleNamespace(specifications={"people": nothing}, mappings={"people": MAPPING})
-    readiness = Readiness(nothing, DocumentsSettings(), store, sink, nothing, builds, lambda: None)
-    readiness.prepare(indexes)
+    documents: Any = SimpleNamespace(index_mappings=lambda: [MAPPING])
+    readiness = Readiness(builds, sink)
+    readiness.prepare(documents, is_first=False)
     assert builds.all()["people"].status is status
 
 
@@ -52,13 +50,12 @@ def test_another_generation_than_the_one_that_was_kept_up_to_date_is_not_trusted
     filled = builds.fill(builds.want("people", "f", "somebody asked for it"), plan)
     assert filled is not None
     builds.seeded(filled)
-    nothing: Any = None
-    indexes: Any = SimpleNamespace(specifications={"people": nothing}, mappings={"people": MAPPING})
-    readiness = Readiness(nothing, DocumentsSettings(), store, sink, nothing, builds, lambda: None)
-    readiness.prepare(indexes)
+    documents: Any = SimpleNamespace(index_mappings=lambda: [MAPPING])
+    readiness = Readiness(builds, sink)
+    readiness.prepare(documents, is_first=False)
     assert builds.all()["people"].status is IndexStatus.SEEDED
     sink.reindex(MAPPING)  # somebody else fills another one, and lets it serve
     sink.mark_seeded("people")
-    readiness.prepare(indexes)
+    readiness.prepare(documents, is_first=False)
     assert builds.all()["people"].status is IndexStatus.WANTED
     assert "another generation serves" in builds.all()["people"].reason
