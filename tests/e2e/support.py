@@ -83,6 +83,11 @@ class Background:
         self._thread.start()
         return self
 
+    @property
+    def has_ended(self) -> bool:
+        """True if an error ended the thread."""
+        return self._error is not None
+
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()

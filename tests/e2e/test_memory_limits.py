@@ -201,8 +201,8 @@ def test_a_spool_that_is_full_for_minutes(master: str, database: Any, tmp_path: 
 
     def write(connection: Any) -> None:
         connection.execute(
-            "insert into busy (n, note) select i, (select string_agg(md5(random()::text || i), '') from"
-            " generate_series(1, 30)) from generate_series(1, 200) i"
+            "insert into busy (n, note) select i, (select string_agg(md5(random()::text || i || j), '') from"
+            " generate_series(1, 30) j) from generate_series(1, 200) i"
         )
 
     def spool_is_full() -> bool:
@@ -220,9 +220,10 @@ def test_a_spool_that_is_full_for_minutes(master: str, database: Any, tmp_path: 
         database.execute("insert into busy (n) values (0)")
         wait_until_applied(database)
         lake.rename(elsewhere)
-        with Background(database, write, pause=0.1):
-            wait_for(lambda: spool_is_full() or process.poll() is not None, "a full spool", CATCH_UP_SECONDS)
-            assert process.poll() is None
+        with Background(database, write, pause=0.1) as writer:
+            is_over = lambda: writer.has_ended or process.poll() is not None  # noqa: E731
+            wait_for(lambda: spool_is_full() or is_over(), "a full spool", CATCH_UP_SECONDS)
+            assert not is_over()
             end = time.monotonic() + FULL_SECONDS
             wait_for(lambda: time.monotonic() > end, "the end of the outage", 2 * FULL_SECONDS)
             assert spool_is_full()
