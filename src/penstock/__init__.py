@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         status,
         verify,
     )
+    from penstock.datasource import KeptSnapshot, register, snapshot
     from penstock.errors import ConfigError, DestinationError, LeaseHeld, PenstockError, SourceError, StateError
 
     __version__: str
@@ -36,6 +37,7 @@ __all__ = [
     "CheckReport",
     "ConfigError",
     "DestinationError",
+    "KeptSnapshot",
     "LeaseHeld",
     "PenstockError",
     "Pipeline",
@@ -49,11 +51,20 @@ __all__ = [
     "open",
     "plan",
     "read_table",
+    "register",
+    "snapshot",
     "status",
     "verify",
 ]
 
-_ERRORS = frozenset({"ConfigError", "DestinationError", "LeaseHeld", "PenstockError", "SourceError", "StateError"})
+_MODULES = {
+    **dict.fromkeys(("KeptSnapshot", "register", "snapshot"), "penstock.datasource"),
+    **dict.fromkeys(
+        ("ConfigError", "DestinationError", "LeaseHeld", "PenstockError", "SourceError", "StateError"),
+        "penstock.errors",
+    ),
+}
+"""Where names come from that are not in `penstock.api`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -63,7 +74,7 @@ def __getattr__(name: str) -> Any:
         return version("penstock")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("penstock.errors" if name in _ERRORS else "penstock.api"), name)
+    value = getattr(import_module(_MODULES.get(name, "penstock.api")), name)
     globals()[name] = value
     return value
 

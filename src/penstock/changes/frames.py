@@ -54,15 +54,15 @@ def spark_columns(schema: pa.Schema) -> str:
     return ", ".join(_field(field, " ") for field in schema)
 
 
-def has_time_type(session: Any) -> bool:
+def has_time_type(version: str) -> bool:
     """True if this Spark has a type for times of day: from 4.1 on. On 4.0 they are text in data frames."""
-    major, minor = session.version.split(".")[:2]
+    major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= (4, 1)
 
 
 def can_read_files(session: Any, schema: pa.Schema) -> bool:
     """True if Spark's JVM reads segments with these columns; 4.0 rejects a Parquet column of times."""
-    return has_time_type(session) or not any(map(holds_times, schema.types))
+    return has_time_type(session.version) or not any(map(holds_times, schema.types))
 
 
 def frame_of_files(session: Any, columns: str, paths: Sequence[str], after: Lsn | None, until: Lsn | None) -> Any:
@@ -115,7 +115,7 @@ def frame_of(
     Times of day are text if this Spark has no type for them. `read` and the items pickle. By default one core is left
     to others, whatever the number of items: the items are dealt out to that many partitions.
     """
-    if has_time_type(session):
+    if has_time_type(session.version):
         columns, exchange = spark_columns(schema), exchange_batch
     else:
         texts = pa.schema([field.with_type(times_as_text(field.type)) for field in schema])

@@ -168,14 +168,17 @@ def _versions(connection: psycopg.Connection[Any], table_id: int, leaves: Iterab
         return versions
 
 
-def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema) -> list[Leaf]:
-    """Return the heaps of a table in the connection's snapshot, with the attribute numbers of its columns in each."""
+def load_leaves(connection: psycopg.Connection[Any], schema: TableSchema, *, with_unlogged: bool = False) -> list[Leaf]:
+    """Return the heaps of a table in the connection's snapshot, with the attribute numbers of its columns in each.
+
+    `with_unlogged` accepts heaps whose changes the server does not send.
+    """
     doing = f"list the heaps of {schema}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         rows = cursor.execute(_LEAVES, [schema.table_id]).fetchall()
     leaves: list[Leaf] = []
     for oid, persistence, name, filenode, blocks, size, row_count, attnums in rows:
-        if persistence != "p":
+        if persistence != "p" and not with_unlogged:
             raise SourceError(
                 f"partition {name} of {schema} is unlogged, so the server does not send its changes",
                 hint=f"Run: alter table {name} set logged; then: {RESYNC}.",

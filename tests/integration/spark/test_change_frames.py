@@ -63,7 +63,7 @@ def batch(database: Any, tmp_path: Path) -> EventBatch:
 
 
 def test_a_frame_has_the_changes_between_the_boundaries_with_their_types(spark: Any, batch: EventBatch) -> None:
-    if not frames.has_time_type(spark):
+    if not frames.has_time_type(spark.version):
         pytest.skip("this Spark has no type for times")
     (rows,) = [step for step in batch.tables[0].steps if isinstance(step, Rows)]
     assert len(rows.segments) >= 3
@@ -99,7 +99,7 @@ def test_a_frame_has_the_changes_between_the_boundaries_with_their_types(spark: 
 def test_a_frame_of_a_spark_without_times_has_the_same_changes(
     spark: Any, batch: EventBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "has_time_type", lambda session: False)
+    monkeypatch.setattr(frames, "has_time_type", lambda version: False)
     (rows,) = [step for step in batch.tables[0].steps if isinstance(step, Rows)]
     frame = rows.frame(spark)
     types = dict(frame.dtypes)

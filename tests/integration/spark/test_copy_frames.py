@@ -67,7 +67,7 @@ def test_ranges_are_read_by_tasks(spark: Any, rows: CopyRows, tmp_path: Path) ->
     assert sum(count for _, count in written) == 20_000
     table = pa.concat_tables([pq.read_table(path) for path, _ in written]).sort_by("id")
     assert table.equals(pa.Table.from_batches(rows.arrow(), rows.arrow_schema).sort_by("id"))
-    if frames.has_time_type(spark):
+    if frames.has_time_type(spark.version):
         # Spark's own reader takes the files, times included.
         frame = spark.read.parquet(str(tmp_path))
         assert frame.where("clock = time'00:00:05'").select("id").collect()[0].id == 5
@@ -94,9 +94,9 @@ def test_ranges_that_tasks_have_read_are_told_before_the_copy_ends(spark: Any, r
 def test_a_frame_has_the_rows_with_their_types(
     spark: Any, rows: CopyRows, has_times: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if has_times and not frames.has_time_type(spark):
+    if has_times and not frames.has_time_type(spark.version):
         pytest.skip("this Spark has no type for times")
-    monkeypatch.setattr(frames, "has_time_type", lambda session: has_times)
+    monkeypatch.setattr(frames, "has_time_type", lambda version: has_times)
     time_name = "time(6)" if has_times else "string"
     frame = rows.frame(spark)
     assert frame.rdd.getNumPartitions() == 1
