@@ -7,7 +7,8 @@ Starting acquires the leases of all outputs, opens the stream and starts the out
 on any exit and after any failed step of a start: outputs finish their batches, capture stops, leases are released.
 
 One thread carries out commands, follows the publication and starts table sync workers, for all outputs of the stream.
-Only this thread queries the source's catalog while the outputs apply changes. An output that fails stops alone.
+Only this thread queries the source's catalog while the outputs apply changes. An output that fails stops alone. If it
+could not start because of an error that time heals, a thread starts it later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 from penstock import failpoints
@@ -24,7 +26,7 @@ from penstock.errors import PenstockError, Retry
 from penstock.headroom import Headroom
 from penstock.output import FailedOutput, Output, RunningOutput
 from penstock.retry import Backoff
-from penstock.stream import Stream, open_stream
+from penstock.stream import Published, Stream, open_stream
 from penstock.workers.lifecycle import Lifecycle
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ class Coordinator:
         self._outputs = tuple(outputs)
         self._running: list[RunningOutput] = []
         self._is_started = False
+        self._is_stopping = False
+        self._published: Published | None = None
+        """As of the last refresh."""
         self._stack = ExitStack()
         self._unpublished: Mapping[str, PenstockError] = {}
         self._headroom = Headroom()
@@ -96,18 +101,22 @@ class Coordinator:
             stream = stack.enter_context(
                 open_stream(self._outputs[0].settings, {each.output: each.store for each in self._outputs})
             )
-            published = stream.refresh()
-            for output, (lifecycle, epoch) in zip(self._outputs, leases, strict=True):
+            published = self._published = stream.refresh()
+            for output, lease in zip(self._outputs, leases, strict=True):
                 try:
-                    running = stack.enter_context(output.opened(stream, lifecycle, epoch, published))
+                    running = stack.enter_context(output.opened(stream, lease.lifecycle, lease.epoch, published))
                 except PenstockError as error:
                     if not self._may_fail_alone(output):
                         raise
-                    running = FailedOutput(output, lifecycle, stream.start_of(output.output), error)
+                    running = FailedOutput(output, lease.lifecycle, stream.start_of(output.output), error)
                 self._running.append(running)
             if len(self.errors) == len(self._running):
                 self.check()
             self._unpublished = stream.unpublished
+            for number, lease in enumerate(leases):
+                error = self._running[number].error
+                if isinstance(error, PenstockError) and error.retry is Retry.TIMED:
+                    stack.enter_context(self._starting_later(stream, number, lease))
             stack.enter_context(self._coordinating(stream))
             self._stack = stack.pop_all()
 
@@ -134,6 +143,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Ask all outputs to end, without waiting. A copy that is stopped from now on does not fail its table."""
+        self._is_stopping = True
         for output in self._running:
             output.lifecycle.stop.set()
 
@@ -142,7 +152,45 @@ class Coordinator:
         self.stop()
         self._stack.close()
 
-    # The thread
+    # The threads
+
+    @contextmanager
+    def _starting_later(self, stream: Stream, number: int, lease: _Lease) -> Iterator[None]:
+        """Start an output again and again, until it runs or fails for good; what it has opened is closed at the end."""
+        ending = threading.Event()
+        with ExitStack() as opened:
+            thread = threading.Thread(
+                target=lambda: self._start_later(stream, number, lease, opened, ending), name="start-later", daemon=True
+            )
+            thread.start()
+            try:
+                yield
+            finally:
+                ending.set()
+                thread.join()
+
+    def _start_later(
+        self, stream: Stream, number: int, lease: _Lease, opened: ExitStack, ending: threading.Event
+    ) -> None:
+        output, failed, backoff = self._outputs[number], self._running[number], Backoff(first=1.0, longest=60.0)
+        assert self._published is not None
+        while not ending.wait(backoff.next_delay()):
+            lifecycle = lease.lifecycle = Lifecycle(output.output)
+            if failed.lifecycle.lost.is_set():
+                return
+            try:
+                running = opened.enter_context(output.opened(stream, lifecycle, lease.epoch, self._published))
+            except Exception as error:
+                if isinstance(error, PenstockError) and error.retry is Retry.TIMED:
+                    logger.debug("output cannot start yet output=%s error=%s", output.output, error)
+                    continue
+                running = FailedOutput(output, lifecycle, stream.start_of(output.output), error)
+            else:
+                logger.info("output has started output=%s", output.output)
+            self._running[number] = running
+            if self._is_stopping:
+                lifecycle.stop.set()
+            return
 
     @contextmanager
     def _coordinating(self, stream: Stream) -> Iterator[None]:
@@ -166,7 +214,7 @@ class Coordinator:
     def _coordinate(self, stream: Stream, ending: threading.Event) -> None:
         refreshing = Backoff(first=REFRESH_SECONDS, longest=60.0)
         refresh_at = time.monotonic() + REFRESH_SECONDS
-        tended = [_Tended(output) for output in self._running]
+        tended = [_Tended(self._running, number) for number in range(len(self._running))]
         while not ending.wait(TICK_SECONDS):
             stream.check()
             for each in tended:
@@ -189,6 +237,7 @@ class Coordinator:
             logger.log(level, "cannot read the publication, retrying in=%.1fs error=%s", delay, error)
             return delay
         backoff.reset()
+        self._published = published
         self._unpublished = stream.unpublished
         self._headroom = stream.headroom
         for each in tended:
@@ -200,11 +249,16 @@ class _Tended:
     """An output, as the coordinator's thread treats it: its errors affect no other output, and transient ones are
     retried."""
 
-    def __init__(self, output: RunningOutput) -> None:
-        self._output = output
+    def __init__(self, outputs: Sequence[RunningOutput], number: int) -> None:
+        """An output that starts late takes the place of the one that could not start."""
+        self._outputs, self._number = outputs, number
         self._backoff = Backoff(first=0.5, longest=30.0)
         self._next_at = 0.0
         self._commands_at = 0.0
+
+    @property
+    def _output(self) -> RunningOutput:
+        return self._outputs[self._number]
 
     def answer_commands(self) -> None:
         now = time.monotonic()
@@ -235,14 +289,21 @@ class _Tended:
             self._output.lifecycle.fail(error)
 
 
+@dataclass(slots=True)
+class _Lease:
+    lifecycle: Lifecycle
+    """That of the output which runs now, or is being started."""
+    epoch: int = 0
+
+
 @contextmanager
-def _leased(output: Output) -> Iterator[tuple[Lifecycle, int]]:
+def _leased(output: Output) -> Iterator[_Lease]:
     """Hold the output's lease inside the block; yield its lifecycle and the epoch of the lease."""
-    lifecycle = Lifecycle(output.output)
+    held = _Lease(Lifecycle(output.output))
     failpoints.reach("before_lease")
-    lease = output.store.acquire_lease(on_lost=lifecycle.lose)
+    held.epoch = output.store.acquire_lease(on_lost=lambda error: held.lifecycle.lose(error)).epoch
     try:
         failpoints.reach("after_lease")
-        yield lifecycle, lease.epoch
+        yield held
     finally:
         output.store.release_lease()

@@ -238,7 +238,7 @@ class RunningOutput(ABC):
 class FailedOutput(RunningOutput):
     """An output that could not start: it refuses commands, with the reason, and does nothing else."""
 
-    def __init__(self, definition: Output, lifecycle: Lifecycle, position: Lsn, error: PenstockError) -> None:
+    def __init__(self, definition: Output, lifecycle: Lifecycle, position: Lsn, error: Exception) -> None:
         super().__init__(definition.output, definition.settings, definition.store, lifecycle)
         self._position = position
         lifecycle.fail(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from penstock.coordinator import Coordinator
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
-from penstock.errors import SlotLost
+from penstock.errors import DestinationUnavailable, SlotLost
 from penstock.lsn import Lsn, reaches
 from penstock.output import RunningOutput
 from penstock.spark.tasks import SparkTasks
@@ -144,6 +145,39 @@ def test_an_output_that_is_left_out_for_a_while_misses_nothing(site: Site, caplo
     with site.outputs("tables", "second") as outputs:
         site.wait_reached(outputs)
     site.check_equal("tables", "second")
+
+
+def test_an_output_whose_destination_is_away_at_the_start_starts_when_it_returns(site: Site) -> None:
+    with site.outputs("tables", "second") as outputs:
+        site.wait_reached(outputs)
+    away = site.outputs("tables", "second")
+    _, second = away._outputs
+    second.destination.startup = refusing(second.destination.startup, is_away := threading.Event())
+    is_away.set()
+    with away as outputs, writers(site.database, 2, FEW):
+        first = next(iter(outputs))
+        assert {name: type(error) for name, error in outputs.errors.items()} == {"second": DestinationUnavailable}
+        wait_for(lambda: first.status.batches >= 2, "the first to go on")
+        is_away.clear()
+        wait_for(lambda: not outputs.errors, "the second to start")
+        late = list(outputs)[1]
+        late.store.add_command(CommandKind.PAUSE)
+        wait_for(lambda: late.paused, "the second to answer commands")
+        late.store.add_command(CommandKind.RESUME)
+        wait_for(lambda: late.status.batches >= 2, "the second to go on")
+    with site.outputs("tables", "second") as outputs:
+        site.wait_reached(outputs)
+        assert [each.copies for each in outputs] == [{}, {}]
+    site.check_equal("tables", "second")
+
+
+def refusing(startup: Callable[[Any], None], is_away: threading.Event) -> Callable[[Any], None]:
+    def start(context: Any) -> None:
+        if is_away.is_set():
+            raise DestinationUnavailable("the store is away")
+        startup(context)
+
+    return start
 
 
 def test_an_output_joins_a_stream_that_has_run_for_long(site: Site) -> None:

@@ -57,17 +57,18 @@ class Running:
         self.session = session
         """The Spark session; None without Spark."""
         self._coordinator = coordinator
-        self._watches = [
-            Progress(
-                output,
-                lambda status: lag.behind(status.applied, status.last_commit_time),
-                prefix=self.named(output, ""),
-                lost_since=lambda: lag.lost_since,
-                headroom=lambda: coordinator.headroom,
-            )
-            for output in coordinator
-        ]
+        self._lag = lag
+        self._watches = {output: self._watch(output) for output in coordinator}
         self._status_file = StatusFile(config.pipeline.spool.path)
+
+    def _watch(self, output: RunningOutput) -> Progress:
+        return Progress(
+            output,
+            lambda status: self._lag.behind(status.applied, status.last_commit_time),
+            prefix=self.named(output, ""),
+            lost_since=lambda: self._lag.lost_since,
+            headroom=lambda: self._coordinator.headroom,
+        )
 
     @property
     def outputs(self) -> list[RunningOutput]:
@@ -91,7 +92,9 @@ class Running:
         """Return new events and the status of each output, and write the status file. Called about twice a second."""
         notices: list[Notice] = []
         looks: list[OutputLook] = []
-        for watch in self._watches:
+        # An output that could not start is another object when it has started.
+        self._watches = {each: self._watches.get(each) or self._watch(each) for each in self._coordinator}
+        for watch in self._watches.values():
             new, look = watch.look()
             notices += new
             looks += [look] if look is not None else []
