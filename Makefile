@@ -97,7 +97,7 @@ fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents ## run all benchmarks
+bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
@@ -134,6 +134,10 @@ bench-latency: $(STAMP) ## measure the time from commit to visible in Delta, at 
 .PHONY: bench-documents
 bench-documents: $(STAMP) opensearch ## compare filling and updating documents with psql building them; smaller: ARGS="--rows 100000"
 	$(BIN)/python benchmarks/documents.py $(ARGS)
+
+.PHONY: bench-source
+bench-source: $(STAMP) ## compare spark.read.format("penstock") with Spark's JDBC reader; smaller: ARGS="--rows 300000"
+	$(BIN)/python benchmarks/source.py $(ARGS)
 
 .PHONY: traps
 traps: $(STAMP) ## list which tests cover which trap

@@ -1,0 +1,155 @@
+"""Compare `spark.read.format("penstock")` with Spark's own JDBC reader.
+
+    python benchmarks/source.py [--rows 2000000] [--rounds 3] [--server 18]
+
+All ways read a table of ten columns and count the values of each. The JDBC reader runs as it comes, with one
+connection, and partitioned by the key, with a connection per core. Then amounts are moved between two rows while each
+way adds them up: only a consistent read always finds the same sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from harness import BenchmarkFailed, format_table, load_average, median, print_result, say, spread
+from stages import CORES, open_stage
+from workloads import create_orders
+
+import penstock
+from penstock.spark.session import SparkSettings, build_session
+from penstock.testing.postgres import PostgresServer
+
+DRIVER = "org.postgresql:postgresql:42.7.8"
+TABLE = "orders"
+OURS, DEFAULT, PARTITIONED = "penstock", "JDBC", "JDBC, partitioned"
+SERVER_SETTINGS: Mapping[str, str] = {
+    "shared_buffers": "1GB",
+    "max_wal_size": "64GB",
+    "checkpoint_timeout": "1h",
+    "autovacuum": "off",
+}
+CONSISTENT_READS = 5
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+        database = stage.server.create_database()
+        say(f"making a table of {arguments.rows:,} rows")
+        with stage.server.connect(database) as connection:
+            create_orders(connection, TABLE, arguments.rows)
+            connection.execute("vacuum (freeze, analyze)")
+            connection.execute("checkpoint")
+        with _session() as session:
+            ways = _ways(session, stage.server, database, arguments.rows)
+            seconds = _measure(ways, arguments.rows, arguments.rounds)
+            wrong = _disturb(ways, stage.server, database, arguments.rows)
+    ours = median(seconds[OURS])
+    rows = [
+        [
+            *(name, f"{median(each):.2f}", f"{spread(each):.2f}", f"{arguments.rows / median(each):,.0f}"),
+            *(f"{median(each) / ours:.2f}", f"{wrong[name]} of {CONSISTENT_READS}"),
+        ]
+        for name, each in seconds.items()
+    ]
+    print(format_table(["way", "seconds", "spread", "rows/s", "penstock is faster by", "wrong sums"], rows))
+    print_result(
+        {
+            "rows_per_second": arguments.rows / ours,
+            "ratio_default": median(seconds[DEFAULT]) / ours,
+            "ratio_partitioned": median(seconds[PARTITIONED]) / ours,
+            "wrong_sums": wrong,
+            "load": load_average(),
+        }
+    )
+
+
+@contextmanager
+def _session() -> Iterator[Any]:
+    """A session with the JDBC driver, which Spark fetches into a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-jars-") as folder:
+        options = {"spark.jars.packages": DRIVER, "spark.jars.ivy": folder}
+        session = build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-source", options=options))
+        try:
+            penstock.register(session)
+            yield session
+        finally:
+            session.stop()
+
+
+def _ways(session: Any, server: PostgresServer, database: str, rows: int) -> dict[str, Callable[[], Any]]:
+    """Make a data frame of the table in each way."""
+    url = f"jdbc:postgresql://127.0.0.1:{server.port}/{database}"
+    jdbc = {"url": url, "dbtable": TABLE, "user": server.user, "password": server.password}
+    jdbc["driver"] = "org.postgresql.Driver"
+    parts = {"partitionColumn": "id", "lowerBound": "1", "upperBound": str(rows), "numPartitions": str(CORES)}
+    return {
+        OURS: lambda: session.read.format("penstock").options(url=server.dsn(database), table=TABLE).load(),
+        DEFAULT: lambda: session.read.format("jdbc").options(**jdbc).load(),
+        PARTITIONED: lambda: session.read.format("jdbc").options(**jdbc, **parts).load(),
+    }
+
+
+def _measure(ways: Mapping[str, Callable[[], Any]], rows: int, rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(-1, rounds):
+        for name in list(ways) if number % 2 else list(ways)[::-1]:
+            began = time.monotonic()
+            frame = ways[name]()
+            counts = frame.selectExpr("count(*)", *(f"count(`{column}`)" for column in frame.columns)).collect()[0]
+            took = time.monotonic() - began
+            if counts[0] != rows:
+                raise BenchmarkFailed(f"{name} read {counts[0]} rows of {rows}")
+            if number >= 0:  # the first round warms up
+                seconds[name].append(took)
+                say(f"{name}: {took:.2f} s")
+    return seconds
+
+
+def _disturb(ways: Mapping[str, Callable[[], Any]], server: PostgresServer, database: str, rows: int) -> dict[str, int]:
+    """Return how often each way finds another sum while amounts move between two rows, which never changes the sum."""
+    ended = threading.Event()
+
+    def move() -> None:
+        with server.connect(database) as connection:
+            while not ended.is_set():
+                connection.execute(
+                    f"update {TABLE} set customer_id = customer_id + case id when 1 then 1 else -1 end"
+                    f" where id in (1, {rows})".encode()
+                )
+
+    with server.connect(database) as connection:
+        [(expected,)] = connection.execute(f"select sum(customer_id) from {TABLE}".encode()).fetchall()
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        return {
+            name: sum(
+                frame().selectExpr("sum(customer_id)").collect()[0][0] != expected for _ in range(CONSISTENT_READS)
+            )
+            for name, frame in ways.items()
+        }
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare reading a table with Spark's JDBC reader.")
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--rounds", type=int, default=3, help="reads per way")
+    parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
+    arguments = parser.parse_args()
+    if min(arguments.rows, arguments.rounds) < 1:
+        parser.error("--rows and --rounds must be at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
