@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.documents.specification import Aggregate, Field, Group, IndexSpecification, Join, Relation
+from penstock.documents.specification import Aggregate, Field, Group, IndexSpecification, Join, Operation, Relation
 from penstock.errors import ConfigError
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
 from penstock.source.catalog import load_tables, load_types, unknown_type
@@ -172,6 +172,11 @@ def _complete_fields(fields: tuple[Field, ...], key: tuple[str, ...], catalog: S
             each = replace(each, relation=relation, fields=inner)
         elif isinstance(each, Aggregate):
             each = replace(each, relation=_complete_relation(each.relation, key, catalog))
+            if each.operation is Operation.IDS and len(each.relation.primary_key) != 1:
+                raise ConfigError(
+                    f"'ids' of {each.name!r} needs one primary key column, unlike {each.relation.table} has",
+                    hint="Use has_many with the columns of the key.",
+                )
         completed.append(each)
     return tuple(completed)
 

@@ -33,8 +33,10 @@ _UNIDENTIFIED = """
         join pg_catalog.pg_inherits i on i.inhparent = t.oid
     ),
     usable as (
-        select x.* from pg_catalog.pg_index x join tree t on t.oid = x.indrelid
-        where x.indisunique and x.indimmediate and x.indisvalid and x.indpred is null
+        -- not a join: a partition that was just attached is in the tree twice
+        select x.* from pg_catalog.pg_index x
+        where x.indrelid in (select t.oid from tree t)
+          and x.indisunique and x.indimmediate and x.indisvalid and x.indpred is null
     ),
     judged as (
         select t.root, c.oid, n.nspname, c.relname, c.relreplident,

@@ -398,6 +398,8 @@ def test_columns_and_tables_that_are_not_there_are_named(library: psycopg.Connec
     library.execute("create table lib.keyless (x int)")
     with pytest.raises(ConfigError, match=r"lib\.keyless has no primary key"):
         build("version: 1\nschema: lib\ntable: keyless\nfields: [integer: x]", [1])
+    with pytest.raises(ConfigError, match=r"'ids' of 'c' needs one primary key column, unlike lib\.keyless has"):
+        build(HEAD + "fields: [{ids: c, table: keyless, foreign_key: x, element_type: long}]", [1])
 
 
 def test_keys_that_are_equal_under_their_collation_only_name_different_documents(any_database: Database) -> None:

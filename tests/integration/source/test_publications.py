@@ -20,6 +20,7 @@ from penstock.source.publications import (
     published_attnums,
     published_tables,
 )
+from penstock.source.unidentified import find_unidentified
 
 Connection = psycopg.Connection[Any]
 
@@ -427,3 +428,12 @@ def test_a_publication_that_appears_meanwhile_is_used(database: Any, monkeypatch
         ensured = publications.ensure_publication(connection, "pub", ["public.*"])
     assert not ensured.created
     assert ensured.members == {"public.one", "public.two"}
+
+
+def test_a_partition_that_is_attached_between_two_statements_is_judged_once(any_database: Any) -> None:
+    """It is then in the list of tables, and in the tree of one of them."""
+    any_database.execute("create table t (id int primary key) partition by range (id)")
+    any_database.execute("create table t_1 partition of t for values from (0) to (9)")
+    with psycopg.connect(any_database.dsn) as connection:
+        oids = [each for (each,) in connection.execute("select oid from pg_class where relname in ('t', 't_1')")]
+        assert find_unidentified(connection, oids) == {}

@@ -108,6 +108,24 @@ def test_a_look_at_the_index_that_is_answered_with_nonsense_is_repeated(nonsense
     assert sink._client.requests[-1] == f"POST /{GENERATION}_WRITE/_refresh"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "nonsense", [answer({}), answer({"error": "an upstream failed"}), answer({"acknowledged": False})]
+)
+def test_a_change_of_an_index_is_repeated_until_it_is_acknowledged(nonsense: Answer) -> None:
+    done = answer({"acknowledged": True})
+    client = Scripted([nonsense, done, nonsense, done, nonsense, done])
+    client.expect("PUT", "/people_aa_1", {})
+    client.expect("POST", "/_aliases", {})
+    client.expect("DELETE", "/people_aa_1", allowed=(404,))
+    assert len(client.requests) == 6
+
+
+def test_an_error_in_place_of_indexes_is_not_their_state() -> None:
+    sink = looking(answer({"error": "an upstream failed"}), answer(SERVED), answer({}))
+    sink.flush(True)
+    assert len(sink._client.requests) == 5  # type: ignore[attr-defined]
+
+
 def test_an_index_is_gone_only_if_the_server_states_it() -> None:
     with pytest.raises(DestinationUnavailable, match="contradict"):
         looking(answer({}), answer(SERVED)).flush(True)

@@ -153,6 +153,13 @@ class Answer:
         said = self.json()
         if (self.status in OK and not isinstance(said, dict)) or (self.status == NOT_FOUND and not said):
             raise Transient(f"it answered {self.status} with something other than JSON")
+        if self.status in OK and isinstance(said.get("error"), str):
+            raise Transient(f"it answered {self.status} with an error")
+
+    def require_acknowledged(self) -> None:
+        """Raise `Transient` for a success that does not say that a change of indexes or aliases was made."""
+        if self.status in OK and self.json().get("acknowledged") is not True:
+            raise Transient(f"it answered {self.status} without acknowledging the request")
 
 
 class Transient(Exception):
@@ -232,10 +239,13 @@ class OpenSearchClient:
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
         """Send a request that may be repeated; retries transient failures."""
         retries = RetryLimit(self._settings.retry_seconds)
+        changes = path == "/_aliases" or (method in ("PUT", "DELETE") and not path.startswith("/_search"))
         while True:
             try:
                 answer = self.try_once(method, path, body)
                 answer.require_said()
+                if changes:
+                    answer.require_acknowledged()
                 return answer
             except Transient as error:
                 retries.wait(error)
