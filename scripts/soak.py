@@ -183,6 +183,9 @@ STAGES = (
         _soak("tests/e2e/test_documents_kills.py", "tests/e2e/test_documents_fan_out.py"), {
             "PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed),
             "PENSTOCK_SOAK_FAN_OUT": str(10_000 * count)})),
+    Stage("document trials", "documents with DDL, kills and nonsense", 200, 0.20, 20, 30, lambda count, seed: Run(
+        _soak("tests/e2e/test_document_trials.py"),
+        {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("search server", "kills of documents, and of the search server", 100, 0.10, 15, 60, lambda count, seed: Run(
         _soak("tests/e2e/test_search_server_kills.py"),
         {"PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed)})),

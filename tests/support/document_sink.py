@@ -102,6 +102,21 @@ class FileSink(Sink):
             )
             connection.execute("update generations set state = 'serving' where generation = ?", [filling])
 
+    def move_alias(self, index: str) -> bool:
+        """Let the newest former generation serve, as if somebody had moved an alias; False if there is none."""
+        with self._transaction() as connection:
+            former = connection.execute(
+                "select generation from generations where index_name = ? and state = 'retired' order by made desc",
+                [index],
+            ).fetchone()
+            if former is None:
+                return False
+            connection.execute(
+                "update generations set state = 'retired' where index_name = ? and state = 'serving'", [index]
+            )
+            connection.execute("update generations set state = 'serving' where generation = ?", former)
+            return True
+
     def filling(self, index: str) -> Sink:
         """See `Sink`."""
         facts = self.facts(index)

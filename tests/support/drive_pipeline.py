@@ -26,8 +26,9 @@ from penstock.copy.plan import RANGE_BYTES
 from penstock.destinations.delta import copy as delta_copy
 from penstock.destinations.delta import planner
 from penstock.destinations.registry import create_destination
-from penstock.documents.base import BatchPolicy, Sink
+from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy, Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
+from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import parse_specification
@@ -89,7 +90,7 @@ class DriveSettings:
     sink: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """`type` and options of an OpenSearch sink; empty for a `FileSink` in the folder."""
     documents: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of `DocumentsSettings`, without the policies."""
+    """Values of `DocumentsSettings`; `on_failure` is the policy of all indexes."""
     state: str | None = None
     """The URL of the state; None for a file in the folder."""
     on_lost_slot: str = OnLostSlot.ERROR.value
@@ -180,6 +181,7 @@ def make_documents(settings: DriveSettings, tasks: Any) -> DocumentsOutput:
     owner = f"{settings.id}:documents"
     options = dict(settings.documents)
     batch = BatchPolicy(options.pop("max_changes", 200), options.pop("max_delay", 0.02))
+    policies = FailurePolicies(FailurePolicy(options.pop("on_failure", FailurePolicy.STOP)))
     return DocumentsOutput(
         StreamSettings(
             id=settings.id,
@@ -195,7 +197,8 @@ def make_documents(settings: DriveSettings, tasks: Any) -> DocumentsOutput:
         _make_sink(settings),
         tasks,
         relations=lambda: open_relation_map(settings.state_url, owner),
-        documents=DocumentsSettings(batch=batch, **options),
+        documents=DocumentsSettings(batch=batch, failure_policies=policies, **options),
+        quarantine=open_quarantine(settings.state_url, owner),
     )
 
 

@@ -260,18 +260,19 @@ def run_trials(
         shutil.rmtree(place)
     note("seeds", f"{trials[0].seed}–{trials[-1].seed}")
     note("equal", f"{len(reports)} of {len(trials)}")
-    note("kills", _tally(report.kills for report in reports))
+    note("kills", tally(report.kills for report in reports))
     for name in ("starts", "statements", "resyncs", "rows", "changes"):
         note(name, sum(getattr(report, name) for report in reports))
     recoveries = [seconds for report in reports for seconds in report.recoveries]
     if recoveries:
-        note("faults", _tally(report.faults for report in reports))
+        note("faults", tally(report.faults for report in reports))
         note("recovery", ", ".join(f"p{each} {np.percentile(recoveries, each):.1f} s" for each in (50, 99)))
-        note("not possible here", _tally(report.skipped for report in reports))
+        note("not possible here", tally(report.skipped for report in reports))
     assert not failures, "\n".join(failures)
 
 
-def _tally(counts: Iterable[Counter[str]]) -> str:
+def tally(counts: Iterable[Counter[str]]) -> str:
+    """Return the total of some counts, and its parts."""
     total = sum(counts, Counter[str]())
     return f"{total.total()} ({', '.join(f'{name} {count}' for name, count in total.most_common())})"
 
@@ -364,7 +365,7 @@ class _Trial:
                 pass
         writers.wait_for_actions(writers.actions + kill.after)
         if kill.victim is Victim.BACKEND:
-            struck = _kill_one(writers.backends)
+            struck = kill_backend(writers.backends)
         else:
             struck = pipeline.kill(Part(kill.victim.value))
         if struck:
@@ -504,7 +505,8 @@ class _Existing:
         return self.whole.read_table(table)
 
 
-def _kill_one(backends: list[int]) -> bool:
+def kill_backend(backends: list[int]) -> bool:
+    """Send SIGKILL to a backend; the server then ends all sessions and recovers."""
     try:
         os.kill(backends[0], signal.SIGKILL)
     except ProcessLookupError:

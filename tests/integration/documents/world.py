@@ -7,6 +7,7 @@ have sent under each table's replica identity. The result has the form of segmen
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -252,8 +253,13 @@ def _filter(random: Random, table: str) -> dict[str, Any]:
 # Transactions
 
 
-def fill(random: Random, connection: psycopg.Connection[Any]) -> None:
-    """Rows in every table, most of which hang together."""
+def fill(
+    random: Random,
+    connection: psycopg.Connection[Any],
+    *,
+    forgiven: tuple[type[psycopg.Error], ...] = (psycopg.errors.IntegrityError,),
+) -> None:
+    """Rows in every table, most of which hang together; those that fail with these errors are left out."""
     with connection.transaction():
         for table, columns in COLUMNS.items():
             key = KEYS[table][0]
@@ -262,16 +268,21 @@ def fill(random: Random, connection: psycopg.Connection[Any]) -> None:
                 values[key] = number if key in _INTEGERS else f"{_LETTERS.get(key, key[0])}{number}"
                 if "email" in values:
                     values["email"] = f"{number}:%@example"
-                _try(connection, _insertion(table), list(values.values()))
+                _try(connection, _insertion(table), list(values.values()), forgiven)
 
 
 def random_transaction(
-    random: Random, connection: psycopg.Connection[Any], statements: int, *, truncates: float = 0.02
+    random: Random,
+    connection: psycopg.Connection[Any],
+    statements: int,
+    *,
+    truncates: float = 0.02,
+    forgiven: tuple[type[psycopg.Error], ...] = (psycopg.errors.IntegrityError,),
 ) -> None:
-    """Some statements on any tables, in one transaction; those that a constraint forbids are left out."""
+    """Some statements on any tables, in one transaction; those that fail with these errors are left out."""
     with connection.transaction():
         for _ in range(statements):
-            _try(connection, *_statement(random, truncates))
+            _try(connection, *_statement(random, truncates), forgiven)
 
 
 def random_ddl(random: Random, connection: psycopg.Connection[Any]) -> None:
@@ -310,12 +321,14 @@ def _insertion(table: str) -> Any:
     return f"insert into w.{table} ({', '.join(columns)}) values ({', '.join(['%s'] * len(columns))})"
 
 
-def _try(connection: psycopg.Connection[Any], text: Any, values: list[Any]) -> None:
-    try:
-        with connection.transaction():
-            connection.execute(text, values)
-    except psycopg.errors.IntegrityError:
-        pass
+def _try(
+    connection: psycopg.Connection[Any],
+    text: Any,
+    values: list[Any],
+    forgiven: tuple[type[psycopg.Error], ...] = (psycopg.errors.IntegrityError,),
+) -> None:
+    with suppress(*forgiven), connection.transaction():
+        connection.execute(text, values)
 
 
 def _value(random: Random, column: str) -> Any:
