@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+from psycopg.rows import tuple_row
 
 from penstock.documents.build import compile_build
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable, complete
-from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES
+from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES, expression_sql, rows_of
+from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
 from penstock.documents.paths import entries_of, link_columns, way_up
 from penstock.documents.polling import TIME_TYPES, XMIN, sees_all_sessions
 from penstock.documents.specification import (
@@ -34,57 +36,15 @@ from penstock.documents.specification import (
     ScalarType,
     Verb,
 )
-from penstock.documents.statements import is_standby, run_statement
+from penstock.documents.statements import as_literal, is_standby, run_statement
 from penstock.errors import ConfigError, SourceError
-from penstock.schema import PostgresType, ReplicaIdentity, TypeKind
+from penstock.schema import ReplicaIdentity, TypeKind
+from penstock.source.catalog import load_types, unknown_type
 from penstock.source.faults import Place
 from penstock.source.patterns import TableName
 from penstock.source.preflight.report import Check, Report, Severity, failed, passed
 
 _CAPTURED = ("r", "p")
-_STRINGS = frozenset({"text", "varchar", "bpchar", "char", "name", "citext"})
-_WHOLE = ("int2", "int4", "int8")
-_TIMES = ("timestamp", "timestamptz")
-_JSON = frozenset({"json", "jsonb"})
-# Types without searchable text.
-_NOT_WORDS = frozenset({"json", "jsonb", "bytea", "xml", "tsvector", "tsquery"})
-
-_ACCEPTED: dict[ScalarType, frozenset[str]] = {
-    ScalarType.UUID: frozenset({"uuid"}),
-    ScalarType.BOOLEAN: frozenset({"bool"}),
-    ScalarType.SHORT: frozenset({"int2"}),
-    ScalarType.INTEGER: frozenset({"int2", "int4"}),
-    ScalarType.LONG: frozenset({*_WHOLE, "oid"}),
-    ScalarType.FLOAT: frozenset({"float4"}),
-    ScalarType.DOUBLE: frozenset({"float4", "float8"}),
-    ScalarType.DECIMAL: frozenset({"numeric", "money", *_WHOLE}),
-    ScalarType.DATE: frozenset({"date"}),
-    # An index does not accept a time of day as a date, although the public format does.
-    ScalarType.TIMESTAMP: frozenset({*_TIMES, "date"}),
-    ScalarType.BINARY: frozenset({"bytea"}),
-    ScalarType.JSON: _JSON,
-    ScalarType.MAP: _JSON,
-    ScalarType.VECTOR: frozenset({"float4", "float8", "numeric", *VECTOR_TYPES}),
-}
-_NUMBERS = frozenset({*_WHOLE, "numeric", "money", "float4", "float8"})
-
-_SQL_NAMES = {
-    "smallint": "int2",
-    "integer": "int4",
-    "int": "int4",
-    "bigint": "int8",
-    "real": "float4",
-    "double precision": "float8",
-    "decimal": "numeric",
-    "boolean": "bool",
-    "character varying": "varchar",
-    "character": "bpchar",
-    "char": "bpchar",
-    "timestamp with time zone": "timestamptz",
-    "timestamp without time zone": "timestamp",
-    "time with time zone": "timetz",
-    "time without time zone": "time",
-}
 
 
 def check_index(
@@ -98,7 +58,7 @@ def check_index(
         checks.append(failed("server_role", Severity.CRITICAL, what, "Use the primary as source."))
     if not checks:
         checks += _check_root(specification, catalog.table(specification.table))
-        checks += _Walk(catalog).check(specification)
+        checks += _Walk(connection, catalog).check(specification)
     if not any(each.severity is Severity.CRITICAL for each in checks):
         try:
             completed = complete(specification, catalog)
@@ -184,6 +144,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
 class _Walk:
     """Checks every field, filter and key of a specification."""
 
+    connection: psycopg.Connection[Any]
     catalog: SourceCatalog
 
     def check(self, specification: IndexSpecification) -> Iterator[Check]:
@@ -201,7 +162,11 @@ class _Walk:
             where = f"{path}{each.name}"
             match each:
                 case Scalar():
-                    yield from _check_scalar(each, junction if each.junction and junction else table, where)
+                    own = junction if each.junction and junction else table
+                    if each.expression:
+                        yield from _check_expression(self.connection, each, own, where)
+                    else:
+                        yield from _check_scalar(each, own, where)
                 case Geo():
                     yield from _check_geo(each, table, where)
                 case Group():
@@ -292,6 +257,54 @@ def _check_scalar(field: Scalar, table: SourceTable, where: str) -> Iterator[Che
             f"Run: alter table {table.name} alter {field.column} set not null; or give the field a default.",
             [f"{table.name}.{field.column}"],
         )
+
+
+def _check_expression(
+    connection: psycopg.Connection[Any], field: Scalar, table: SourceTable, where: str
+) -> Iterator[Check]:
+    """Let the server plan the expression alone: it names what it does not understand, its type, and what it reads."""
+
+    def wrong(what: str, remedy: str) -> Check:
+        return failed("expression", Severity.CRITICAL, f"{where} ({field.place}): {what}", remedy, [str(table.name)])
+
+    head = "select "
+    text = f"{head}{expression_sql(field.expression).as_string(None)} from {rows_of(table).as_string(None)}"
+    try:
+        with psycopg.RawCursor(connection, row_factory=tuple_row) as cursor:
+            cursor.execute(as_literal(f"explain (format json, verbose) {text}"))
+            [(plan,)] = cursor.fetchall()
+            cursor.execute(as_literal(f"{text} limit 0"))
+            assert cursor.description is not None
+            oid = cursor.description[0].type_code
+    except psycopg.Error as error:
+        said = str(error.diag.message_primary or error).splitlines()[0]
+        # Counted from 1, in the statement that was explained.
+        at = int(error.diag.statement_position or 0) - len(f"explain (format json, verbose) {head}(")
+        hint = "Use columns of this table alone; functions and types outside pg_catalog need their schema."
+        yield wrong(f"{said}, at character {at}" if 1 <= at <= len(field.expression) else said, hint)
+        return
+    others = sorted({name for name in _relations(plan) if name != table.name and name not in table.leaves})
+    if others:
+        what = f"the expression reads {', '.join(map(str, others))}, whose changes it would not follow"
+        yield wrong(what, "Use columns of this table alone, or a relation or an aggregate.")
+    type_ = load_types(connection, [oid]).get(oid) or unknown_type(oid)
+    element = SourceColumn(field.name, type_, not_null=False).element
+    if not accepts(field.type, element):
+        yield wrong(
+            f"it is {type_}; a field of type '{field.type.value}' cannot hold it", "Cast it, or use another type."
+        )
+
+
+def _relations(plan: Any) -> Iterator[TableName]:
+    """Yield the tables that a plan reads."""
+    if isinstance(plan, list):
+        for each in plan:
+            yield from _relations(each)
+    elif isinstance(plan, dict):
+        if "Relation Name" in plan:
+            yield TableName(str(plan.get("Schema")), str(plan["Relation Name"]))
+        for each in plan.values():
+            yield from _relations(each)
 
 
 def _check_vector(field: Scalar, table: SourceTable, source: SourceColumn, where: str) -> Iterator[Check]:
@@ -428,31 +441,6 @@ def _wrong_type(table: SourceTable, name: str, where: str, why: str) -> Check:
         "Choose another type for the field, or use custom.",
         [f"{table.name}.{name}"],
     )
-
-
-def accepts(type_: ScalarType, column: PostgresType) -> bool:
-    """Return whether a field takes a column; `column` is without domains, and of an array its element."""
-    if type_ in (ScalarType.TEXT, ScalarType.IDENTIFIER):
-        return column.name in _STRINGS or column.kind is TypeKind.ENUM
-    if type_ in (ScalarType.KEYWORD, ScalarType.ENUM):
-        return column.kind in (TypeKind.BASE, TypeKind.ENUM) and column.name not in _NOT_WORDS
-    return column.name in _ACCEPTED[type_]
-
-
-def accepts_custom(names: Sequence[str], column: PostgresType) -> bool:
-    """Return whether a custom field names the column's type; modifiers and `[]` are ignored."""
-    plain = {name.strip().lower().split("(")[0].removesuffix("[]").strip() for name in names}
-    return bool({_SQL_NAMES.get(name, name) for name in plain} & {column.name, str(column)})
-
-
-def accepts_number(column: PostgresType) -> bool:
-    """Return True if its values are numbers."""
-    return column.name in _NUMBERS
-
-
-def accepts_point(column: PostgresType) -> bool:
-    """Return True if it can hold a value that an index reads as a point."""
-    return column.name in _STRINGS | _JSON
 
 
 def check_polling(

@@ -37,6 +37,7 @@ VECTOR_TYPES = frozenset({"vector", "halfvec"})
 """Types of pgvector."""
 
 _COLLATED = ("text", "varchar", "bpchar")
+_BASE64 = sql.SQL(r"pg_catalog.translate(pg_catalog.encode({}, 'base64'), E'\n', '')")
 _AS_TEXT = sql.SQL("{}::pg_catalog.text")
 _CANONICAL = {
     "numeric": sql.SQL("pg_catalog.trim_scale({})::pg_catalog.text"),
@@ -152,8 +153,13 @@ def conditions(filters: Sequence[Filter], alias: str, table: SourceTable) -> lis
 
 
 def raw_conditions(filters: Sequence[Filter]) -> list[Sql]:
-    """Return every raw filter. The line break ends a comment in it."""
-    return [sql.SQL("({}\n)").format(sql.SQL(as_literal(each.raw))) for each in filters if each.raw]
+    """Return every raw filter."""
+    return [expression_sql(each.raw) for each in filters if each.raw]
+
+
+def expression_sql(text: str) -> Sql:
+    """Return SQL as it was written, in parentheses. The line break ends a comment in it."""
+    return sql.SQL("({}\n)").format(sql.SQL(as_literal(text)))
 
 
 def is_deleted(marker: SoftDelete, alias: str, table: SourceTable) -> Sql:
@@ -167,9 +173,16 @@ def is_deleted(marker: SoftDelete, alias: str, table: SourceTable) -> Sql:
 
 
 def scalar_value(field: Scalar, alias: str, table: SourceTable) -> Sql:
-    """Return a column in the form that the document takes."""
-    source = table.column(field.column)
-    value = convert(column(alias, field.column), field.type, source)
+    """Return a column, or an expression over columns, in the form that the document takes."""
+    if field.expression:
+        # In a scope in which the row's own columns come first.
+        value = sql.SQL("(select {} from (select {}.*) row)").format(
+            expression_sql(field.expression), sql.Identifier(alias)
+        )
+        if field.type is ScalarType.BINARY:
+            value = _BASE64.format(value)
+    else:
+        value = convert(column(alias, field.column), field.type, table.column(field.column))
     for transform in field.transforms:
         if transform is Transform.LOWERCASE:
             value = sql.SQL("pg_catalog.lower({})").format(value)
@@ -198,7 +211,7 @@ def convert(value: Sql, type_: ScalarType, source: SourceColumn) -> Sql:
         # Its text is an array of JSON.
         return sql.SQL("{}::pg_catalog.text::pg_catalog.json").format(value)
     if source.base.name == "bytea":
-        return sql.SQL(r"pg_catalog.translate(pg_catalog.encode({}, 'base64'), E'\n', '')").format(value)
+        return _BASE64.format(value)
     if source.base.name == "money":
         return sql.SQL("{}::pg_catalog.numeric").format(value)
     return value

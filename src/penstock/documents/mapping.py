@@ -78,7 +78,7 @@ _PARTS = ("char_filter", "tokenizer", "filter", "analyzer", "normalizer")
 MAPPING_VERSION = 1
 """Increased when this code derives other mappings, analyzers or values from the same specification."""
 
-_IRRELEVANT = frozenset({"name", "required", "dynamic_settings"})
+_IRRELEVANT = frozenset({"name", "required", "dynamic_settings", "place"})
 _LENGTH = 12
 _COMPLETED_LENGTH = 8
 

@@ -37,6 +37,40 @@ def test_vectors_arrive_as_arrays_of_numbers(library: psycopg.Connection[Any], b
     assert found.what == "v: lib.books.v has 3 dimensions, not 4"
 
 
+def test_expressions_are_computed_from_the_row_alone(library: psycopg.Connection[Any], build: Build) -> None:
+    library.execute("insert into lib.books (id, title, pages, price, labels) values (1, 'A', 10, 2.5, '{x}')")
+    library.execute("insert into lib.chapters (book_id, number, title) values (1, 2, 'first')")
+    document = build(
+        HEAD
+        + r"""
+fields:
+  - {keyword: name, expression: "title || '%' || pages -- a comment", transforms: [lowercase]}
+  - {double: perPage, expression: "price / nullif(pages, 0)"}
+  - {keyword: tags, expression: "labels || array['y']"}
+  - {boolean: long, expression: pages > 300}
+  - {binary: bytes, expression: "pg_catalog.convert_to(title, 'UTF8')"}
+  - {json: pair, expression: "pg_catalog.json_build_object('id', id, 'title', title)"}
+  - {keyword: nothing, expression: "nullif(title, title)", default: none}
+  - has_many: chapters
+    table: chapters
+    foreign_key: book_id
+    primary_key: [book_id, number]
+    fields: [{keyword: label, expression: "number || ' ' || title"}]
+""",
+        [1],
+    )["1"]
+    assert document == {
+        "name": "a%10",
+        "perPage": 0.25,
+        "tags": ["x", "y"],
+        "long": False,
+        "bytes": "QQ==",
+        "pair": {"id": 1, "title": "A"},
+        "nothing": "none",
+        "chapters": [{"label": "2 first"}],
+    }
+
+
 def test_scalars_arrive_as_an_index_reads_them(library: psycopg.Connection[Any], build: Build) -> None:
     library.execute(
         "insert into lib.books (id, title, genre, pages, price, rating, published, printed, day, cover, meta, labels,"

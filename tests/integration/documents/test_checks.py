@@ -84,6 +84,37 @@ CRITICAL: list[tuple[str, str, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (
+            "keyword: a, expression: titel || 'x'",
+            'a (books.schema.yml:6:30): column "titel" does not exist, at character 1',
+        ),
+        (
+            "keyword: a, expression: title + 1",
+            "a (books.schema.yml:6:30): operator does not exist: text + integer, at character 7",
+        ),
+        ("keyword: a, expression: title || (", 'a (books.schema.yml:6:30): syntax error at or near ")"'),
+        ("long: a, expression: title", "a (books.schema.yml:6:27): it is text; a field of type 'long' cannot hold it"),
+        (
+            "has_one: c, table: blurbs, foreign_key: book_id, primary_key: id, fields: [{long: a, expression: pages}]",
+            'c.a (books.schema.yml:6:103): column "pages" does not exist, at character 1',
+        ),
+        (
+            "long: a, expression: (select count(*) from lib.chapters where book_id = books.id)",
+            "a (books.schema.yml:6:27): the expression reads lib.chapters, whose changes it would not follow",
+        ),
+    ],
+)
+def test_an_expression_that_cannot_work_is_shown_with_its_place(
+    field: str, said: str, library: psycopg.Connection[Any]
+) -> None:
+    specification = parse_specification(HEAD + f"fields:\n  - {{{field}}}", "books", "folder/books.schema.yml")
+    found = critical(check_index(library, specification, catalog_of(library, specification)))
+    assert [each.what for each in found if each.id == "expression"] == [said], found
+
+
 def test_what_cannot_work_is_critical(look: Look) -> None:
     for text, id_, said in CRITICAL:
         found = critical(look(text))

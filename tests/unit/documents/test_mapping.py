@@ -161,6 +161,7 @@ def test_what_changes_no_document_needs_no_reindex(other: str) -> None:
         ("{keyword: a}", "{text: a}"),
         ("{keyword: a}", "{keyword: a, column: c}"),
         ("{keyword: a}", "{keyword: a, default: ''}"),
+        ("{keyword: a}", "{keyword: a, expression: b}"),
         ("{keyword: a}", "{keyword: a, options: {ignore_above: 10}}"),
         ("{keyword: a}", "{keyword: a, transforms: [trim]}"),
         ("{keyword: a}", "{keyword: c}"),

@@ -206,6 +206,8 @@ def test_values_are_what_was_written() -> None:
             ),
             '11:17: fields[0].order_by[0].directon: there is no such key in order_by; did you mean "direction"?',
         ),
+        ("- {keyword: a, column: b, expression: c}", "5:27: fields[0].expression: cannot be combined with 'column'"),
+        ("- {keyword: a, expression: ' '}", "5:16: fields[0].expression: is empty"),
     ],
 )
 def test_errors_of_fields_name_line_column_and_key(fields: str, expected: str) -> None:

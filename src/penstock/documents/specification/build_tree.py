@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.documents.specification.models import (
@@ -69,9 +69,11 @@ Mistakes = list[tuple[Path, str]]
 _JoinModel = BelongsToModel | HasOneModel | HasManyModel | ManyToManyModel
 
 
-def build_tree(model: SpecificationModel, name: str) -> tuple[IndexSpecification, Mistakes]:
-    """Return the specification, and its mistakes; with mistakes it must not be used."""
-    builder = _Builder(model.schema_)
+def build_tree(
+    model: SpecificationModel, name: str, place: Callable[[Path], str]
+) -> tuple[IndexSpecification, Mistakes]:
+    """Return the specification, and its mistakes; with mistakes it must not be used. `place` is for messages."""
+    builder = _Builder(model.schema_, place)
     primary_key = tuple(model.primary_key or ())
     fields = builder.fields(model.fields, primary_key, False, ())
     filters = builder.filters(model.filters, ("filters",))
@@ -95,8 +97,9 @@ def build_tree(model: SpecificationModel, name: str) -> tuple[IndexSpecification
 
 
 class _Builder:
-    def __init__(self, schema: str) -> None:
+    def __init__(self, schema: str, place: Callable[[Path], str]) -> None:
         self._schema = schema
+        self._place = place
         self.mistakes: Mistakes = []
 
     def fields(
@@ -147,7 +150,7 @@ class _Builder:
         column = model.soft_delete.column
         if column is None:
             named = [each for each in fields if each.name == model.soft_delete.field]
-            if not named or not isinstance(named[0], Scalar):
+            if not named or not isinstance(named[0], Scalar) or not named[0].column:
                 self.mistakes.append((("soft_delete", "field"), "must name a field of the root that has a column"))
                 return None
             column = named[0].column
@@ -160,13 +163,15 @@ class _Builder:
                 return Scalar(
                     name=model.name,
                     type=ScalarType(model.kind),
-                    column=self._column(model.column, model.name, path),
+                    column="" if model.expression else self._column(model.column, model.name, path),
                     junction=model.from_ is not None,
                     required=model.required,
                     options=model.options,
                     transforms=tuple(Transform(each) for each in model.transforms),
                     default=model.default,
                     variants=tuple(model.variants or ()),
+                    expression=model.expression or "",
+                    place=self._place((*path, "expression")) if model.expression else "",
                 )
             case CustomModel():
                 self._check_junction(model.from_, junction, (*path, "from"))

@@ -87,7 +87,12 @@ def parse_specification(text: str, name: str, file: str = "specification") -> In
         raise _invalid(file, problems) from None
     if problems:
         raise _invalid(file, problems)
-    tree, mistakes = build_tree(model, name)
+
+    def place(path: Path) -> str:
+        position = located.value_position(path)
+        return f"{FilePath(file).name}:{position.line}:{position.column}"
+
+    tree, mistakes = build_tree(model, name, place)
     if mistakes:
         raise _invalid(file, [Problem(located.key_position(at), _key(at), what) for at, what in mistakes])
     return tree

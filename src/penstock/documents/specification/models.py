@@ -136,11 +136,12 @@ class ThroughModel(Model):
 
 
 class ScalarModel(Model):
-    """A column of the row."""
+    """A column of the row, or an expression over its columns."""
 
     kind: ScalarKind
     name: FieldName
     column: Identifier | None = None
+    expression: str | None = None
     from_: Literal["junction"] | None = Field(None, alias="from")
     required: bool = False
     options: dict[str, Any] = {}
@@ -152,6 +153,10 @@ class ScalarModel(Model):
     def check_enum(self) -> ScalarModel:
         if not _is_scalar(self.default) and self.default is not None:
             raise refuse("default", "must be a plain value")
+        if self.expression is not None and self.column is not None:
+            raise refuse("expression", "cannot be combined with 'column'")
+        if self.expression is not None and not self.expression.strip():
+            raise refuse("expression", "is empty")
         if self.variants is None:
             return self
         if self.kind != "enum":

@@ -120,11 +120,12 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A column."""
+    """A column, or an expression over the columns of its row."""
 
     name: str
     type: ScalarType
     column: str
+    """Empty if there is an expression."""
     junction: bool = False
     required: bool = False
     options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -140,6 +141,10 @@ class Scalar:
     """Index type of a custom field."""
     dimensions: int = 0
     """Length of a vector."""
+    expression: str = ""
+    """SQL on the columns of this table alone."""
+    place: str = field(default="", compare=False)
+    """Where the file has the expression: `customers.schema.yml:12:17`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +254,7 @@ EVERY_COLUMN = "*"
 def columns_read(specification: IndexSpecification) -> dict[TableName, set[str]]:
     """Return the columns that the documents of a complete specification depend on, by table.
 
-    `EVERY_COLUMN` is among those of a table with a filter in SQL, which may name any of them.
+    `EVERY_COLUMN` is among those of a table with a filter or an expression in SQL, which may name any of them.
     """
     found: dict[TableName, set[str]] = {specification.table: {*specification.primary_key, *specification.doc_id}}
     own = found[specification.table]
@@ -266,7 +271,8 @@ def _read(
     for each in fields:
         match each:
             case Scalar():
-                found[junction if each.junction and junction else table].add(each.column)
+                read = EVERY_COLUMN if each.expression else each.column
+                found[junction if each.junction and junction else table].add(read)
             case Geo():
                 found[table].update(filter(None, (each.latitude, each.longitude, each.column)))
             case Group():
