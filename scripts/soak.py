@@ -179,7 +179,7 @@ STAGES = (
     Stage("store away", "minutes without the store, at 5,000 changes/s", 15, 0.10, 75, 60, lambda count, seed: Run(
         (*_soak("tests/e2e/test_destination_away.py"), "-k", "versitygw"),
         {"PENSTOCK_SOAK_AWAY_MINUTES": str(count)})),
-    Stage("documents", "kills of search documents under load", 100, 0.15, 12, 15, lambda count, seed: Run(
+    Stage("documents", "kills of search documents under load", 100, 0.15, 12, 60, lambda count, seed: Run(
         _soak("tests/e2e/test_documents_kills.py", "tests/e2e/test_documents_fan_out.py"), {
             "PENSTOCK_SOAK_KILLS": str(count), "PENSTOCK_SEED": str(seed),
             "PENSTOCK_SOAK_FAN_OUT": str(10_000 * count)})),
