@@ -8,11 +8,10 @@ all of them.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -33,13 +32,14 @@ from penstock.errors import (
     SlotMissing,
     SlotUndecodable,
 )
-from penstock.headroom import Headroom, Overrun, Room, RoomWatch
-from penstock.lsn import Lsn, distance, earliest, reaches
+from penstock.guard import Guard
+from penstock.headroom import Headroom
+from penstock.lsn import Lsn, earliest, reaches
 from penstock.retry import Backoff
 from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import is_lock_timeout
-from penstock.source.lineage import Lineage, SystemIdentity, flushed_position, identify_system, read_timeline
+from penstock.source.lineage import Lineage, SystemIdentity, identify_system, read_timeline
 from penstock.source.membership import Membership, load_membership
 from penstock.source.publications import (
     EnsuredPublication,
@@ -165,17 +165,18 @@ class Stream:
         self._capture = capture
         self._publication = _PublicationKeeper(settings)
         self._without_columns: set[str] = set()
-        self._spool_room = RoomWatch(self._warn_of_spool)
-        self._wal_room = RoomWatch(self._warn_of_wal)
-        self._wal_overrun = Overrun()
+        self._guard = Guard(settings.slot, settings.spool, settings.max_retained_wal)
         self._released: SlotLost | None = None
-        self.headroom = Headroom()
-        """As of the last refresh."""
         self._is_discarded = False
 
     def start_of(self, output: str) -> Lsn:
         """Return where an output starts to read."""
         return self._starts[output]
+
+    @property
+    def headroom(self) -> Headroom:
+        """What was left at the last refresh."""
+        return self._guard.headroom
 
     @property
     def unpublished(self) -> Mapping[str, PenstockError]:
@@ -208,7 +209,7 @@ class Stream:
             # Before the catalog, so that a leaf that is mentioned and not there any more has gone.
             leaves = load_mentioned_leaves(SpoolFolder(self._settings.spool.path))
             shapes = load_shapes(connection, membership.names)
-            self._guard(connection)
+            self._look(connection)
         tables = {oid: name for oid, name in membership.names.items() if oid in shapes and shapes[oid].columns}
         self._report_without_columns({name for oid, name in membership.names.items() if oid not in tables})
         return Published(membership, tables, self.unpublished, shapes, leaves)
@@ -218,28 +219,11 @@ class Stream:
             logger.info("table is skipped until it has columns table=%s", name)
         self._without_columns = names
 
-    def _guard(self, connection: psycopg.Connection[Any]) -> None:
+    def _look(self, connection: psycopg.Connection[Any]) -> None:
         """Look at what is left for the spool and for WAL on the server; let go of the slot if the settings say so."""
-        settings, now = self._settings, time.monotonic()
-        captured = self._capture.last_status.unreleased_bytes
-        in_spool = {"spool.max_bytes": settings.spool.max_bytes - captured}
-        # A disk that is not there is capture's error.
-        with suppress(OSError):
-            disk = os.statvfs(settings.spool.path)
-            in_spool["spool.min_free_bytes"] = disk.f_bavail * disk.f_frsize - settings.spool.min_free_bytes
-        spool = self._spool_room.look(now, captured, in_spool)
-        slot = inspect_slot(connection, settings.slot)
-        if slot is None or slot.restart_lsn is None:
-            self.headroom = Headroom(spool)
-            return
-        retained = distance(slot.restart_lsn, flushed_position(connection))
-        left = {"max_retained_wal": settings.max_retained_wal - retained}
-        if slot.safe_wal_size is not None:
-            left["max_slot_wal_keep_size"] = slot.safe_wal_size
-        self.headroom = Headroom(spool, self._wal_room.look(now, retained, left))
-        is_beyond = self._wal_overrun.lasts(now, retained, settings.max_retained_wal)
-        if is_beyond and settings.on_retained_wal is OnRetainedWal.RELEASE:
-            self._release(connection, retained)
+        self._guard.look(connection, self._capture.last_status.unreleased_bytes)
+        if self._guard.excess is not None and self._settings.on_retained_wal is OnRetainedWal.RELEASE:
+            self._release(connection, self._guard.excess)
 
     def _release(self, connection: psycopg.Connection[Any], retained: int) -> None:
         name = self._settings.slot
@@ -250,14 +234,6 @@ class Stream:
             "max_retained_wal",
             slot=name,
         )
-
-    def _warn_of_spool(self, room: Room) -> None:
-        text = "the spool is nearly full; then capture pauses, and the server retains WAL path=%s left=%d%s limit=%s"
-        logger.warning(text, self._settings.spool.path, room.left, _lasting(room), room.limit)
-
-    def _warn_of_wal(self, room: Room) -> None:
-        text = "the server retains much WAL for the slot slot=%s retained=%d left=%d%s limit=%s"
-        logger.warning(text, self._settings.slot, room.used, room.left, _lasting(room), room.limit)
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
@@ -281,10 +257,6 @@ class Stream:
             with connect(self._settings.source, Role.CATALOG) as connection:
                 drop_slot(connection, self._settings.slot)
             logger.warning("dropped a slot that cannot be decoded slot=%s", self._settings.slot)
-
-
-def _lasting(room: Room) -> str:
-    return "" if room.seconds_left is None else f" for={room.seconds_left / 60:.0f}min"
 
 
 @contextmanager

@@ -288,6 +288,9 @@ def _slot(slot: SlotStatus) -> Iterator[str | tuple[str, str]]:
             yield ("\n          only the server's disk is the limit: set max_slot_wal_keep_size", "yellow")
     if slot.wal_status == "unreserved":
         yield (", about to be lost", "bold red")
+    if slot.waits_for_standby:
+        yield ("\n          the server sends nothing until a standby in synchronized_standby_slots has it", "bold red")
+        yield "\n          Start the standby, or remove it from that setting."
 
 
 def _output(output: OutputStatus, *, is_running: bool) -> str:

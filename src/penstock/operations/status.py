@@ -75,6 +75,8 @@ class SlotStatus:
     room: Room | None = None
     """How long the WAL that it may retain lasts; None if the pipeline does not run here."""
     lost: bool = False
+    waits_for_standby: bool = False
+    """The server sends nothing until a standby in `synchronized_standby_slots` has received it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,8 @@ def _problems(found: PipelineStatus) -> Iterator[str]:
         yield f"slot {slot.name} is lost or about to be"
     elif slot is not None and slot.room is not None and slot.room.is_short:
         yield f"the server retains much WAL for slot {slot.name}"
+    if slot is not None and slot.waits_for_standby:
+        yield "the server waits for a standby before it sends changes"
     if found.spool is not None and found.spool.is_short:
         yield "the spool is nearly full"
     for output in found.outputs:
@@ -449,6 +453,7 @@ def _slot_status(name: str, slot: Slot | None, server: Lsn) -> SlotStatus:
         wal_status=slot.wal_status,
         safe_bytes=slot.safe_wal_size,
         lost=slot.lost,
+        waits_for_standby=slot.waits_for_standby,
     )
 
 

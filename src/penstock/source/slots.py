@@ -40,7 +40,12 @@ _REPORT_SECONDS = (2.0, 10.0)
 """When transactions that block the creation of a slot are first reported, and how often after that."""
 
 # Newer versions have more columns; JSON simply lacks the others.
-_SLOT = "select pg_catalog.to_jsonb(s) from pg_catalog.pg_replication_slots s where s.slot_name = %s"
+_SLOT = """
+    select pg_catalog.to_jsonb(s) || pg_catalog.jsonb_build_object('wait_event', a.wait_event)
+    from pg_catalog.pg_replication_slots s
+    left join pg_catalog.pg_stat_activity a on a.pid = s.active_pid
+    where s.slot_name = %s
+"""
 
 # Decoding starts after all transactions have ended that were running when the slot was created, in any database.
 _BLOCKERS = """
@@ -79,6 +84,8 @@ class Slot:
     failover: bool = False
     safe_wal_size: int | None = None
     """Bytes that the server can write before it invalidates the slot; None without `max_slot_wal_keep_size`."""
+    waits_for_standby: bool = False
+    """The server sends nothing until a standby in `synchronized_standby_slots` has it (17 and newer)."""
 
     @property
     def lost(self) -> bool:
@@ -317,6 +324,7 @@ def _slot_from(row: dict[str, Any]) -> Slot:
         two_phase=bool(row.get("two_phase")),
         failover=bool(row.get("failover")),
         safe_wal_size=row.get("safe_wal_size"),
+        waits_for_standby=row["wait_event"] == "WaitForStandbyConfirmation",
     )
 
 
