@@ -172,12 +172,12 @@ class Coordinator:
     def _start_later(
         self, stream: Stream, number: int, lease: _Lease, opened: ExitStack, ending: threading.Event
     ) -> None:
-        output, failed, backoff = self._outputs[number], self._running[number], Backoff(first=1.0, longest=60.0)
+        output, backoff = self._outputs[number], Backoff(first=1.0, longest=60.0)
         assert self._published is not None
         while not ending.wait(backoff.next_delay()):
-            lifecycle = lease.lifecycle = Lifecycle(output.output)
-            if failed.lifecycle.lost.is_set():
+            if lease.lifecycle.lost.is_set():
                 return
+            lifecycle = lease.lifecycle = Lifecycle(output.output)
             try:
                 running = opened.enter_context(output.opened(stream, lifecycle, lease.epoch, self._published))
             except Exception as error:
