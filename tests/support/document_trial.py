@@ -59,6 +59,8 @@ PUBLICATION = "trial"
 STANDBY = "standby"
 _LOOKS = 3
 """So many looks at the catalog after the last statement, everything that the stream does not carry was noticed."""
+_LEFT_ALONE = range(11, 31)
+_LAST_DDL = 8
 _LONGEST_FAULT = 3.0
 _UNFIT = frozenset(
     {"lake disk full", "second driver", "taken over", "destination failing", "destination slow"}
@@ -168,6 +170,8 @@ def run_document_trial(
         try:
             if settings.in_search_server:
                 search = search or stack.enter_context(OpenSearchServer())
+            else:
+                search = None
             return _Trial(settings, folder, stack, search, timeline).run()
         except BaseException as error:
             error.add_note("\n".join([*timeline, f"to see it again: {settings.command}"]))
@@ -236,6 +240,8 @@ class _Trial:
             world.create(connection, recorded=False)
             split = prepare(self._random, connection)
             world.fill(self._random, connection)
+            # Writers leave these alone, so nothing hides what DDL did to them.
+            world.fill(self._random, connection, numbers=_LEFT_ALONE)
         self._stop = threading.Event()
         self._ddl = DocumentDdl(Random(f"{settings.seed}-ddl"), split, PUBLICATION, self._stop.wait)
         prefix = f"trial-{settings.seed}-{self._database[-8:].lower().replace('_', '-')}-"
@@ -282,6 +288,8 @@ class _Trial:
             # Changes must also be followed after the last of them.
             self._keep_running(lambda: self._pipeline.seen.applied is not None)
             writers.wait(30)
+        self._settle()
+        when_recovered(self._alter_last)
         report.transactions, report.ddl = writers.transactions, self._ddl.done
         self._finish()
         report.starts = self._pipeline.starts
@@ -445,6 +453,14 @@ class _Trial:
         return True
 
     # The end
+
+    def _alter_last(self) -> None:
+        """Alter tables once more: no later change, and no build that waits, hides what the pipeline does not notice."""
+        if self._random.random() < 0.5:
+            self._pipeline.close()
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            for _ in range(_LAST_DDL):
+                self._ddl.act(connection, silent=True)
 
     def _is_seeded(self) -> bool:
         return self._pipeline.seen.phases == dict.fromkeys(self._indexes, "seeded")

@@ -6,7 +6,7 @@ have sent under each table's replica identity. The result has the form of segmen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
@@ -90,6 +90,8 @@ _INTEGERS = (
     "qty",
     "weight",
 )
+
+_REFERENCES = ("boss_id", "person_id", "order_id", "lead_id", "maker_id", "tag_id")
 
 # Columns that are compared with each other have values that begin with the same letter.
 _LETTERS = {"team_code": "c"}
@@ -257,14 +259,20 @@ def fill(
     random: Random,
     connection: psycopg.Connection[Any],
     *,
+    numbers: Sequence[int] = (1, 2, 3, 4, 5),
     forgiven: tuple[type[psycopg.Error], ...] = (psycopg.errors.IntegrityError,),
 ) -> None:
-    """Rows in every table, most of which hang together; those that fail with these errors are left out."""
+    """Rows in every table, most of which hang together; those that fail with these errors are left out.
+
+    `numbers` are in the keys of the rows, and in most of their references.
+    """
     with connection.transaction():
         for table, columns in COLUMNS.items():
             key = KEYS[table][0]
-            for number in [1, 2, 3, 4, 5] * (2 if len(KEYS[table]) == 2 else 1):
+            for number in [*numbers] * (2 if len(KEYS[table]) == 2 else 1):
                 values = {each: _value(random, each) for each in columns}
+                if 1 not in numbers:
+                    values |= {each: random.choice(numbers) for each in columns if each in _REFERENCES}
                 values[key] = number if key in _INTEGERS else f"{_LETTERS.get(key, key[0])}{number}"
                 if "email" in values:
                     values["email"] = f"{number}:%@example"
