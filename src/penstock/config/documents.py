@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from penstock.config.models import DOCUMENTS_OUTPUT, ConfigFile, IndexSection, PollingSection, SinkSection
 from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy, Sink
 from penstock.documents.polling import PollSettings
-from penstock.documents.sinks.registry import create_sink
+from penstock.documents.sinks.registry import SINKS, create_sink
 from penstock.documents.specification import IndexSpecification, load_specification
 from penstock.errors import ConfigError, SpecificationInvalid
 from penstock.schema import quote_identifier
@@ -92,7 +92,7 @@ def documents_choice(file: ConfigFile, settings: TablesSettings, folder: Path) -
     """The documents output of a config; None if it has no index."""
     if not file.index or file.sink is None:
         return None
-    indexes = _indexes(file.index, folder)
+    indexes = _indexes(file.index, folder, file.sink)
     _refuse_left_out(indexes, settings)
     options = dict(file.sink.model_extra or {})
     for name, value in options.items():
@@ -115,17 +115,22 @@ def tables_of(indexes: Sequence[IndexSection], folder: Path) -> tuple[str, ...]:
     return tuple(f"{quote_identifier(table.namespace)}.{quote_identifier(table.name)}" for table in sorted(tables))
 
 
-def _indexes(sections: Sequence[IndexSection], folder: Path) -> tuple[IndexChoice, ...]:
+def _indexes(
+    sections: Sequence[IndexSection], folder: Path, sink: SinkSection | None = None
+) -> tuple[IndexChoice, ...]:
     indexes: list[IndexChoice] = []
     problems: list[str] = []
     for number, section in enumerate(sections):
         path = folder / section.specification
         try:
-            indexes.append(IndexChoice(load_specification(path, section.name), path, section.failure_policy))
+            specification = load_specification(path, section.name)
         except SpecificationInvalid as error:
             problems.append(error.message)
             continue
-        name = indexes[-1].name
+        name = (sink.index_prefix if sink is not None else "") + specification.name
+        specification = replace(specification, name=name, aliases=section.aliases, id_prefix=section.id_prefix)
+        indexes.append(IndexChoice(specification, path, section.failure_policy))
+        problems += _search_only(number, section, sink)
         if _NAME.fullmatch(name) is None:
             problems.append(
                 f"index.{number}.name: {name!r} may have lowercase letters, digits, '_', '-' and '.', and must start"
@@ -136,6 +141,17 @@ def _indexes(sections: Sequence[IndexSection], folder: Path) -> tuple[IndexChoic
     if problems:
         raise SpecificationInvalid("\n  ".join(problems), problems=problems)
     return tuple(indexes)
+
+
+def _search_only(number: int, section: IndexSection, sink: SinkSection | None) -> Iterator[str]:
+    """Yield what only a search server can do, for other sinks."""
+    if sink is not None and sink.type in SINKS and sink.type != "opensearch":
+        for key in ("aliases", "id_prefix"):
+            if getattr(section, key):
+                yield f"index.{number}.{key}: the sink {sink.type!r} does not support it"
+    for alias in section.aliases:
+        if _NAME.fullmatch(alias) is None:
+            yield f"index.{number}.aliases: {alias!r} is not a name that an index can have"
 
 
 def _refuse_left_out(indexes: Sequence[IndexChoice], settings: TablesSettings) -> None:

@@ -156,6 +156,8 @@ class IndexSection(Section):
     specification: str
     name: str | None = None
     failure_policy: FailurePolicy = FailurePolicy.STOP
+    aliases: tuple[str, ...] = ()
+    id_prefix: str = ""
 
 
 class SinkSection(Section):
@@ -164,6 +166,7 @@ class SinkSection(Section):
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
+    index_prefix: str = ""
     max_changes: Annotated[int, Field(ge=1)] = DocumentsSettings().batch.max_changes
     max_delay: Duration = timedelta(seconds=DocumentsSettings().batch.max_delay)
     skip_backfill: bool = False

@@ -78,7 +78,7 @@ _PARTS = ("char_filter", "tokenizer", "filter", "analyzer", "normalizer")
 MAPPING_VERSION = 1
 """Increased when this code derives other mappings, analyzers or values from the same specification."""
 
-_IRRELEVANT = frozenset({"name", "required", "dynamic_settings", "place"})
+_IRRELEVANT = frozenset({"name", "required", "dynamic_settings", "place", "aliases"})
 _LENGTH = 12
 _COMPLETED_LENGTH = 8
 
@@ -100,6 +100,8 @@ class IndexMapping:
     """Settings that an existing index gets, too."""
     routing: tuple[int, int] | None = None
     """Which part of the id decides in which shard a document is, and of how many parts."""
+    aliases: tuple[str, ...] = ()
+    id_prefix: str = ""
 
     def body(self, *, shards: int = 1, replicas: int = 1, refresh_interval: str = "1s") -> dict[str, Any]:
         """Return the body of the request that creates the index; the arguments are defaults."""
@@ -136,7 +138,16 @@ def index_mapping(
     analysis = {name: part for name, part in analysis.items() if part}
     mark = fingerprint(specification) if catalog is None else build_fingerprint(specification, catalog)
     return IndexMapping(
-        specification.name, mark, mappings, analysis, owner, settings, specification.dynamic_settings, routing
+        specification.name,
+        mark,
+        mappings,
+        analysis,
+        owner,
+        settings,
+        specification.dynamic_settings,
+        routing,
+        specification.aliases,
+        specification.id_prefix,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.config import load_config
 from penstock.documents import FailurePolicy
+from penstock.documents.mapping import index_mapping
 from penstock.documents.sinks import CountingSink, StdoutSink
 from penstock.errors import ConfigError
 
@@ -114,9 +115,27 @@ def test_paths_of_a_sink_are_relative_to_the_file(load, tmp_path):
     assert config.indexes.sink_options == {"path": "s3://bucket/documents"}
 
 
+def test_indexes_are_named_by_environment_and_share_an_alias(load):
+    text = PIPELINE + INDEX + 'aliases = ["people"]\nid_prefix = "eu-"\n'
+    text += '[sink]\ntype = "opensearch"\nindex_prefix = "${ENVIRONMENT}-"\nurl = "http://localhost:9200"\n'
+    config = load(text, ENVIRONMENT="staging")
+    [specification] = config.indexes.specifications
+    assert (specification.name, specification.aliases) == ("staging-customers", ("people",))
+    mapping = index_mapping(specification)
+    assert (mapping.index, mapping.aliases, mapping.id_prefix) == ("staging-customers", ("people",), "eu-")
+    assert config.indexes.sink_options == {"url": "http://localhost:9200"}
+    plain = index_mapping(load(text.replace('aliases = ["people"]', ""), ENVIRONMENT="x").indexes.specifications[0])
+    assert plain.fingerprint == mapping.fingerprint, "names change no document"
+    other = index_mapping(load(text.replace("eu-", "us-"), ENVIRONMENT="x").indexes.specifications[0])
+    assert other.fingerprint != mapping.fingerprint, "all ids change"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (INDEX + 'aliases = ["People"]' + SINK, "index.0.aliases: 'People' is not a name that an index can have"),
+        (INDEX + 'id_prefix = "eu-"' + SINK, "index.0.id_prefix: the sink 'counting' does not support it"),
+        (INDEX + SINK + 'index_prefix = "UP-"', "index.0.name: 'UP-customers' may have lowercase letters"),
         (INDEX, "[[index]] needs a [sink]"),
         (SINK + TABLES, "[sink] needs an [[index]]"),
         ("", "needs a [destination] for tables or an [[index]]"),

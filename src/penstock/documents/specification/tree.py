@@ -237,6 +237,10 @@ class IndexSpecification:
     """Settings that an existing index can get."""
     source_excludes: tuple[str, ...] = ()
     """Fields that are searched but not stored."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the index, which other indexes may have, too."""
+    id_prefix: str = ""
+    """What ids begin with in the index, so that indexes that share an alias have different ones."""
 
     def tables(self) -> set[TableName]:
         """Return every table whose rows can change a document."""

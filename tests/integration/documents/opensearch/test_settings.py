@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,3 +138,40 @@ def test_a_server_without_vectors_says_so_in_a_check(make_sink: MakeSink, looker
     text = "version: 1\ntable: t\nfields: [{vector: v, dimensions: 3}]"
     said = make_sink().check(index_mapping(parse_specification(text, looker.index)))
     assert "unknown setting [index.knn]" in said
+
+
+def test_two_databases_share_an_alias_and_have_ids_of_their_own(make_sink: MakeSink, looker: Looker) -> None:
+    text = "version: 1\ntable: t\nprimary_key: id\nfields: [{long: n}]"
+    shared = f"{looker.index}-all"
+
+    def mapping_for(place: str, *aliases: str) -> IndexMapping:
+        specification = parse_specification(text, f"{looker.index}-{place}")
+        return index_mapping(replace(specification, aliases=aliases, id_prefix=f'{place}"'))
+
+    sinks = {}
+    for place in ("eu", "us"):
+        sinks[place] = make_sink()
+        sinks[place].ensure_index(mapping_for(place, shared))
+        name = f"{looker.index}-{place}"
+        write(sinks[place].filling(name), name, {"1": {"n": 1}, "2": {"n": 2}})
+        sinks[place].mark_seeded(name)
+    assert set(looker.stored(shared)) == {'eu"1', 'eu"2', 'us"1', 'us"2'}
+
+    eu = f"{looker.index}-eu"
+    write(sinks["eu"], eu, {"1": None, "2": {"n": 3}}, version=2)
+    reader = make_sink()
+    assert reader.fetch(eu, ["1", "2"]) == {"2": {"n": 3}}
+    sinks["eu"].flush(True)
+    assert (reader.sample(eu, 9), list(reader.scan(eu))) == (["2"], [["2"]])
+    assert write(sinks["eu"], eu, {"3": {"n": "no number"}}, version=3)[0][0] == "3", "the id that the database has"
+
+    sinks["eu"].reindex(mapping_for("eu", shared))
+    write(sinks["eu"].filling(eu), eu, {"9": {"n": 9}})
+    assert len(looker.stored(shared)) == 3
+    sinks["eu"].mark_seeded(eu)
+    assert set(looker.stored(shared)) == {'eu"9', 'us"1', 'us"2'}, "the alias moved with the generation"
+
+    again = make_sink()
+    again.ensure_index(mapping_for("us", shared, f"{shared}-too"))
+    assert again.is_seeded(f"{looker.index}-us")
+    assert set(looker.stored(f"{shared}-too")) == {'us"1', 'us"2'}, "in place"

@@ -8,6 +8,7 @@ values, which must not leave this module: a rejection names the type of the erro
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,13 +77,14 @@ _BAD_ID = f"the id is empty or longer than {LONGEST_ID} bytes"
 _TOO_LARGE = "the document exceeds the server's limit for a request"
 
 
-def bulk_lines(batch: pa.Table, routing: tuple[int, int] | None = None) -> memoryview:
+def bulk_lines(batch: pa.Table, routing: tuple[int, int] | None = None, prefix: str = "") -> memoryview:
     """Return the body of a request for these documents (`DOCUMENT_SCHEMA`); the index is in the URL."""
+    before = json.dumps(prefix)[:-1]
     body = one_line(batch.column("body"))
     routed = [text('","routing":"'), escaped(routings(batch.column("id"), routing))] if routing else []
     gone = pc.is_null(body)
     line = pc.binary_join_element_wise(
-        pc.if_else(gone, text('{"delete":{"_id":"'), text('{"index":{"_id":"')),
+        pc.if_else(gone, text(f'{{"delete":{{"_id":{before}'), text(f'{{"index":{{"_id":{before}')),
         escaped(batch.column("id")),
         *routed,
         text('","version":'),
@@ -122,10 +124,10 @@ def split(batch: pa.Table, most_documents: int, most_bytes: int) -> Iterator[pa.
         start = stop
 
 
-def unusable_ids(batch: pa.Table) -> pa.ChunkedArray:
+def unusable_ids(batch: pa.Table, prefix: str = "") -> pa.ChunkedArray:
     """Mark documents with an id that no index takes; one of them would fail the whole request."""
     length = pc.binary_length(batch.column("id"))
-    return pc.or_(pc.equal(length, 0), pc.greater(length, LONGEST_ID))
+    return pc.or_(pc.equal(length, 0), pc.greater(length, LONGEST_ID - len(prefix.encode())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,7 @@ class Target:
     fields: frozenset[str] = frozenset()
     """The fields of the mapping; a rejection may name only these."""
     routing: tuple[int, int] | None = None
+    id_prefix: str = ""
 
 
 class BulkSender:
@@ -238,7 +241,7 @@ class BulkSender:
     def send(self, target: Target, batch: pa.Table, retries: RetryLimit) -> list[Rejection]:
         """Send a batch in pieces, durably; return the rejections. All pieces together have the time of `retries`."""
         rejections: list[Rejection] = []
-        unusable = unusable_ids(batch)
+        unusable = unusable_ids(batch, target.id_prefix)
         if pc.any(unusable).as_py():
             rejections += _rejected(target, batch.filter(unusable), _BAD_ID)
             batch = batch.filter(pc.invert(unusable))
@@ -250,7 +253,9 @@ class BulkSender:
         path = f"/{quote(target.alias, safe='')}/_bulk?filter_path={_WANTED}"
         while piece.num_rows:
             try:
-                answer = self._client.try_once("POST", path, bulk_lines(piece, target.routing), lines=True)
+                answer = self._client.try_once(
+                    "POST", path, bulk_lines(piece, target.routing, target.id_prefix), lines=True
+                )
                 if answer.status == TOO_LARGE:
                     yield from self._send_smaller(target, piece, retries)
                     return

@@ -45,7 +45,10 @@ class Generation:
     owner: str = ""
     """The output that writes it; empty if an earlier version of Penstock created it."""
     routing: tuple[int, int] | None = None
-    """As in `IndexMapping`."""
+    """As in `IndexMapping`, like the prefix of ids."""
+    id_prefix: str = ""
+    aliases: frozenset[str] = frozenset()
+    """Its aliases, except for the index's name and the alias to write to."""
 
     @property
     def alias(self) -> str:
@@ -149,7 +152,7 @@ def describe(
 ) -> Any:
     """Return the `_meta` of a generation; `seeded` is the uuid of the index that was filled."""
     described = {"index": index, "fingerprint": like.fingerprint, "seeded": seeded, "retired_at": retired_at}
-    return {OWNER: {**described, "owner": like.owner, "routing": like.routing}}
+    return {OWNER: {**described, "owner": like.owner, "routing": like.routing, "id_prefix": like.id_prefix}}
 
 
 def require_owned(state: IndexState, mapping: IndexMapping) -> None:
@@ -178,4 +181,6 @@ def _generation(index: str, name: str, described: Mapping[str, Any]) -> Generati
         retired_at=meta.get("retired_at"),
         owner=str(meta.get("owner") or ""),
         routing=tuple(meta["routing"]) if meta.get("routing") else None,
+        id_prefix=str(meta.get("id_prefix") or ""),
+        aliases=frozenset(described.get("aliases", {})) - {index, name + WRITE_SUFFIX},
     )

@@ -91,8 +91,8 @@ class OpenSearchSink(Sink):
         """Since the first of the waiting documents came: none may arrive later than that after its build."""
         self._rejections: list[Rejection] = []
         self._looked_at = float("-inf")
-        self._in_place: dict[str, Mapping[str, Any]] = {}
-        """Settings of each index while it serves."""
+        self._mappings: dict[str, IndexMapping] = {}
+        """Since `ensure_index`, on the driver."""
 
     @classmethod
     def of(cls, settings: OpenSearchSettings, targets: Mapping[str, Targets]) -> Self:
@@ -188,6 +188,7 @@ class OpenSearchSink(Sink):
 
     def ensure_index(self, mapping: IndexMapping) -> None:
         """See `Sink`. Continues a generation that was begun, and finishes an interrupted swap."""
+        self._mappings[mapping.index] = mapping
         state = self._survey([mapping.index])[mapping.index]
         require_owned(state, mapping)
         if state.unserved is not None:
@@ -204,10 +205,14 @@ class OpenSearchSink(Sink):
             filling = self._create(state, mapping)
         self._know(mapping, filling)
         if state.serving is not None:
-            self._configure(state.serving, self._in_place[mapping.index])
+            self._configure(state.serving, self._in_place(mapping.index))
+            self._alias(
+                [_action("add", state.serving, each) for each in mapping.aliases if each not in state.serving.aliases]
+            )
 
     def reindex(self, mapping: IndexMapping) -> None:
         """See `Sink`. Deletes generations that were begun before."""
+        self._mappings[mapping.index] = mapping
         state = self._survey([mapping.index])[mapping.index]
         require_owned(state, mapping)
         for each in state.generations:
@@ -258,7 +263,11 @@ class OpenSearchSink(Sink):
 
     def _prepare_serving(self, index: str, filling: Generation) -> None:
         self._client.expect("POST", f"/{quote(filling.name, safe='')}/_refresh")
-        self._configure(filling, {**self._in_place[index], "gc_deletes": f"{SERVING_GC_DELETES}s"})
+        self._configure(filling, {**self._in_place(index), "gc_deletes": f"{SERVING_GC_DELETES}s"})
+
+    def _in_place(self, index: str) -> dict[str, Any]:
+        settings = self.settings
+        return self._mappings[index].in_place(replicas=settings.replicas, refresh_interval=settings.refresh_interval)
 
     def _survey(self, indexes: Sequence[str]) -> dict[str, IndexState]:
         answer: dict[str, Any] = {}
@@ -271,13 +280,10 @@ class OpenSearchSink(Sink):
         fields = frozenset(_paths(mapping.mappings))
         serving = state.serving
         self._targets[mapping.index] = Targets(
-            serving=serving and Target(mapping.index, serving.name, serving.alias, fields, serving.routing),
-            filling=filling and Target(mapping.index, filling.name, filling.alias, fields, filling.routing),
+            serving=serving and _target(mapping.index, serving, fields),
+            filling=filling and _target(mapping.index, filling, fields),
         )
         self._known[mapping.index] = state
-        self._in_place[mapping.index] = mapping.in_place(
-            replicas=self.settings.replicas, refresh_interval=self.settings.refresh_interval
-        )
         self._look_after({mapping.index: state})
 
     def _create(self, state: IndexState, mapping: IndexMapping) -> Generation:
@@ -308,13 +314,18 @@ class OpenSearchSink(Sink):
 
     def _serve(self, state: IndexState, generation: Generation) -> IndexState:
         """Move the alias in one step; the former generation is removed later."""
-        actions: list[dict[str, Any]] = [{"add": {"index": generation.name, "alias": state.index}}]
+        names = (state.index, *self._mappings[state.index].aliases)
+        actions = [_action("add", generation, each) for each in names]
         before = state.serving
         if before is not None:
-            actions.insert(0, {"remove": {"index": before.name, "alias": state.index}})
-        self._client.expect("POST", "/_aliases", {"actions": actions})
+            actions = [_action("remove", before, each) for each in (state.index, *sorted(before.aliases))] + actions
+        self._alias(actions)
         logger.info("alias moved index=%s generation=%s", state.index, generation.name)
         return replace(state, serving=generation)
+
+    def _alias(self, actions: Sequence[Mapping[str, Any]]) -> None:
+        if actions:
+            self._client.expect("POST", "/_aliases", {"actions": actions})
 
     def _look_after(self, states: Mapping[str, IndexState]) -> None:
         """Raise `IndexUnusable` if another program changed an index, and remove expired generations."""
@@ -390,17 +401,20 @@ class OpenSearchSink(Sink):
         if not ids:
             return {}
         serving = self._survey([index])[index].serving
-        asked: dict[str, Any] = {"ids": list(ids)}
-        if serving is not None and serving.routing is not None:
+        if serving is None:
+            return {}
+        prefix, asked = serving.id_prefix, [{"_id": serving.id_prefix + id_} for id_ in ids]
+        if serving.routing is not None:
             # Ids that Penstock did not write need not have as many parts.
             mine = [id_ for id_ in ids if id_.count(":") + 1 == serving.routing[1]]
             routed = routings(pa.chunked_array([pa.array(mine, pa.string())]), serving.routing).to_pylist()
-            asked = {"docs": [{"_id": id_, "routing": each} for id_, each in zip(mine, routed, strict=True)]}
-            if not mine:
-                return {}
-        found = self._client.expect("POST", f"/{quote(index, safe='')}/_mget", asked, allowed=(NOT_FOUND,))
+            asked = [{"_id": prefix + id_, "routing": each} for id_, each in zip(mine, routed, strict=True)]
+        if not asked:
+            return {}
+        path = f"/{quote(index, safe='')}/_mget"
+        found = self._client.expect("POST", path, {"docs": asked}, allowed=(NOT_FOUND,))
         docs = found["docs"] if found else []
-        return {each["_id"]: each["_source"] for each in docs if each.get("found")}
+        return {each["_id"].removeprefix(prefix): each["_source"] for each in docs if each.get("found")}
 
     def scan(self, index: str, chunk: int = SCAN_CHUNK) -> Iterator[list[str]]:
         """See `ReadableSink`. All ids are of one point in time."""
@@ -413,7 +427,9 @@ class OpenSearchSink(Sink):
             return
         point = opened["pit_id"]
         try:
-            yield from self._pages(point, chunk)
+            prefix = self._id_prefix(index)
+            for ids in self._pages(point, chunk):
+                yield [id_.removeprefix(prefix) for id_ in ids]
         finally:
             self._client.expect("DELETE", "/_search/point_in_time", {"pit_id": [point]}, allowed=(NOT_FOUND,))
 
@@ -423,7 +439,12 @@ class OpenSearchSink(Sink):
         query = {"function_score": {"query": {"match_all": {}}, **score}}
         body = {"size": min(count, _SAMPLE_MOST), "_source": False, "query": query}
         found = self._client.expect("POST", f"/{quote(index, safe='')}/_search", body, allowed=(NOT_FOUND,))
-        return [each["_id"] for each in found["hits"]["hits"]] if found else []
+        prefix = self._id_prefix(index)
+        return [each["_id"].removeprefix(prefix) for each in found["hits"]["hits"]] if found else []
+
+    def _id_prefix(self, index: str) -> str:
+        serving = self._survey([index])[index].serving
+        return "" if serving is None else serving.id_prefix
 
     def _count(self, name: str) -> int:
         found = self._client.expect("GET", f"/{quote(name, safe='')}/_count", allowed=(NOT_FOUND,))
@@ -447,6 +468,14 @@ class OpenSearchSink(Sink):
                 after = hits[-1]["sort"]
             if len(hits) < chunk:
                 return
+
+
+def _action(verb: str, generation: Generation, alias: str) -> dict[str, Any]:
+    return {verb: {"index": generation.name, "alias": alias}}
+
+
+def _target(index: str, generation: Generation, fields: frozenset[str]) -> Target:
+    return Target(index, generation.name, generation.alias, fields, generation.routing, generation.id_prefix)
 
 
 def _is_current(serving: Generation, mapping: IndexMapping) -> bool:
