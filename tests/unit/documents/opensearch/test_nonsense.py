@@ -11,10 +11,11 @@ import pyarrow as pa
 import pytest
 
 from penstock.documents.base import DOCUMENT_SCHEMA
-from penstock.documents.mapping import IndexMapping
+from penstock.documents.mapping import IndexMapping, index_mapping
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.documents.sinks.opensearch.bulk import BulkSender, Target
 from penstock.documents.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit
+from penstock.documents.specification import parse_specification
 from penstock.errors import DestinationUnavailable, IndexUnusable
 
 SETTINGS = OpenSearchSettings("http://127.0.0.1:1", bulk_documents=2)
@@ -42,9 +43,11 @@ class Scripted(OpenSearchClient):
         super().__init__(SETTINGS)
         self._answers = list(answers)
         self.requests: list[str] = []
+        self.bodies: list[Any] = []
 
     def try_once(self, method: str, path: str, body: Any = None, *, lines: bool = False) -> Answer:
         self.requests.append(f"{method} {path.partition('?')[0]}")
+        self.bodies.append(body)
         found = self._answers.pop(0)
         return found() if callable(found) else found
 
@@ -135,3 +138,27 @@ def test_an_index_is_gone_only_if_the_server_states_it() -> None:
     replaced = {GENERATION: {"settings": {"index": {"uuid": "u2"}}}}
     with pytest.raises(IndexUnusable, match="was deleted or replaced"):
         looking(answer({}), answer(replaced)).flush(True)
+
+
+ELASTIC = answer({"version": {"number": "8.15.0", "build_flavor": "default"}, "tagline": "You Know, for Search"})
+
+
+def test_elasticsearch_has_another_name_for_points_in_time() -> None:
+    """Scripted: there is no Elasticsearch among the servers of the tests."""
+    page = {"hits": {"hits": [{"_id": "1", "sort": [1]}]}}
+    sink = OpenSearchSink("http://127.0.0.1:1")
+    client = Scripted(
+        [answer({}), ELASTIC, answer({"id": "point"}), answer(SERVED), answer(page), answer({"succeeded": True})]
+    )
+    sink._client_ = client
+    assert list(sink.scan("people")) == [["1"]]
+    assert [client.requests[2], client.requests[-1]] == ["POST /people/_pit", "DELETE /_pit"]
+
+
+def test_vectors_are_created_as_elasticsearch_names_them() -> None:
+    specification = parse_specification("version: 1\ntable: t\nfields: [{vector: v, dimensions: 3}]", "people")
+    sink = OpenSearchSink("http://127.0.0.1:1")
+    client = Scripted([ELASTIC, answer({"template": {}})])
+    sink._client_ = client
+    assert sink.check(index_mapping(specification)) == ""
+    assert client.bodies[-1]["template"]["mappings"]["properties"] == {"v": {"type": "dense_vector", "dims": 3}}

@@ -239,7 +239,7 @@ class OpenSearchClient:
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
         """Send a request that may be repeated; retries transient failures."""
         retries = RetryLimit(self._settings.retry_seconds)
-        changes = path == "/_aliases" or (method in ("PUT", "DELETE") and not path.startswith("/_search"))
+        changes = path == "/_aliases" or (method in ("PUT", "DELETE") and not path.startswith(("/_search", "/_pit")))
         while True:
             try:
                 answer = self.try_once(method, path, body)

@@ -307,10 +307,7 @@ class OpenSearchSink(Sink):
     def _body(self, mapping: IndexMapping, ask: Callable[[str, str], Answer]) -> dict[str, Any]:
         """Return the body that creates an index; vectors have other names in Elasticsearch."""
         body = mapping.body(shards=self.settings.shards, replicas=self.settings.replicas)
-        if not mapping.settings.get("knn"):
-            return body
-        version = (ask("GET", "/").json() or {}).get("version", {})
-        return body if version.get("distribution") == "opensearch" else for_elasticsearch(body)
+        return for_elasticsearch(body) if mapping.settings.get("knn") and _is_elasticsearch(ask) else body
 
     def _serve(self, state: IndexState, generation: Generation) -> IndexState:
         """Move the alias in one step; the former generation is removed later."""
@@ -420,18 +417,18 @@ class OpenSearchSink(Sink):
         """See `ReadableSink`. All ids are of one point in time."""
         path = f"/{quote(index, safe='')}"
         self._client.expect("POST", f"{path}/_refresh", allowed=(NOT_FOUND,))
-        opened = self._client.expect(
-            "POST", f"{path}/_search/point_in_time?keep_alive={_KEEP_ALIVE}", allowed=(NOT_FOUND,)
-        )
+        place, name = ("/_pit", "id") if _is_elasticsearch(self._client.ask) else ("/_search/point_in_time", "pit_id")
+        opened = self._client.expect("POST", f"{path}{place}?keep_alive={_KEEP_ALIVE}", allowed=(NOT_FOUND,))
         if opened is None:
             return
-        point = opened["pit_id"]
+        point = opened[name]
         try:
             prefix = self._id_prefix(index)
             for ids in self._pages(point, chunk):
                 yield [id_.removeprefix(prefix) for id_ in ids]
         finally:
-            self._client.expect("DELETE", "/_search/point_in_time", {"pit_id": [point]}, allowed=(NOT_FOUND,))
+            closed = {name: point if name == "id" else [point]}
+            self._client.expect("DELETE", place, closed, allowed=(NOT_FOUND,))
 
     def sample(self, index: str, count: int) -> list[str]:
         """See `ReadableSink`."""
@@ -487,6 +484,12 @@ def _paths(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, each in mapping.get("properties", {}).items():
         yield f"{prefix}{name}"
         yield from _paths(each, f"{prefix}{name}.")
+
+
+def _is_elasticsearch(ask: Callable[[str, str], Answer]) -> bool:
+    """Return True unless the server says that it is OpenSearch, as only OpenSearch does."""
+    version = (ask("GET", "/").json() or {}).get("version")
+    return isinstance(version, dict) and version.get("distribution") != "opensearch"
 
 
 def for_elasticsearch(body: dict[str, Any]) -> dict[str, Any]:
