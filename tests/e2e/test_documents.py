@@ -20,7 +20,6 @@ from penstock.coordinator import Coordinator
 from penstock.destinations.parquet import ParquetDestination
 from penstock.documents.base import BatchStatistics, FailurePolicies, FailurePolicy, FlushReport, Observer, Rejection
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
-from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
 from penstock.errors import (
@@ -33,6 +32,7 @@ from penstock.errors import (
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, CommandStatus, IndexBuild, MemoryStore, open_store
+from penstock.state.quarantine import open_quarantine
 from penstock.stream import OnLostSlot
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.testing.postgres import PostgresServer

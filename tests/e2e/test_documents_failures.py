@@ -15,11 +15,11 @@ from penstock.destinations.parquet import ParquetDestination
 from penstock.documents.base import FailurePolicies, FailurePolicy, FlushReport, Rejection, Sink
 from penstock.documents.mapping import IndexMapping
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.quarantine import open_quarantine
 from penstock.documents.sinks import MemorySink
 from penstock.errors import ConfigError, DestinationUnavailable, DocumentsRejected
 from penstock.lsn import reaches
 from penstock.state import IndexStatus, MemoryStore
+from penstock.state.quarantine import open_quarantine
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.documents import Site, run, specifications

@@ -18,11 +18,11 @@ import pytest
 
 from penstock.documents.base import FailurePolicies, FailurePolicy
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.quarantine import open_quarantine
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.errors import DocumentsRejected, IndexUnusable
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spark.tasks import SparkTasks
+from penstock.state.quarantine import open_quarantine
 from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications
 from tests.e2e.support import wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +15,9 @@ from penstock.cli.index import IndexName, complete_index
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, configured
 from penstock.config import Config
 from penstock.config.units import count_of
-from penstock.documents.quarantine import Quarantine, Quarantined, open_quarantine
 from penstock.errors import PenstockError
 from penstock.operations.stores import existing_store, require_shared_state, running
+from penstock.state.quarantine import Quarantine, Quarantined
 
 quarantine = typer.Typer(
     name="quarantine",
@@ -133,11 +133,7 @@ def _opened(config: Config, name: str | None) -> Iterator[Quarantine | None]:
     if name is not None:
         config.indexes.index(name)
     with existing_store(config, config.indexes) as store:
-        if store is None:
-            yield None
-            return
-    with closing(open_quarantine(config.state_url, config.indexes.settings.output_id)) as opened:
-        yield opened
+        yield None if store is None else Quarantine(store.database)
 
 
 def _require_choice(ids: list[str] | None, every: bool) -> None:

@@ -43,7 +43,7 @@ from penstock.documents.base import (
 from penstock.documents.builds import Builds
 from penstock.documents.fan_out import FanOuts, fingerprints_of
 from penstock.documents.images import Changes, merge_changes
-from penstock.documents.quarantine import Quarantine, Rejections
+from penstock.documents.quarantine import Rejections
 from penstock.documents.readiness import TAKEN_OVER, Readiness
 from penstock.documents.resolve import Question, Resolution, ResolvedKeys
 from penstock.documents.writer import (
@@ -52,6 +52,7 @@ from penstock.documents.writer import (
 )
 from penstock.errors import PenstockError
 from penstock.state import MemoryStore, Store
+from penstock.state.quarantine import Quarantine
 from penstock.workers.process_tasks import ProcessTasks
 
 DEFAULT_QUEUE_CAPACITY = 1024

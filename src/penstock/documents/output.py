@@ -22,7 +22,6 @@ from penstock.documents.catalog import load_catalog
 from penstock.documents.engine import Engine
 from penstock.documents.missed import MissedChanges
 from penstock.documents.publication import require_exact, require_published, require_whole
-from penstock.documents.quarantine import Quarantine
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification import IndexSpecification
 from penstock.documents.statements import LOCKED, POOL, SESSION, require_primary
@@ -34,6 +33,7 @@ from penstock.retry import Backoff
 from penstock.source.connections import Role, connect
 from penstock.spool import Stopping
 from penstock.state import Command, CommandKind, IndexBuild, Store, WorkKind
+from penstock.state.quarantine import Quarantine
 from penstock.stream import Published, Stream, StreamSettings
 from penstock.workers import ApplyStatus, Lifecycle, Outages
 

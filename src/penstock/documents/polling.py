@@ -18,12 +18,11 @@ States of a row between two polls. A changed primary key: the new row is seen, t
 truncated table. With a column: changes that do not set it, and rows in which it is null or infinite.
 
 The relation map supplies the old parents of moved rows, whatever the replica identity: give the resolver the catalog
-that `polled_catalog` returns. Where polling left off is stored beside the state.
+that `polled_catalog` returns. Where polling left off is part of the state.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -41,7 +40,6 @@ from penstock.documents.base import Change, ChangeCapture, SnapshotTable
 from penstock.documents.catalog import SourceCatalog, SourceTable
 from penstock.documents.expressions import column, rows_of
 from penstock.documents.images import Changes, RowChanges, WantedColumns
-from penstock.documents.side_tables import SCHEMA, PostgresTables, SideTables, open_side_tables
 from penstock.documents.snapshot import cells_of, read_snapshot, read_texts, row_images, texts_of
 from penstock.documents.statements import as_literal, run_statement
 from penstock.errors import ConfigError, Retry, SourceError
@@ -50,6 +48,8 @@ from penstock.schema import ReplicaIdentity
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.source.patterns import TableName
+from penstock.state import open_store
+from penstock.state.records import Database, PollPositionRecord
 
 __all__ = ["XMIN", "PollSettings", "PolledTable", "PollingCapture", "polled_catalog", "polled_tables"]
 
@@ -80,11 +80,6 @@ _VERSION = (
     "(((r.ctid::text::point)[0])::int8 << 16) + ((r.ctid::text::point)[1])::int8,"
     " (r.tableoid::int8 << 32) + r.xmin::text::int8"
 )
-_SUFFIX = ".polling"
-_CREATE = "create table if not exists {} (owner text primary key, position text not null)"
-_LOAD = "select position from {} where owner = $1"
-_STORE = "insert into {} values ($1, $2) on conflict (owner) do update set position = excluded.position"
-_FORGET = "delete from {} where owner = $1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,39 +203,32 @@ class PollPosition:
 
 
 def open_positions(state_url: str, owner: str) -> PollPositions:
-    """Open the positions beside the state of this URL; `owner` is the output's id."""
-    return PollPositions(open_side_tables(state_url, _SUFFIX, keep=False), owner)
+    """Open the position in the state of this URL; `owner` is the output's id."""
+    return PollPositions(open_store(state_url, owner).database)
 
 
 class PollPositions:
     """Keeps one position, durably. The thread that confirms changes stores it."""
 
-    def __init__(self, tables: SideTables, owner: str) -> None:
-        self._tables = tables
-        self._owner = owner
-        # Files of earlier versions have this name, too.
-        self._table = f"{SCHEMA}.polling_positions" if isinstance(tables, PostgresTables) else "positions"
-        tables.create(_CREATE.format(self._table), "prepare the position of polling")
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def load(self) -> PollPosition | None:
         """Return the stored position; None at the first start."""
-        found = self._run(_LOAD, self._owner)
-        return PollPosition(**json.loads(found[0][0])) if found else None
+        found = self._database.run(lambda transaction: transaction.rows(PollPositionRecord), writing=False)
+        return PollPosition(**found[0].position) if found else None
 
     def store(self, position: PollPosition) -> None:
         """Store the position; durable when it returns."""
-        self._run(_STORE, self._owner, json.dumps(asdict(position)))
+        self._database.run(lambda transaction: transaction.put([PollPositionRecord(asdict(position))]))
 
     def forget(self) -> None:
         """Delete the position: the next start counts as the first."""
-        self._run(_FORGET, self._owner)
+        self._database.run(lambda transaction: transaction.delete(PollPositionRecord))
 
     def close(self) -> None:
         """Close connections and files; may be called twice."""
-        self._tables.close()
-
-    def _run(self, text: str, *parameters: str) -> list[tuple[Any, ...]]:
-        return self._tables.run(text.format(self._table), parameters, "store the position of polling")
+        self._database.close()
 
 
 @dataclass(frozen=True, slots=True)

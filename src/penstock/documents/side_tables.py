@@ -1,8 +1,7 @@
 """Tables that documents keep beside the state: in its Postgres database, or in a file next to its SQLite file.
 
-Relation maps, the quarantine and polling positions are side tables. They are not part of the state store: maps are as
-large as the source's tables, and writing them must not delay other work. In Postgres they live in the schema
-`penstock_documents`.
+Relation maps and their list are side tables. They are not part of the state store: maps are as large as the source's
+tables, and writing them must not delay other work. In Postgres they live in the schema `penstock_documents`.
 
 Statements are written once, in the SQL that both databases share, with parameters `$1`, `$2`, …. Table names have the
 schema in front, which is removed for SQLite. Lists are passed as arrays to Postgres and as JSON to SQLite. Every call
@@ -79,16 +78,13 @@ class SideTables(Protocol):
         ...
 
 
-def open_side_tables(state_url: str, suffix: str, *, keep: bool = True) -> SideTables:
-    """Open the side tables of the state with this URL; in SQLite, those of the file with this suffix.
-
-    Without `keep`, each call opens its own connection to a Postgres server: for calls that are rare.
-    """
+def open_side_tables(state_url: str, suffix: str) -> SideTables:
+    """Open the side tables of the state with this URL; in SQLite, those of the file with this suffix."""
     path = file_beside(state_url, suffix)
     if path is not None:
         return SqliteTables(path)
     settings = SourceSettings(state_url)
-    return PostgresTables(lambda: connect(settings, Role.STATE, parameters=NO_TIMEOUTS), keep=keep)
+    return PostgresTables(lambda: connect(settings, Role.STATE, parameters=NO_TIMEOUTS))
 
 
 class PostgresTables:
@@ -97,9 +93,8 @@ class PostgresTables:
     list_type = "text[]"
     keyed = ""
 
-    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], *, keep: bool = True) -> None:
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
         self._connect = connect
-        self._keep = keep
         self._lock = threading.RLock()
         self._opened: psycopg.Connection[Any] | None = None
 
@@ -158,11 +153,7 @@ class PostgresTables:
         with self._lock:
             if self._opened is None or self._opened.closed:
                 self._opened = self._connect()
-            try:
-                yield self._opened
-            finally:
-                if not self._keep and self._opened.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
-                    self._opened.close()
+            yield self._opened
 
 
 class SqliteTables:

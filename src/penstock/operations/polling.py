@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 
 from penstock.config import Config, DocumentsChoice, PollingChoice
 from penstock.config.units import count_of
@@ -17,8 +16,7 @@ from penstock.documents import Engine, Observer, PostgresDocuments, Sink
 from penstock.documents.base import BatchStatistics
 from penstock.documents.builds import Builds
 from penstock.documents.catalog import load_catalog
-from penstock.documents.polling import PollingCapture, PollPositions, open_positions, polled_catalog, polled_tables
-from penstock.documents.quarantine import Quarantine, open_quarantine
+from penstock.documents.polling import PollingCapture, PollPositions, polled_catalog, polled_tables
 from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.documents.statements import POOL, require_primary
 from penstock.documents.writer import DocumentsSettings
@@ -31,18 +29,9 @@ from penstock.retry import Backoff
 from penstock.source import Role, connect
 from penstock.source.connections import NO_TIMEOUTS
 from penstock.state import Command, CommandKind, CommandStatus, Store
+from penstock.state.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What a run holds open."""
-
-    store: Store
-    positions: PollPositions
-    relations: RelationMap
-    quarantine: Quarantine
 
 
 def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say, *, once: bool) -> None:
@@ -53,10 +42,10 @@ def run_polling(config: Config, polling: PollingChoice, ending: Ending, say: Say
     choice = config.indexes
     sink = choice.create_sink()
     backoff = Backoff(first=0.5, longest=30.0)
-    with _opened(config, choice) as opened:
+    with _opened(config, choice) as (store, relations):
         while True:
             try:
-                _run_engine(config, polling, sink, opened, ending, backoff, say, once=once)
+                _run_engine(config, polling, sink, store, relations, ending, backoff, say, once=once)
                 break
             except PenstockError as error:
                 if error.retry is not Retry.TIMED or once:
@@ -72,7 +61,8 @@ def _run_engine(
     config: Config,
     polling: PollingChoice,
     sink: Sink,
-    opened: _Opened,
+    store: Store,
+    relations: RelationMap,
     ending: Ending,
     backoff: Backoff,
     say: Say,
@@ -92,7 +82,7 @@ def _run_engine(
             resolving,
             building,
             choice.specifications,
-            opened.relations,
+            relations,
             catalog=polled_catalog(catalog),
             chunk=settings.chunk_documents,
             owner=owner,
@@ -100,24 +90,29 @@ def _run_engine(
         )
         tables = polled_tables(documents.catalog, documents.wanted, polling.cursors, polling.cursor)
         capture = PollingCapture(
-            source, tables, opened.positions, settings=polling.settings, stop=ending.stop, once=once
+            source,
+            tables,
+            PollPositions(store.database),
+            settings=polling.settings,
+            stop=ending.stop,
+            once=once,
         )
         engine = Engine(
             capture,
             documents,
             sink,
             observer=_Reporting(backoff, say),
-            quarantine=opened.quarantine,
+            quarantine=Quarantine(store.database),
             settings=settings,
-            store=opened.store,
+            store=store,
             stop=ending.stop,
         )
 
         def before_builds() -> None:
             # Polling has a position by now, and repeats changes that happen while maps and indexes are filled.
-            engine.readiness.learn(documents, opened.relations, lambda: nullcontext((building, Lsn(0))))
-            for command in opened.store.take_commands():
-                _obey(command, engine.builds, documents, opened.store)
+            engine.readiness.learn(documents, relations, lambda: nullcontext((building, Lsn(0))))
+            for command in store.take_commands():
+                _obey(command, engine.builds, documents, store)
 
         say(
             f"polling {count_of(len(tables), 'table')} on {source.location} every "
@@ -128,20 +123,15 @@ def _run_engine(
 
 
 @contextmanager
-def _opened(config: Config, choice: DocumentsChoice) -> Iterator[_Opened]:
-    owner = choice.settings.output_id
+def _opened(config: Config, choice: DocumentsChoice) -> Iterator[tuple[Store, RelationMap]]:
+    """Open the state under its lease, and the relation maps."""
     with ExitStack() as stack:
         store = stack.enter_context(config.open_store(choice))
         require_stopped(config, store)
         store.acquire_lease()
         stack.callback(store.release_lease)
         stack.callback(POOL.clear)
-        yield _Opened(
-            store,
-            stack.enter_context(closing(open_positions(config.state_url, owner))),
-            stack.enter_context(closing(open_relation_map(config.state_url, owner))),
-            stack.enter_context(closing(open_quarantine(config.state_url, owner))),
-        )
+        yield store, stack.enter_context(closing(open_relation_map(config.state_url, choice.settings.output_id)))
 
 
 def _obey(command: Command, builds: Builds, documents: PostgresDocuments, store: Store) -> None:

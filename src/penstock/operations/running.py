@@ -21,7 +21,6 @@ from penstock.config.units import count_of
 from penstock.coordinator import Coordinator
 from penstock.documents import Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
-from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import PenstockError, Retry, with_hint
 from penstock.lsn import Lsn, reaches
@@ -35,6 +34,7 @@ from penstock.output import Output, RunningOutput
 from penstock.registry import requires_extra
 from penstock.source.lineage import current_position
 from penstock.state import Errored, Ready, Store
+from penstock.state.quarantine import Quarantine
 from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 
@@ -188,7 +188,7 @@ def _started(config: Config, ending: Ending, say: Say) -> Iterator[Running]:
             ]
             if config.documents is not None and sink is not None:
                 store = stores[config.documents.name]
-                outputs.append(_documents_output(config, config.documents, sink, store, tasks, stack))
+                outputs.append(_documents_output(config, config.documents, sink, store, tasks))
             coordinator = Coordinator(outputs)
             try:
                 with ending.interruptible():
@@ -244,24 +244,19 @@ def _same_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _documents_output(
-    config: Config, choice: DocumentsChoice, sink: Sink, store: Store, tasks: Any, stack: ExitStack
-) -> DocumentsOutput:
-    owner = choice.settings.output_id
-    quarantine = open_quarantine(config.state_url, owner)
-    stack.callback(quarantine.close)
+def _documents_output(config: Config, choice: DocumentsChoice, sink: Sink, store: Store, tasks: Any) -> DocumentsOutput:
     return DocumentsOutput(
         choice.settings,
         store,
         choice.specifications,
         sink,
         tasks,
-        relations=lambda: open_relation_map(config.state_url, owner),
+        relations=lambda: open_relation_map(config.state_url, choice.settings.output_id),
         documents=DocumentsSettings(
             batch=choice.batch, failure_policies=choice.failure_policies, skip_backfill=choice.skip_backfill
         ),
         output=choice.name,
-        quarantine=quarantine,
+        quarantine=Quarantine(store.database),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from penstock.config import Config, DocumentsChoice, IndexChoice, OutputChoice
 from penstock.config.units import format_moment
 from penstock.destinations.base import FolderDestination
 from penstock.documents.mapping import fingerprint, is_built_from
-from penstock.documents.quarantine import open_quarantine
 from penstock.errors import RESYNC, Retry, SourceError, for_table
 from penstock.headroom import Room
 from penstock.lsn import Lsn, distance, furthest
@@ -46,6 +45,7 @@ from penstock.state import (
     StoredPhase,
     SyncDone,
 )
+from penstock.state.quarantine import Quarantine
 from penstock.stream import load_left_out
 from penstock.workers import Outage
 
@@ -362,8 +362,7 @@ def stored_indexes(config: Config, store: Store | None) -> list[IndexState]:
     if store is None:
         return [_index_state(each, None, 0) for each in config.indexes.indexes]
     builds = store.get_index_builds()
-    with closing(open_quarantine(config.state_url, config.indexes.settings.output_id)) as quarantine:
-        counts = quarantine.counts()
+    counts = Quarantine(store.database).counts()
     return [_index_state(each, builds.get(each.name), counts.get(each.name, 0)) for each in config.indexes.indexes]
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import psycopg
 
 from penstock.config import Config, OutputChoice
-from penstock.documents.polling import open_positions
-from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import ConfigError
 from penstock.operations.stores import existing_store, require_stopped
@@ -111,21 +109,14 @@ def _plan_state(config: Config, name: str, store: Store | None) -> list[Step]:
     owner = _choice(config, name).settings.output_id
     steps: list[Step] = []
     if store.get_index_builds():
-        what = f"relation map and quarantine of {owner} in {config.state_location}"
-        polled = config.documents is not None and config.documents.polling is not None
-        steps.append(Step(what, lambda: _forget_documents(config.state_url, owner, polled=polled)))
+        what = f"relation map of {owner} in {config.state_location}"
+        steps.append(Step(what, lambda: _forget_relations(config.state_url, owner)))
     return [*steps, Step(f"state of pipeline {owner} in {config.state_location}", store.delete_pipeline_state)]
 
 
-def _forget_documents(state_url: str, owner: str, *, polled: bool) -> None:
-    if polled:
-        with closing(open_positions(state_url, owner)) as positions:
-            positions.forget()
+def _forget_relations(state_url: str, owner: str) -> None:
     with closing(open_relation_map(state_url, owner)) as relations:
         relations.prepare([])
-    with closing(open_quarantine(state_url, owner)) as quarantine:
-        for index in quarantine.counts():
-            quarantine.drop(index)
 
 
 def _has_state(store: Store) -> bool:

@@ -205,6 +205,31 @@ class IndexWorkRecord(Record):
     details: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class QuarantineRecord(Record):
+    """A document that a sink rejected; `wanted` is 1 if a user asked for a retry, else 0."""
+
+    table: ClassVar[str] = "quarantine"
+    key: ClassVar[tuple[str, ...]] = ("index_name", "id")
+    index_name: str
+    id: str
+    reason: str
+    position: Lsn | None
+    body_hash: str
+    first_at: datetime
+    last_at: datetime
+    attempts: int
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class PollPositionRecord(Record):
+    """Where polling for changes is; there is one record."""
+
+    table: ClassVar[str] = "poll_positions"
+    position: dict[str, Any]
+
+
 RECORDS: tuple[type[Record], ...] = (
     PipelineRecord,
     TableStateRecord,
@@ -219,6 +244,8 @@ RECORDS: tuple[type[Record], ...] = (
     IndexBuildRecord,
     IndexRangeRecord,
     IndexWorkRecord,
+    QuarantineRecord,
+    PollPositionRecord,
 )
 
 _KINDS: dict[Any, ColumnKind] = {

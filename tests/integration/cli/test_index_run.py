@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.documents.base import Rejection
-from penstock.documents.quarantine import open_quarantine
 from penstock.lsn import Lsn
+from penstock.state.quarantine import open_quarantine
 from penstock.testing.opensearch import ExistingOpenSearch
 from tests.integration.cli.support import ONE, PATIENCE, Site, check_discreet
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -275,8 +275,8 @@ def test_transaction_numbers_that_have_wrapped_around_are_told_apart(
 
 
 @pytest.mark.parametrize("kind", ["file", "memory", "postgres"])
-def test_positions_are_remembered_beside_the_state(database: Database, tmp_path: Any, kind: str) -> None:
-    url = {"file": f"sqlite:///{tmp_path}/deep/state.db", "memory": "memory:", "postgres": database.dsn}[kind]
+def test_positions_are_remembered_in_the_state(database: Database, tmp_path: Any, kind: str) -> None:
+    url = {"file": f"sqlite:///{tmp_path}/state.db", "memory": "memory:", "postgres": database.dsn}[kind]
     positions = open_positions(url, "shop:documents")
     assert positions.load() is None
     for order in (1, 2):
@@ -285,7 +285,8 @@ def test_positions_are_remembered_beside_the_state(database: Database, tmp_path:
     if kind != "memory":
         again = open_positions(url, "shop:documents")
         assert again.load() == positions.load()
-        assert open_positions(url, "other").load() is None
+        with closing(open_positions(url, "other")) as other:
+            assert other.load() is None
         again.close()
     positions.close()
 

@@ -13,10 +13,10 @@ import pytest
 
 from penstock.config import load_config
 from penstock.documents.polling import open_positions
-from penstock.documents.quarantine import open_quarantine
 from penstock.operations.polling import run_polling
 from penstock.operations.running import say_nothing
 from penstock.operations.signals import Ending
+from penstock.state.quarantine import Quarantine
 from tests.conftest import Database
 from tests.support.document_sink import FileSink
 
@@ -119,7 +119,8 @@ def test_without_a_position_an_index_that_was_filled_has_a_gap_and_is_filled_aga
 
 def test_quarantined_documents_are_retried_and_leave(polled: Polled) -> None:
     polled.database.execute("update orders set price = 1e400 where id in (3, 4)")
-    with closing(open_quarantine(polled.config.state_url, polled.owner)) as quarantine, polled.running():
+    with polled.config.open_store(polled.config.indexes) as store, polled.running():
+        quarantine = Quarantine(store.database)
         polled.wait_for(lambda found: len(found) == 18, "the backfill")
         polled.wait_for(lambda _: len(quarantine.entries()) == 2, "the quarantine")
         quarantine.add([], None)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from penstock.documents.base import Rejection
-from penstock.documents.quarantine import Quarantine, open_quarantine
-from penstock.errors import StateUnusable
 from penstock.lsn import Lsn
+from penstock.state.quarantine import Quarantine, open_quarantine
+from tests.conftest import Database
 
 Open = Callable[..., Quarantine]
 
@@ -114,7 +115,15 @@ def test_many_are_added_at_once(open_store: Open) -> None:
     assert len(store.retry("people", [str(number) for number in range(10_000)])) == 10_000
 
 
-def test_a_file_that_is_none_says_so(tmp_path: Path) -> None:
-    (tmp_path / "state.db.quarantine").write_text("something else, and long enough to be read as a header" * 10)
-    with pytest.raises(StateUnusable, match="quarantine"):
-        open_quarantine(f"sqlite:///{tmp_path}/state.db", "shop")
+def test_a_state_takes_over_the_quarantine_that_was_beside_it(database: Database) -> None:
+    database.execute(
+        "create schema penstock_documents;"
+        "create table penstock_documents.quarantine (owner text, index_name text, id text, reason text, position int8,"
+        " body_hash text, first_at timestamptz, last_at timestamptz, attempts int8, wanted bool);"
+        "insert into penstock_documents.quarantine values"
+        " ('shop', 'people', '1', 'too long', 4294967297, 'aa', now(), now(), 3, true),"
+        " ('shop', 'people', '2', 'too long', null, 'aa', now(), now(), 1, false)"
+    )
+    with closing(open_quarantine(database.dsn, "shop")) as quarantine:
+        found = {each.id: (each.position, each.attempts, each.wanted) for each in quarantine.entries()}
+    assert found == {"1": (Lsn(4294967297), 3, True), "2": (None, 1, False)}
