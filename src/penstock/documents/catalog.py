@@ -141,7 +141,8 @@ def load_catalog(connection: psycopg.Connection[Any], names: Iterable[TableName]
     types = load_types(connection, {each.type_oid for table in tables.values() for each in table.live_attributes})
     shapes = load_shapes(connection, {int(row[2]) for row in found})
     built: dict[TableName, SourceTable] = {}
-    for oid in {int(row[2]) for row in found}:
+    # A table that was dropped since the first statement does not exist.
+    for oid in {int(row[2]) for row in found} & tables.keys():
         leaves = [tables[row[3]] for row in found if row[2] == oid and row[3] in tables]
         own = [(bool(unique), tuple(columns)) for table, unique, columns in indexes if table == oid]
         table = _build(tables[oid], leaves, own, types)

@@ -12,11 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from penstock.documents import catalog
 from penstock.documents.build import BUILT, build_documents, compile_build
 from penstock.documents.checks import check_index
 from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError, QueryFailed
+from penstock.source.catalog import load_tables
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.source.patterns import TableName
 from tests.conftest import Database
 from tests.integration.documents.conftest import Build, catalog_of
 
@@ -434,6 +437,20 @@ def test_columns_and_tables_that_are_not_there_are_named(library: psycopg.Connec
         build("version: 1\nschema: lib\ntable: keyless\nfields: [integer: x]", [1])
     with pytest.raises(ConfigError, match=r"'ids' of 'c' needs one primary key column, unlike lib\.keyless has"):
         build(HEAD + "fields: [{ids: c, table: keyless, foreign_key: x, element_type: long}]", [1])
+
+
+def test_a_table_that_is_dropped_while_the_catalog_is_read_is_missing(
+    library: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.execute("create table lib.short_lived (id int primary key)")
+
+    def drop_and_load(connection: psycopg.Connection[Any], oids: Any) -> Any:
+        connection.execute("drop table lib.short_lived")
+        return load_tables(connection, oids)
+
+    monkeypatch.setattr(catalog, "load_tables", drop_and_load)
+    names = [TableName("lib", "books"), TableName("lib", "short_lived")]
+    assert list(catalog.load_catalog(library, names).tables) == names[:1]
 
 
 def test_keys_that_are_equal_under_their_collation_only_name_different_documents(any_database: Database) -> None:

@@ -16,7 +16,7 @@ from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.documents.sinks.opensearch.bulk import BulkSender, Target
 from penstock.documents.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit
 from penstock.documents.specification import parse_specification
-from penstock.errors import DestinationUnavailable, IndexUnusable
+from penstock.errors import DestinationError, DestinationUnavailable, IndexUnusable
 
 SETTINGS = OpenSearchSettings("http://127.0.0.1:1", bulk_documents=2)
 TARGET = Target("people", "people_aa_1", "people_aa_1_WRITE")
@@ -128,6 +128,33 @@ def test_an_error_in_place_of_indexes_is_not_their_state() -> None:
     sink.flush(True)
     looks = ["GET /people,people_*"] * 2
     assert sink._client.requests[-3:-1] == looks, "the answer is asked for again"  # type: ignore[attr-defined]
+
+
+def test_a_generation_whose_creation_was_not_answered_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.documents.sinks.opensearch.sink.new_generation", lambda *_: GENERATION)
+    made = {GENERATION: {**SERVED[GENERATION], "aliases": {f"{GENERATION}_WRITE": {}}}}
+    exists = answer({"error": {"type": "resource_already_exists_exception"}, "status": 400}, 400)
+    mapping = IndexMapping("people", "aa11", {"properties": {}}, {})
+    sink = OpenSearchSink("http://127.0.0.1:1")
+    sink._client_ = Scripted([answer({}), exists, answer({})])
+    with pytest.raises(DestinationUnavailable, match="contradict"):
+        sink.ensure_index(mapping)
+    sink._client_ = Scripted([answer({}), exists, answer(made), answer(made)])
+    sink.ensure_index(mapping)
+    refused = answer({"error": {"type": "mapper_parsing_exception", "reason": "no such type"}, "status": 400}, 400)
+    sink._client_ = Scripted([answer({}), refused])
+    with pytest.raises(DestinationError, match="no such type"):
+        sink.ensure_index(mapping)
+
+
+def test_a_generation_that_nonsense_hides_is_not_gone_when_it_should_serve() -> None:
+    sink = OpenSearchSink("http://127.0.0.1:1")
+    begun = {GENERATION: {**SERVED[GENERATION], "aliases": {f"{GENERATION}_WRITE": {}}}}
+    begun[GENERATION]["mappings"] = {"_meta": {"penstock": {"index": "people", "fingerprint": "aa11"}}}
+    sink._client_ = Scripted([answer(begun), answer({"acknowledged": True}), answer(begun), answer({}), answer(SERVED)])
+    sink.ensure_index(IndexMapping("people", "aa11", {"properties": {}}, {}))
+    with pytest.raises(DestinationUnavailable, match="contradict"):
+        sink.mark_seeded("people")
 
 
 def test_an_index_is_gone_only_if_the_server_states_it() -> None:

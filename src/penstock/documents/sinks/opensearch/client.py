@@ -250,12 +250,12 @@ class OpenSearchClient:
             except Transient as error:
                 retries.wait(error)
 
-    def expect(self, method: str, path: str, body: Any = None, *, allowed: tuple[int, ...] = ()) -> Any:
-        """Send a request that must succeed, and return the parsed answer; None for an `allowed` status."""
+    def expect(self, method: str, path: str, body: Any = None, *, allowed: tuple[int | str, ...] = ()) -> Any:
+        """Send a request that must succeed; return the parsed answer, None for an `allowed` status or type of error."""
         answer = self.ask(method, path, body)
         if answer.status in OK:
             return answer.json()
-        if answer.status in allowed:
+        if answer.status in allowed or answer.error_type() in allowed:
             return None
         raise DestinationError(
             f"the search server answered {answer.status} {answer.error_type()} to {method} {_place(path)}:"

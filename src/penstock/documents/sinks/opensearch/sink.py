@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -237,7 +237,7 @@ class OpenSearchSink(Sink):
         state = self._survey([index])[index]
         filling = state.find(targets.filling.generation)
         if filling is None or filling.uuid != self._uuid_of(targets.filling):
-            raise _gone(index, targets.filling.generation)
+            self._confirm_gone(targets.filling)
         self._prepare_serving(index, filling)
         self._remember(filling, index, seeded=filling.uuid)
         self._serve(state, filling)
@@ -293,14 +293,11 @@ class OpenSearchSink(Sink):
         body["mappings"] = {**body["mappings"], "_meta": describe(mapping.index, mapping)}
         generation = Generation(name, 0, mapping.fingerprint, "", seeded=False)
         body["aliases"] = {generation.alias: {}}
-        # A retried request gets 400 if the first one succeeded and only its answer was lost.
-        self._client.expect("PUT", f"/{quote(name, safe='')}", body, allowed=(400,))
+        # A retried request gets this error if the first one succeeded and only its answer was lost.
+        self._client.expect("PUT", f"/{quote(name, safe='')}", body, allowed=("resource_already_exists_exception",))
         found = self._survey([mapping.index])[mapping.index].find(name)
         if found is None:
-            self._client.expect("PUT", f"/{quote(name, safe='')}", body)
-            found = self._survey([mapping.index])[mapping.index].find(name)
-        if found is None:
-            raise _gone(mapping.index, name)
+            raise _contradictory(mapping.index)
         logger.info("generation created index=%s generation=%s", mapping.index, name)
         return found
 
@@ -347,7 +344,7 @@ class OpenSearchSink(Sink):
                 elif each.retired_at + self.settings.grace_seconds <= now:
                     self._delete(each)
 
-    def _confirm_gone(self, target: Target) -> None:
+    def _confirm_gone(self, target: Target) -> NoReturn:
         """Raise `IndexUnusable` if the server states that a generation is gone or replaced; an answer that merely lacks
         it may be a proxy's."""
         path = f"/{quote(target.generation, safe='')}?filter_path=*.settings.index.uuid"
@@ -355,7 +352,7 @@ class OpenSearchSink(Sink):
         uuid = found.get(target.generation, {}).get("settings", {}).get("index", {}).get("uuid")
         if uuid != self._uuid_of(target):
             raise _gone(target.index, target.generation)
-        raise DestinationUnavailable(f"the search server's answers about index {target.index!r} contradict each other")
+        raise _contradictory(target.index)
 
     def _uuid_of(self, target: Target) -> str:
         known = self._known[target.index].find(target.generation)
@@ -509,3 +506,7 @@ def for_elasticsearch(body: dict[str, Any]) -> dict[str, Any]:
 
 def _gone(index: str, generation: str) -> IndexUnusable:
     return IndexUnusable(f"{generation!r}, a generation of index {index!r}, was deleted or replaced", index=index)
+
+
+def _contradictory(index: str) -> DestinationUnavailable:
+    return DestinationUnavailable(f"the search server's answers about index {index!r} contradict each other")
