@@ -31,12 +31,12 @@ import psycopg
 
 from penstock import failpoints
 from penstock.documents.base import FailurePolicy, ReadableSink
-from penstock.documents.quarantine import open_quarantine
 from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.documents.specification import IndexSpecification, parse_specification
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, open_store
+from penstock.state.quarantine import open_quarantine
 from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer, why_not
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.server import free_port

@@ -28,7 +28,6 @@ from penstock.destinations.delta import planner
 from penstock.destinations.registry import create_destination
 from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy, Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
-from penstock.documents.quarantine import open_quarantine
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks.registry import create_sink
 from penstock.documents.specification import parse_specification
@@ -38,6 +37,7 @@ from penstock.source.connections import SourceSettings
 from penstock.spool import SpoolSettings
 from penstock.state import Store, open_store
 from penstock.state.lease import DEFAULT_TTL
+from penstock.state.quarantine import open_quarantine
 from penstock.stream import OnLostSlot, StreamSettings
 from penstock.tables import RunningTables, TablesOutput, TablesSettings
 from penstock.testing.destinations.script import LocalTasks
