@@ -44,7 +44,7 @@ from tests.e2e.documents import documents_of
 from tests.integration.documents import world
 from tests.support.document_ddl import DocumentDdl, prepare
 from tests.support.document_sink import FileSink
-from tests.support.document_writers import DocumentWriters, random_indexes
+from tests.support.document_writers import LEFT_ALONE, DocumentWriters, random_indexes
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.faults import FAULTS, IN_STATE_SERVER, SERVER_SETTINGS, Scene, open_scene
 from tests.support.nonsense import KINDS, NonsenseProxy
@@ -59,7 +59,6 @@ PUBLICATION = "trial"
 STANDBY = "standby"
 _LOOKS = 3
 """So many looks at the catalog after the last statement, everything that the stream does not carry was noticed."""
-_LEFT_ALONE = range(11, 31)
 _LAST_DDL = 8
 _LONGEST_FAULT = 3.0
 _UNFIT = frozenset(
@@ -129,7 +128,7 @@ class DocumentTrialSettings:
 
     def _likely(self, random: Random) -> dict[str, float]:
         likely: dict[str, float] = {"kill driver": 4, "kill capture": 2, "kill at a point": 3, "rebuild": 2}
-        likely |= {"alias moved": 2, "second pipeline": 1}
+        likely |= {"alias moved": 3, "second pipeline": 1}
         if not self.fails_over:
             likely |= {"kill backend": 1} | {f"fault {name}": 2 / len(_FAULTS) for name in _FAULTS}
         if self.master:
@@ -240,8 +239,7 @@ class _Trial:
             world.create(connection, recorded=False)
             split = prepare(self._random, connection)
             world.fill(self._random, connection)
-            # Writers leave these alone, so nothing hides what DDL did to them.
-            world.fill(self._random, connection, numbers=_LEFT_ALONE)
+            world.fill(self._random, connection, numbers=LEFT_ALONE)
         self._stop = threading.Event()
         self._ddl = DocumentDdl(Random(f"{settings.seed}-ddl"), split, PUBLICATION, self._stop.wait)
         prefix = f"trial-{settings.seed}-{self._database[-8:].lower().replace('_', '-')}-"
