@@ -154,8 +154,9 @@ class DocumentTrialReport:
     transactions: int = 0
     indexes: int = 0
     documents: int = 0
+    """How many documents were compared; each index is, twice."""
     quarantined: int = 0
-    """Documents that were still in quarantine when the writers ended; all of them left it."""
+    """Documents that were still in quarantine when all was compared; all of them left it."""
     seconds: float = 0.0
     timeline: list[str] = field(default_factory=list[str])
 
@@ -286,10 +287,14 @@ class _Trial:
             # Changes must also be followed after the last of them.
             self._keep_running(lambda: self._pipeline.seen.applied is not None)
             writers.wait(30)
-        self._settle()
+        # Twice: what is altered last leads to builds, which would hide documents that were lost before.
+        self._check()
         when_recovered(self._alter_last)
         report.transactions, report.ddl = writers.transactions, self._ddl.done
-        self._finish()
+        self._check()
+        code = self._pipeline.stop()
+        if code != 0:
+            raise PipelineEnded(f"exit code {code} after SIGTERM")
         report.starts = self._pipeline.starts
         report.seconds = time.monotonic() - self._begun
         self._tell(f"equal: {report.documents} documents, {report.starts} starts")
@@ -463,15 +468,12 @@ class _Trial:
     def _is_seeded(self) -> bool:
         return self._pipeline.seen.phases == dict.fromkeys(self._indexes, "seeded")
 
-    def _finish(self) -> None:
-        """After the writers ended, everything arrives, and every document equals the one of the database."""
+    def _check(self) -> None:
+        """Nobody writes: everything arrives, and every document equals the one of the database."""
         self._settle()
         self._empty_quarantine()
         specifications = [parse_specification(text, name) for name, text in self._indexes.items()]
         self._compare(specifications)
-        code = self._pipeline.stop()
-        if code != 0:
-            raise PipelineEnded(f"exit code {code} after SIGTERM")
 
     def _settle(self) -> None:
         """Wait until the pipeline has noticed everything, and all indexes serve everything that is committed."""
@@ -505,7 +507,7 @@ class _Trial:
         settings = self._pipeline.settings
         with closing(open_quarantine(settings.state_url, f"{settings.id}:documents")) as quarantine:
             entries = quarantine.entries()
-            self._report.quarantined = len(entries)
+            self._report.quarantined += len(entries)
             for name in {each.index for each in entries}:
                 quarantine.retry(name)
             self._keep_running(lambda: not quarantine.entries())
