@@ -7,137 +7,65 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.documents.base import FlushReport, IndexFacts, Sink
+from penstock.documents.base import FlushReport, Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.folders import WholeReads
+from penstock.documents.sinks.folders import FolderSink, Generation, IndexState
 
 
-@dataclass(slots=True)
-class Generation:
-    """One build of an index. Removed documents keep their version, so that an older body cannot bring them back."""
+class MemorySink(FolderSink):
+    """Indexes in memory, for tests: generations, versions and seeding work as in a search server.
 
-    fingerprint: str
-    documents: dict[str, tuple[int, str | None]] = field(default_factory=dict[str, tuple[int, str | None]])
-    seeded: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
-    """A backfill and changes write to a generation at the same time."""
-
-    def take(self, id_: str, version: int, body: str | None) -> None:
-        """Store a body or a removal, unless a higher version exists."""
-        with self.lock:
-            known = self.documents.get(id_)
-            if known is None or known[0] <= version:
-                self.documents[id_] = (version, body)
-
-    @property
-    def count(self) -> int:
-        """The number of documents."""
-        return sum(body is not None for _, body in self.documents.values())
-
-
-@dataclass(slots=True)
-class MemoryIndex:
-    """The generation that serves searches, and the one being filled."""
-
-    serving: Generation | None = None
-    filling: Generation | None = None
-
-    @property
-    def generations(self) -> list[Generation]:
-        """The generations that changes go to, the newest last."""
-        return [each for each in (self.serving, self.filling) if each is not None]
-
-
-class MemorySink(WholeReads, Sink):
-    """Indexes in memory, for tests: generations, versions and seeding work as in a search server."""
+    Removed documents keep their version, so that an older body cannot bring them back.
+    """
 
     runs_in_tasks = False
 
     def __init__(self) -> None:
-        self.indexes: dict[str, MemoryIndex] = {}
-        self._waiting: list[pa.Table] = []
+        super().__init__()
+        self._described: dict[str, bytes] = {}
+        self._generations: dict[str, dict[str, tuple[int, str | None]]] = {}
+        self._lock = threading.Lock()
+        """A backfill and changes write to a generation at the same time."""
 
     def documents(self, index: str) -> dict[str, Any]:
         """Return the documents that a search would see, by id."""
         return {id_: json.loads(body) for id_, body in self.bodies(index).items()}
 
-    def ensure_index(self, mapping: IndexMapping) -> None:
-        """See `Sink`. A new fingerprint means a new generation."""
-        index = self.indexes.setdefault(mapping.index, MemoryIndex())
-        newest = index.filling or index.serving
-        if newest is None or newest.fingerprint != mapping.fingerprint:
-            index.filling = Generation(mapping.fingerprint)
-
-    def write(self, batch: pa.Table) -> None:
-        """See `Sink`."""
-        self._waiting.append(batch)
-
-    def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`. Writes to both generations."""
-        for batch in self._waiting:
-            # Cold: this sink is for tests.
-            for row in batch.to_pylist():
-                for generation in self.indexes[row["index"]].generations:
-                    generation.take(row["id"], row["version"], row["body"])
-        self._waiting.clear()
-        return FlushReport()
-
-    def is_seeded(self, index: str) -> bool:
-        """See `Sink`."""
-        found = self.indexes.get(index)
-        return found is not None and found.serving is not None and found.serving.seeded and found.filling is None
-
-    def mark_seeded(self, index: str) -> None:
-        """See `Sink`."""
-        found = self.indexes[index]
-        if found.filling is not None:
-            found.serving, found.filling = found.filling, None
-        if found.serving is not None:
-            found.serving.seeded = True
-
-    def serve(self, index: str) -> None:
-        """See `Sink`."""
-        found = self.indexes[index]
-        if found.serving is None:
-            found.serving, found.filling = found.filling, None
-
-    def reindex(self, mapping: IndexMapping) -> None:
-        """See `Sink`."""
-        self.indexes.setdefault(mapping.index, MemoryIndex()).filling = Generation(mapping.fingerprint)
-
-    def filling(self, index: str) -> Sink:
-        """See `Sink`."""
-        sink = MemorySink()
-        sink.indexes[index] = MemoryIndex(serving=self.indexes[index].generations[-1])
-        return sink
-
-    # Reading: see `ReadableSink`
-
-    def facts(self, index: str) -> IndexFacts:
-        """See `ReadableSink`."""
-        found = self.indexes.get(index, MemoryIndex())
-        return IndexFacts(
-            generation=found.serving.fingerprint if found.serving is not None else None,
-            filling=found.filling.fingerprint if found.filling is not None else None,
-            documents=len(self.bodies(index)),
-        )
-
     def bodies(self, index: str) -> dict[str, str]:
         """See `WholeReads`."""
-        serving = self.indexes.get(index, MemoryIndex()).serving
-        found = serving.documents.items() if serving is not None else ()
-        return {id_: body for id_, (_, body) in found if body is not None}
+        serving = IndexState.parse(self._load(index)).serving
+        found = {} if serving is None else self._generations[serving.name]
+        return {id_: body for id_, (_, body) in found.items() if body is not None}
 
-    def count(self, index: str) -> int | None:
-        """See `Sink`."""
-        serving = self.indexes[index].serving
-        return None if serving is None else serving.count
+    # Generations: see `FolderSink`
+
+    def _load(self, index: str) -> bytes | None:
+        return self._described.get(index)
+
+    def _store(self, index: str, content: bytes) -> None:
+        self._described[index] = content
+
+    def _create(self, index: str, generation: Generation, owner: str) -> None:
+        self._generations[generation.name] = {}
+
+    def _append(self, index: str, generation: Generation, rows: pa.Table) -> None:
+        with self._lock:
+            stored = self._generations[generation.name]
+            # Cold: this sink is for tests.
+            for row in rows.to_pylist():
+                if stored.get(row["id"], (0, None))[0] <= row["version"]:
+                    stored[row["id"]] = row["version"], row["body"]
+
+    def _publish(self, index: str, state: IndexState) -> None:
+        """Readers look the generation up."""
+
+    def _count(self, index: str, generation: Generation) -> int:
+        return sum(body is not None for _, body in self._generations[generation.name].values())
 
 
 class StdoutSink(Sink):
