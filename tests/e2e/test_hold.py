@@ -116,3 +116,15 @@ def test_a_paused_pipeline_refuses(pipeline: Any) -> None:
     pipeline.store.add_command(CommandKind.PAUSE)
     with pytest.raises(PenstockError, match="the pipeline is paused"), hold(pipeline):
         pass
+
+
+def test_a_pipeline_that_has_ended_in_this_process_is_not_waited_for(pipeline: Any) -> None:
+    """Its lease is still held, and nobody answers."""
+    pipeline.coordinator.stop()
+    wait_for(lambda: pipeline.lifecycle.stop.is_set(), "the stop")
+
+    def check() -> None:
+        raise PenstockError("capture has stopped")
+
+    with pytest.raises(PenstockError, match="capture has stopped"), hold(pipeline, check=check):
+        pass

@@ -24,13 +24,13 @@ from penstock.capture.parcels import Parcel, ParcelQueue
 from penstock.capture.relations import CatalogResolver
 from penstock.capture.session import ReplicationSession, StartOptions
 from penstock.capture.streams import OpenStreams
-from penstock.errors import PenstockError, Retry, SlotInUse, SlotLost
+from penstock.errors import PenstockError, Retry, ServerUnavailable, SlotInUse, SlotLost
 from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.retry import Backoff
 from penstock.schema import quote_identifier
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, connect_replication, run_command
 from penstock.source.faults import translated
-from penstock.source.lineage import Ancestry, Lineage, identify_system, is_in_recovery
+from penstock.source.lineage import UNDEFINED_FILE, Ancestry, Lineage, identify_system, is_in_recovery
 from penstock.source.publications import require_publication
 from penstock.source.slots import inspect_slot, require_usable
 from penstock.spool import SpoolSettings, SpoolWriter, Stopping
@@ -104,6 +104,8 @@ class Capture:
         self._reporting = threading.Lock()
         self._connected = False
         self._house_error: BaseException | None = None
+        self._missed_from: Lsn | None = None
+        """Where the slot began when the server missed WAL that it was reading."""
 
     def run(self) -> None:
         """Capture until stopped; raise errors that a retry cannot fix."""
@@ -157,8 +159,24 @@ class Capture:
                 streams = OpenStreams(writer.open_folder, writer.disk)
                 assembler = Assembler(writer, resolver, streams, settings.assembler)
                 self._run_threads(session, writer, assembler, _sender_timeout(catalog))
+            except SlotLost as error:
+                self._require_lost(error, catalog)
+                raise
             finally:
                 session.close()
+
+    def _require_lost(self, error: SlotLost, catalog: psycopg.Connection[Any]) -> None:
+        """Raise an error that time heals if the server removed WAL that it was reading, but the slot is not lost.
+
+        What an earlier reader prepared and did not confirm can move the beginning of the slot past the place where this
+        one reads. From that beginning on, all WAL is there.
+        """
+        if error.facts.get("sqlstate") != UNDEFINED_FILE:
+            return
+        slot = inspect_slot(catalog, self._settings.slot)
+        if slot is not None and not slot.lost and slot.restart_lsn not in (None, self._missed_from):
+            self._missed_from = slot.restart_lsn
+            raise ServerUnavailable(error.message, hint="Penstock reads the slot again from where it begins now.")
 
     def _start(
         self, session: ReplicationSession, writer: SpoolWriter, catalog: psycopg.Connection[Any], stack: ExitStack

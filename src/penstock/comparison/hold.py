@@ -26,7 +26,7 @@ from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TableName
 from penstock.source.slots import Blocker
-from penstock.source.snapshots import Snapshot, take_snapshot
+from penstock.source.snapshots import Check, Snapshot, take_snapshot
 from penstock.state import Command, CommandKind, CommandStatus, Ready, Store, SyncDone
 from penstock.workers.apply_hold import PATIENCE_SECONDS, HoldStep
 
@@ -74,13 +74,15 @@ def hold_at_snapshot(
     *,
     wait: float = 60.0,
     on_blocked: OnBlocked | None = None,
+    check: Check = lambda: None,
 ) -> Iterator[HeldTables]:
     """Bring the tables of a running output to the position of a snapshot, and hold them until `release` or the end.
 
     `store` is the output's state store. `hold_at_snapshot` waits up to `wait` seconds for transactions that block the
-    snapshot, in turns with apply, and passes them to `on_blocked`; then it raises `SnapshotBlocked`.
+    snapshot, in turns with apply, and passes them to `on_blocked`; then it raises `SnapshotBlocked`. `check` raises
+    what has ended the pipeline, if it runs in this process.
     """
-    asking = _Asking(store)
+    asking = _Asking(store, check)
     with _snapshot_ahead(source, asking, wait, on_blocked or _warn) as snapshot:
         left_out = asking.ask(HoldStep.ADVANCE, position=str(snapshot.position))
         with _renewing(asking) as stop:
@@ -106,9 +108,9 @@ class Moment:
 
 
 @contextmanager
-def hold_now(store: Store) -> Iterator[Moment]:
+def hold_now(store: Store, check: Check = lambda: None) -> Iterator[Moment]:
     """Bring the tables of a running output to the server's current position, and hold them there inside the block."""
-    asking = _Asking(store)
+    asking = _Asking(store, check)
     left_out = asking.ask(HoldStep.HOLD)
     try:
         with _renewing(asking):
@@ -165,8 +167,9 @@ def _renewing(asking: _Asking) -> Iterator[threading.Event]:
 class _Asking:
     """Sends commands to the running pipeline and waits for the answers."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, check: Check) -> None:
         self._store = store
+        self._check = check
         self._name = uuid.uuid4().hex
 
     def ask(self, step: HoldStep, **options: str) -> dict[str, str]:
@@ -182,6 +185,7 @@ class _Asking:
     def _await(self, command: Command) -> Command:
         deadline = time.monotonic() + ANSWER_SECONDS
         while not command.answered:
+            self._check()
             lease = self._store.get_lease()
             if lease is None or lease.gone:
                 raise PenstockError("the pipeline is not running", hint="Start it with `penstock run`.")

@@ -29,7 +29,7 @@ from penstock.source.connections import Role, connect
 from penstock.source.faults import translated
 from penstock.source.shapes import remembering
 from penstock.source.slots import Blocker
-from penstock.source.snapshots import Snapshot, take_snapshot
+from penstock.source.snapshots import Check, Snapshot, take_snapshot
 from penstock.state import Store
 from penstock.tables import TablesSettings
 
@@ -91,6 +91,7 @@ def verify_tables(
     tables: Collection[str] = (),
     options: VerifySettings | None = None,
     observer: Observer | None = None,
+    check: Check = lambda: None,
 ) -> Report:
     """Compare these tables of a running output, or all of them if none is named.
 
@@ -101,7 +102,7 @@ def verify_tables(
     reads the destination before and after a snapshot that may take as long again (`Report.exact` is then false).
     """
     options, observer = options or VerifySettings(), observer or Observer()
-    asked = _Asked(settings, store, require_readable(destination), tasks, frozenset(tables), options, observer)
+    asked = _Asked(settings, store, require_readable(destination), tasks, frozenset(tables), options, observer, check)
     try:
         return _at_one_position(asked)
     except SnapshotBlocked as blocked:
@@ -133,6 +134,8 @@ class _Asked:
     """Empty for all."""
     options: VerifySettings
     observer: Observer
+    check: Check
+    """Raises what has ended the pipeline, if it runs in this process."""
 
     def chosen(self, tables: Mapping[int, TableSchema]) -> dict[int, TableSchema]:
         """Return the requested tables, sorted by name."""
@@ -158,7 +161,9 @@ class _Asked:
 def _at_one_position(asked: _Asked) -> Report:
     held = _Held(asked.observer)
     wait, keeps_versions = asked.options.wait, asked.destination.keeps_versions
-    with hold_at_snapshot(asked.settings.source, asked.store, wait=wait, on_blocked=held.blocked) as hold:
+    with hold_at_snapshot(
+        asked.settings.source, asked.store, wait=wait, on_blocked=held.blocked, check=asked.check
+    ) as hold:
         asked.observer.held(hold.position, until_the_end=not keeps_versions)
         chosen = asked.chosen(hold.tables)
         with _pinned(asked.destination, chosen) as pins:
@@ -177,7 +182,7 @@ def _around_a_snapshot(asked: _Asked) -> Report:
     with connect(asked.settings.source, Role.VERIFY) as connection:
         oldest, _ = _transactions(connection)
     with ExitStack() as stack:
-        with hold_now(asked.store) as before:
+        with hold_now(asked.store, asked.check) as before:
             chosen = asked.chosen(before.tables)
             pins = stack.enter_context(_pinned(asked.destination, chosen))
         asked.observer.released(held.seconds)
@@ -186,7 +191,7 @@ def _around_a_snapshot(asked: _Asked) -> Report:
         )
         with snapshot.connect(Role.VERIFY) as connection:
             _, end = _transactions(connection)
-        with hold_now(asked.store) as after:
+        with hold_now(asked.store, asked.check) as after:
             later = stack.enter_context(_pinned(asked.destination, asked.chosen(after.tables)))
         reports = asked.left_out({**after.left_out, **before.left_out})
         for table_id, schema in chosen.items():

@@ -84,9 +84,12 @@ class Running:
         """Wait until all outputs have ended, and raise the error of one that failed; False if they have not in time."""
         return self._coordinator.wait(timeout)
 
-    def check(self) -> None:
-        """Raise the error of an output that has failed, also while others keep running."""
-        self._coordinator.check()
+    def check(self, output: str | None = None) -> None:
+        """Raise the error of an output that has failed, also while others keep running; of this one, if it is named."""
+        if output is None:
+            self._coordinator.check()
+        elif (error := self._coordinator.errors.get(output)) is not None:
+            raise error
 
     def look(self) -> tuple[list[Notice], list[OutputLook]]:
         """Return new events and the status of each output, and write the status file. Called about twice a second."""

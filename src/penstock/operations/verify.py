@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from penstock.comparison.report import Report
@@ -121,7 +121,8 @@ def verify_running(
     if _wait_ready(pipeline, ending):
         for each in request.outputs:
             with observing() as observer:
-                found[each.name] = _compare(request, each, pipeline.stores[each.name], pipeline.tasks, ending, observer)
+                store, check = pipeline.stores[each.name], partial(pipeline.check, each.name)
+                found[each.name] = _compare(request, each, store, pipeline.tasks, ending, observer, check)
     return VerifyReport(found, request.unreadable)
 
 
@@ -138,7 +139,13 @@ def _is_running(request: VerifyRequest, output: OutputChoice) -> bool:
 
 
 def _compare(
-    request: VerifyRequest, output: OutputChoice, store: Store, tasks: Any, ending: Ending, observer: Observer
+    request: VerifyRequest,
+    output: OutputChoice,
+    store: Store,
+    tasks: Any,
+    ending: Ending,
+    observer: Observer,
+    check: Callable[[], None] = lambda: None,
 ) -> Report:
     # Differences are written below the spool, which all tasks see.
     folder = SpoolFolder(output.settings.spool.path).comparisons
@@ -152,6 +159,7 @@ def _compare(
             tables=choose_tables(request.config, store, request.tables),
             options=options,
             observer=observer,
+            check=check,
         )
 
 

@@ -37,7 +37,8 @@ _TIMELINE = (
     " then left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_lsn()), 8) end"
 )
 _FLUSH_SECONDS = 1.0
-_UNDEFINED_FILE = "58P01"
+UNDEFINED_FILE = "58P01"
+"""SQLSTATE: a file of WAL, or of a timeline's history, does not exist."""
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ def read_timeline_history(connection: pq.abc.PGconn, timeline: int) -> tuple[Tim
     try:
         rows = run_command(connection, f"TIMELINE_HISTORY {int(timeline)}", "read the timeline history")
     except QueryFailed as error:
-        if error.facts.get("sqlstate") != _UNDEFINED_FILE:
+        if error.facts.get("sqlstate") != UNDEFINED_FILE:
             raise
         # Positions of this timeline need no history, and those of earlier ones are refused without it.
         logger.warning("the server has no history of its timeline timeline=%d", timeline)
