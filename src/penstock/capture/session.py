@@ -37,6 +37,8 @@ PARCEL_BYTES = 1 << 20
 NAP_SECONDS = 0.008
 IDLE_SECONDS = 0.1
 """After this long without messages, wait on the socket."""
+END_SECONDS = 2.0
+"""How long the server may take to end the replication after the last answer."""
 _MESSAGE, _KEEPALIVE = b"wk"
 _STREAMING_SINCE = 140000
 
@@ -115,10 +117,25 @@ class ReplicationSession:
         try:
             self._send_answer(acknowledged)
             self.connection.put_copy_end()
-            self.connection.flush()
+            self._read_out()
         except psycopg.Error:
             logger.debug("the connection was closed before the last answer")
         self.close()
+
+    def _read_out(self) -> None:
+        """Read and discard what the server sends until it ends, too, for at most `END_SECONDS`.
+
+        A connection that is closed with unread data is reset, and then the server discards the answer.
+        """
+        connection, deadline = self.connection, time.monotonic() + END_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            is_flushed = connection.flush() == 0
+            length, _ = connection.get_copy_data(1)
+            if length < 0:
+                return
+            if length == 0:
+                select.select([connection.socket], [] if is_flushed else [connection.socket], [], left)
+                connection.consume_input()
 
     def close(self) -> None:
         """Close the connection."""
