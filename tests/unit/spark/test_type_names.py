@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pyarrow as pa
 import pyspark
 import pytest
@@ -38,7 +36,7 @@ TYPES = [
 
 @pytest.mark.parametrize("arrow_type", TYPES, ids=str)
 def test_names_are_those_of_spark(arrow_type: pa.DataType) -> None:
-    if holds_times(arrow_type) and not has_time_type(SimpleNamespace(version=pyspark.__version__)):
+    if holds_times(arrow_type) and not has_time_type(pyspark.__version__):
         pytest.skip("this Spark has no type for times")
     theirs = from_arrow_type(arrow_type, prefer_timestamp_ntz=True)
     assert spark_type_name(arrow_type).replace("`", "") == theirs.simpleString()
