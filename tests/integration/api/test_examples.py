@@ -20,6 +20,7 @@ import penstock
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/api.md").read_text()
 EXAMPLES = ["Pipeline", "check", "open", "plan", "read_table", "status", "verify"]
+OF_SPARK = ["register", "snapshot"]
 PATIENCE = 120.0
 
 
@@ -75,7 +76,17 @@ def test_the_example_of_a_docstring_runs(name: str, copied_shop: Any, capsys: py
 
 
 def test_all_names_with_an_example_are_run() -> None:
-    assert [name for name in penstock.__all__ if name != "__version__" and example(name)] == EXAMPLES
+    assert [name for name in penstock.__all__ if name != "__version__" and example(name)] == sorted(EXAMPLES + OF_SPARK)
+
+
+@pytest.mark.parametrize("name", OF_SPARK)
+def test_examples_on_spark_run(name: str, database: Any, spark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    database.execute("create table customers (id int primary key, country text)")
+    database.execute("create table orders (id int primary key, customer_id int, status text)")
+    database.execute("insert into customers values (1, 'at'); insert into orders values (1, 1, 'new'), (2, 1, 'new')")
+    text = example(name).replace("postgresql://…", database.dsn)
+    exec(compile(text, f"<example of {name}>", "exec"), {"spark": spark, "url": database.dsn})  # noqa: S102 (our own examples)
+    assert re.search(r"\| *(new|at) *\| *2 *\|", capsys.readouterr().out)
 
 
 def test_the_example_of_the_page_runs(shop: Any) -> None:

@@ -34,6 +34,7 @@ def test_a_pipeline_that_never_ran_is_no_error_and_nothing_is_made(site: Site):
     assert found["source"]["slot"] == {
         "name": site.slot, "exists": False, "active_pid": None, "position": None, "lag_bytes": None,
         "retained_bytes": None, "wal_status": None, "safe_bytes": None, "room": None, "lost": False,
+        "waits_for_standby": False,
     }  # fmt: skip
     assert found["outputs"][0]["tables"] == []
     text = site.run("status").stdout
