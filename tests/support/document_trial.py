@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
 import sys
 import tempfile
@@ -52,7 +51,7 @@ from tests.support.oracle import current_position
 from tests.support.pipeline_process import PipelineEnded, PipelineProcess
 from tests.support.processes import Part
 from tests.support.replay import Discrepancy
-from tests.support.trial import kill_backend, tally
+from tests.support.trial import kill_backend, run_each, tally
 from tests.support.writers import when_recovered
 
 PUBLICATION = "trial"
@@ -185,19 +184,9 @@ def run_document_trials(
     note: Callable[[str, object], None],
 ) -> None:
     """Run all trials, then fail if any failed; `note` receives the seeds and the totals."""
-    failures: list[str] = []
-    reports: list[DocumentTrialReport] = []
-    for settings in trials:
-        place = folder / str(settings.seed)
-        try:
-            reports.append(run_document_trial(settings, place, search))
-        except Exception as error:
-            notes = "\n".join(getattr(error, "__notes__", ()))
-            failures.append(f"{settings.command}\n{type(error).__name__}: {error}\n{notes}")
-            continue
-        shutil.rmtree(place)
-    note("seeds", f"{trials[0].seed}–{trials[-1].seed}")
-    note("equal", f"{len(reports)} of {len(trials)}")
+    reports, failures = run_each(
+        trials, folder, lambda settings, place: run_document_trial(settings, place, search), note
+    )
     for name in ("kills", "events", "ddl"):
         note(name, tally(getattr(report, name) for report in reports))
     for name in ("starts", "transactions", "indexes", "documents", "quarantined"):

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import psycopg
@@ -241,18 +241,33 @@ def run_trial(
             raise
 
 
-def run_trials(
-    trials: Sequence[TrialSettings],
+class AnyTrial(Protocol):
+    """The settings of a trial of any kind."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def command(self) -> str: ...
+
+
+_Settings = TypeVar("_Settings", bound=AnyTrial)
+_Report = TypeVar("_Report")
+
+
+def run_each(
+    trials: Sequence[_Settings],
     folder: Path,
+    run: Callable[[_Settings, Path], _Report],
     note: Callable[[str, object], None],
-) -> None:
-    """Run all trials, then fail if any failed; `note` receives the seeds and the totals."""
+) -> tuple[list[_Report], list[str]]:
+    """Run all trials, each in a folder that stays only if it fails; return the reports, and what failed."""
     failures: list[str] = []
-    reports: list[TrialReport] = []
+    reports: list[_Report] = []
     for settings in trials:
         place = folder / str(settings.seed)
         try:
-            reports.append(run_trial(settings, place))
+            reports.append(run(settings, place))
         except Exception as error:
             notes = "\n".join(getattr(error, "__notes__", ()))
             failures.append(f"{settings.command}\n{type(error).__name__}: {error}\n{notes}")
@@ -260,6 +275,16 @@ def run_trials(
         shutil.rmtree(place)
     note("seeds", f"{trials[0].seed}–{trials[-1].seed}")
     note("equal", f"{len(reports)} of {len(trials)}")
+    return reports, failures
+
+
+def run_trials(
+    trials: Sequence[TrialSettings],
+    folder: Path,
+    note: Callable[[str, object], None],
+) -> None:
+    """Run all trials, then fail if any failed; `note` receives the seeds and the totals."""
+    reports, failures = run_each(trials, folder, run_trial, note)
     note("kills", tally(report.kills for report in reports))
     for name in ("starts", "statements", "resyncs", "rows", "changes"):
         note(name, sum(getattr(report, name) for report in reports))

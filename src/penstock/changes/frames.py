@@ -85,6 +85,14 @@ def _field(field: pa.Field, separator: str) -> str:
 
 
 _Item = TypeVar("_Item")
+_Exchange = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+
+def exchange_with(version: str, schema: pa.Schema) -> tuple[pa.Schema, _Exchange]:
+    """The columns of a data frame in this version of Spark, and what brings batches into the types that it accepts."""
+    if has_time_type(version):
+        return schema, exchange_batch
+    return pa.schema([field.with_type(times_as_text(field.type)) for field in schema]), _print_times
 
 
 def exchange_type(arrow_type: pa.DataType) -> pa.DataType:
@@ -115,11 +123,8 @@ def frame_of(
     Times of day are text if this Spark has no type for them. `read` and the items pickle. By default one core is left
     to others, whatever the number of items: the items are dealt out to that many partitions.
     """
-    if has_time_type(session.version):
-        columns, exchange = spark_columns(schema), exchange_batch
-    else:
-        texts = pa.schema([field.with_type(times_as_text(field.type)) for field in schema])
-        columns, exchange = spark_columns(texts), _print_times
+    shown, exchange = exchange_with(session.version, schema)
+    columns = spark_columns(shown)
     count = partitions or max(1, session.sparkContext.defaultParallelism - 1)
     shares = [list(items[number::count]) for number in range(min(count, len(items)))] or [[]]
 

@@ -3,7 +3,7 @@
 Spark plans a data frame in a process that ends before the tasks begin, and a snapshot ends with the session that
 exported it. So the process that calls `register` keeps them: a thread answers requests of planning processes on a
 socket that only this user can open. A snapshot holds back the vacuum horizon of the server, so each one ends: when its
-block ends, when nobody has read in it for a while, or with this process.
+block ends, when no session has read in it for a while, or with this process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import psycopg
 
 from penstock.errors import PenstockError, SourceError
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
-from penstock.source.faults import Place, from_exception
+from penstock.source.faults import translated
+from penstock.source.snapshots import export_snapshot
 
 IDLE_SECONDS = 300.0
-"""How long nobody reads in the snapshot of a data frame before it ends: tasks may have to wait for executors."""
+"""The snapshot of a data frame ends after this long without a reader: tasks may have to wait for executors."""
 LONGEST_SECONDS = 3600.0
 """How long a snapshot of `penstock.snapshot` lasts, unless its caller says otherwise."""
 _LOOK_SECONDS = 5.0
@@ -58,15 +59,13 @@ class KeptSnapshot:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._used_at = time.monotonic()
-        place = Place.of(self._session)
         try:
-            self._session.execute("begin transaction isolation level repeatable read, read only")
-            row = self._session.execute("select pg_catalog.pg_export_snapshot()").fetchone()
-        except psycopg.Error as error:
+            with translated(self._session, "export a snapshot"):
+                self._session.execute("begin transaction isolation level repeatable read, read only")
+            self.name = export_snapshot(self._session)
+        except BaseException:
             self._session.close()
-            raise from_exception(error, place, "export a snapshot") from None
-        assert row is not None
-        self.name: str = row[0]
+            raise
 
     def last(self, seconds: float) -> None:
         """End it after this time."""
@@ -158,7 +157,7 @@ class KeeperAddress:
 
 
 class Keeper:
-    """Opens snapshots for planning processes, and ends those in which nobody reads any longer."""
+    """Opens snapshots for planning processes, and ends those that have no readers left."""
 
     def __init__(self) -> None:
         # Only its owner can enter this folder.
@@ -179,7 +178,7 @@ class Keeper:
             return len(self._kept)
 
     def close(self) -> None:
-        """End all snapshots, and answer nobody any longer."""
+        """End all snapshots, and stop answering."""
         self._closed.set()
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from psycopg.rows import tuple_row
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from penstock.changes.frames import exchange_batch, has_time_type, spark_columns, spark_type_name
+from penstock.changes.frames import exchange_with, spark_columns, spark_type_name
 from penstock.changes.segment import UNREPRESENTABLE
 from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, plan_ranges
 from penstock.copy.reader import RangeReader
@@ -36,7 +36,6 @@ from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.source.snapshots import enter_snapshot
 from penstock.values import NumericPolicy, OutOfRange, TypeSettings, UnknownTypes
-from penstock.values.datetimes import print_times, times_as_text
 
 _KINDS = {"v": "a view", "m": "a materialized view", "f": "a foreign table", "S": "a sequence", "i": "an index"}
 _TABLE = """
@@ -60,10 +59,10 @@ class PenstockSource(DataSource):
             .load()
         )
 
-    All tasks read in one snapshot, so the frame has the rows of one moment, however long reading takes and whoever
-    writes meanwhile. Each task reads a range of the table's blocks, as binary COPY, and decodes it into Arrow; there is
-    no column to choose for partitioning. The role needs SELECT on the table, and nothing else. Every action on a frame
-    reads anew, in a new snapshot; `penstock.snapshot` gives several frames the same one.
+    All tasks read in one snapshot, so the frame has the rows of one moment, however long reading takes and whatever
+    is written meanwhile. Each task reads a range of the table's blocks, as binary COPY, and decodes it into Arrow;
+    there is no column to choose for partitioning. The role needs SELECT on the table, and nothing else. Every action on
+    a frame reads the table again, in a new snapshot; `penstock.snapshot` gives several frames the same one.
 
     Options, whose names ignore case:
 
@@ -174,7 +173,7 @@ class _Read:
         """Return the columns of the frame."""
         columns = self.range_reader(schema, "").arrow_schema
         fields = [field for field in columns if self.shows_texts or field.name != UNREPRESENTABLE]
-        return pa.schema(fields if _has_times() else [field.with_type(times_as_text(field.type)) for field in fields])
+        return exchange_with(pyspark.__version__, pa.schema(fields))[0]
 
     @property
     def shows_texts(self) -> bool:
@@ -238,16 +237,10 @@ class TableReader(DataSourceReader):
         if partition.value is None:
             return
         reader, part = partition.value
+        _, exchange = exchange_with(pyspark.__version__, reader.arrow_schema)
         with _explained():
             for batch in reader.read(part):
-                yield self._shown(batch)
-
-    def _shown(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        if not self._read.shows_texts:
-            batch = batch.drop_columns([UNREPRESENTABLE])
-        if _has_times():
-            return exchange_batch(batch)
-        return pa.RecordBatch.from_arrays([print_times(column) for column in batch.columns], names=batch.schema.names)
+                yield exchange(batch if self._read.shows_texts else batch.drop_columns([UNREPRESENTABLE]))
 
 
 class _Part(InputPartition):
@@ -267,16 +260,12 @@ def _explained() -> Iterator[None]:
 
 
 _HINTS: dict[type[PenstockError], str] = {
-    SnapshotLost: "The snapshot of a data frame ends when nobody has read in it for five minutes, that of "
+    SnapshotLost: "The snapshot of a data frame ends after five minutes without a reader, that of "
     "penstock.snapshot with its block or its time. Take another one, and call load() again.",
     TableRewritten: "Call load() again.",
     ValueOutOfRange: "Choose what happens to such values with the option 'outOfRange'.",
 }
 """Where the hint of a pipeline does not help."""
-
-
-def _has_times() -> bool:
-    return has_time_type(pyspark.__version__)
 
 
 _POLICIES = {"outofrange": "outOfRange", "numeric": "numeric", "unknowntypes": "unknownTypes"}

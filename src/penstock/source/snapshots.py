@@ -128,7 +128,7 @@ def take_snapshot(
             timeline = identify_system(replication).timeline
             position, exported = _create_slot(replication, keeper, timeout, on_wait or warn_of_blockers, check)
             enter_snapshot(keeper, exported)
-            name = _export(keeper)
+            name = export_snapshot(keeper)
         except BaseException:
             keeper.close()
             raise
@@ -224,7 +224,8 @@ def _cancel(replication: pq.abc.PGconn, keeper: psycopg.Connection[Any]) -> None
         logger.warning("could not cancel the waiting session pid=%d", replication.backend_pid)
 
 
-def _export(keeper: psycopg.Connection[Any]) -> str:
+def export_snapshot(keeper: psycopg.Connection[Any]) -> str:
+    """Return the name of the snapshot of a session's transaction, which others enter while that transaction lasts."""
     place = Place.of(keeper)
     try:
         row = keeper.execute("select pg_catalog.pg_export_snapshot()").fetchone()
