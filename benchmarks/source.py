@@ -1,10 +1,12 @@
-"""Compare `spark.read.format("penstock")` with Spark's own JDBC reader.
+"""Compare `spark.read.format("penstock")` with Spark's own JDBC reader, and `spark.readStream` with `pg_recvlogical`.
 
-    python benchmarks/source.py [--rows 2000000] [--rounds 3] [--server 18]
+    python benchmarks/source.py [--rows 2000000] [--changes 1000000] [--rounds 3] [--server 18] [--only read|stream]
 
 All ways read a table of ten columns and count the values of each. The JDBC reader runs as it comes, with one
 connection, and partitioned by the key, with a connection per core. Then amounts are moved between two rows while each
 way adds them up: only a consistent read always finds the same sum.
+
+Streams read the changes of a table from a slot into Spark's `noop` sink, and `pg_recvlogical` into /dev/null.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from harness import BenchmarkFailed, format_table, load_average, median, print_result, say, spread
-from stages import CORES, open_stage
-from workloads import create_orders
+from draining import RECVLOGICAL, Load, create_slot, drain_by_recvlogical, drop_slot, run_load, wait_for_start
+from harness import BenchmarkFailed, format_table, load_average, median, print_result, say, spread, take_turns
+from stages import CORES, Stage, open_stage, spark_session
+from workloads import PUBLICATION, WORKLOADS, create_orders
 
 import penstock
 from penstock.spark.session import SparkSettings, build_session
@@ -28,28 +31,94 @@ from penstock.testing.postgres import PostgresServer
 DRIVER = "org.postgresql:postgresql:42.7.8"
 TABLE = "orders"
 OURS, DEFAULT, PARTITIONED = "penstock", "JDBC", "JDBC, partitioned"
+STREAM = "readStream"
+BATCH_ROWS = 200_000
+"""Of a stream: Spark reads a batch while capture reads the next one."""
 SERVER_SETTINGS: Mapping[str, str] = {
     "shared_buffers": "1GB",
     "max_wal_size": "64GB",
     "checkpoint_timeout": "1h",
     "autovacuum": "off",
+    "max_replication_slots": "100",
 }
 CONSISTENT_READS = 5
 
 
 def main() -> None:
     arguments = _parse_arguments()
+    result: dict[str, Any] = {}
     with open_stage(arguments.server, SERVER_SETTINGS) as stage:
-        database = stage.server.create_database()
-        say(f"making a table of {arguments.rows:,} rows")
-        with stage.server.connect(database) as connection:
-            create_orders(connection, TABLE, arguments.rows)
-            connection.execute("vacuum (freeze, analyze)")
-            connection.execute("checkpoint")
-        with _session() as session:
-            ways = _ways(session, stage.server, database, arguments.rows)
-            seconds = _measure(ways, arguments.rows, arguments.rounds)
-            wrong = _disturb(ways, stage.server, database, arguments.rows)
+        if arguments.only != "stream":
+            result |= _read(stage, arguments)
+        if arguments.only != "read":
+            result |= _stream(stage, arguments)
+    print_result(result | {"load": load_average()})
+
+
+def _stream(stage: Stage, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Drain the same changes in turns by both readers."""
+    workload = WORKLOADS["mixed"]
+    changes = arguments.changes // workload.transaction_rows * workload.transaction_rows
+    turns = list(take_turns(RECVLOGICAL, STREAM, arguments.rounds + 1))
+    seconds: dict[str, list[float]] = {RECVLOGICAL: [], STREAM: []}
+    database = stage.server.create_database()
+    with stage.server.connect(database) as connection, spark_session("bench-stream-source") as session:
+        penstock.register(session)
+        workload.prepare(connection, changes)
+        connection.execute(f"create publication {PUBLICATION} for all tables".encode())
+        slots = [create_slot(connection, number)[0] for number in range(len(turns))]
+        load = run_load(connection, changes)
+        for number, (slot, reader) in enumerate(zip(slots, turns, strict=True)):
+            if reader == RECVLOGICAL:
+                took = drain_by_recvlogical(stage.server, connection, database, slot, load.end).seconds
+            else:
+                took = _drain_by_stream(session, stage, connection, database, slot, load)
+            drop_slot(connection, slot)
+            if number > 1:  # the first of each warms up
+                seconds[reader].append(took)
+                say(f"{reader}: {load.changes / took:,.0f} changes/s in {took:.2f} s")
+    rates = {reader: load.changes / median(each) for reader, each in seconds.items()}
+    rows = [[name, f"{rates[name]:,.0f}", f"{spread(each):.2f}"] for name, each in seconds.items()]
+    print(format_table(["reader", "changes/s", "spread of seconds"], rows))
+    return {"changes_per_second": rates[STREAM], "ratio_recvlogical": rates[STREAM] / rates[RECVLOGICAL]}
+
+
+def _drain_by_stream(session: Any, stage: Stage, connection: Any, database: str, slot: str, load: Load) -> float:
+    """Return the seconds from the start of replication until Spark has committed the last change."""
+    with tempfile.TemporaryDirectory(dir=stage.folder) as folder:
+        frame = session.readStream.format("penstock").options(
+            url=stage.server.dsn(database),
+            table=TABLE,
+            slot=slot,
+            publication=PUBLICATION,
+            spoolLocation=f"{folder}/spool",
+            maxRowsPerBatch=str(BATCH_ROWS),
+        )
+        writer = frame.load().writeStream.format("noop").option("checkpointLocation", f"{folder}/checkpoint")
+        query = writer.start()
+        try:
+            started = wait_for_start(connection, slot, lambda: query.isActive)
+            while sum({each["batchId"]: each["numInputRows"] for each in query.recentProgress}.values()) < load.changes:
+                if not query.isActive:
+                    raise BenchmarkFailed(f"the query ended: {query.exception()}")
+                time.sleep(0.02)
+            return time.time() - started.at
+        finally:
+            query.stop()
+
+
+def _read(stage: Stage, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Read a table in all ways, at rest and while it changes."""
+    database = stage.server.create_database()
+    say(f"making a table of {arguments.rows:,} rows")
+    with stage.server.connect(database) as connection:
+        create_orders(connection, TABLE, arguments.rows)
+        connection.execute("vacuum (freeze, analyze)")
+        connection.execute("checkpoint")
+    with _session() as session:
+        ways = _ways(session, stage.server, database, arguments.rows)
+        seconds = _measure(ways, arguments.rows, arguments.rounds)
+        wrong = _disturb(ways, stage.server, database, arguments.rows)
     ours = median(seconds[OURS])
     rows = [
         [
@@ -59,15 +128,12 @@ def main() -> None:
         for name, each in seconds.items()
     ]
     print(format_table(["way", "seconds", "spread", "rows/s", "penstock is faster by", "wrong sums"], rows))
-    print_result(
-        {
-            "rows_per_second": arguments.rows / ours,
-            "ratio_default": median(seconds[DEFAULT]) / ours,
-            "ratio_partitioned": median(seconds[PARTITIONED]) / ours,
-            "wrong_sums": wrong,
-            "load": load_average(),
-        }
-    )
+    return {
+        "rows_per_second": arguments.rows / ours,
+        "ratio_default": median(seconds[DEFAULT]) / ours,
+        "ratio_partitioned": median(seconds[PARTITIONED]) / ours,
+        "wrong_sums": wrong,
+    }
 
 
 @contextmanager
@@ -143,11 +209,13 @@ def _disturb(ways: Mapping[str, Callable[[], Any]], server: PostgresServer, data
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare reading a table with Spark's JDBC reader.")
     parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--changes", type=int, default=1_000_000, help="that streams read")
     parser.add_argument("--rounds", type=int, default=3, help="reads per way")
+    parser.add_argument("--only", choices=["read", "stream"], help="default: both")
     parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
-    if min(arguments.rows, arguments.rounds) < 1:
-        parser.error("--rows and --rounds must be at least 1")
+    if min(arguments.rows, arguments.changes, arguments.rounds) < 1:
+        parser.error("--rows, --changes and --rounds must be at least 1")
     return arguments
 
 

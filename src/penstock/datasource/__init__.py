@@ -1,4 +1,4 @@
-"""Postgres tables as data frames of your own Spark session: `spark.read.format("penstock")`."""
+"""Postgres tables, and their changes, as data frames of your own Spark session: `format("penstock")`."""
 
 from penstock.datasource.keeper import KeptSnapshot, snapshot
 from penstock.datasource.registering import register

@@ -11,7 +11,7 @@ _PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 def register(spark: Any) -> None:
-    """Make `spark.read.format("penstock")` available in a Spark session (4.0 or newer).
+    """Make `format("penstock")` available to `spark.read` and `spark.readStream` in a Spark session (4.0 or newer).
 
     Call it once per session, in the process of the driver. It also lets Spark pass filters on to Python data sources
     (`spark.sql.python.filterPushdown.enabled`, from Spark 4.1 on), so that the server reads fewer rows.

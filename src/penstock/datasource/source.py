@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import psycopg
 import pyarrow as pa
 import pyspark
-from psycopg.rows import tuple_row
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
@@ -19,37 +18,22 @@ from penstock.changes.segment import UNREPRESENTABLE
 from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, plan_ranges
 from penstock.copy.reader import RangeReader
 from penstock.copy.rows import load_leaves
+from penstock.datasource.changes import ChangesReader, StreamOptions
 from penstock.datasource.filters import condition
 from penstock.datasource.keeper import KeeperAddress
-from penstock.errors import (
-    ConfigError,
-    PenstockError,
-    SnapshotLost,
-    SourceError,
-    TableRewritten,
-    ValueOutOfRange,
-    with_hint,
-)
+from penstock.datasource.options import explained, find_table, parse_count, parse_options, parse_types, split_names
+from penstock.errors import ConfigError, SourceError
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
-from penstock.source.faults import translated
 from penstock.source.snapshots import enter_snapshot
-from penstock.values import NumericPolicy, OutOfRange, TypeSettings, UnknownTypes
-
-_KINDS = {"v": "a view", "m": "a materialized view", "f": "a foreign table", "S": "a sequence", "i": "an index"}
-_TABLE = """
-    select c.oid::int8, c.relkind::text from pg_catalog.pg_class c
-    where c.oid = pg_catalog.to_regclass(
-        case when pg_catalog.cardinality(pg_catalog.parse_ident(%(name)s)) = 1 then 'public.' || %(name)s
-             else %(name)s end
-    )::pg_catalog.oid
-"""
-_Choice = TypeVar("_Choice", OutOfRange, NumericPolicy, UnknownTypes)
+from penstock.values import OutOfRange, TypeSettings
 
 
 class PenstockSource(DataSource):
-    """A Postgres table as a data frame: a consistent copy, read in parallel.
+    """A Postgres table as a data frame: a consistent copy, read in parallel; or its changes, as a stream.
+
+    **`spark.read`**, a copy:
 
         penstock.register(spark)
         orders = (
@@ -81,6 +65,51 @@ class PenstockSource(DataSource):
     Spark does not tell Python data sources which columns it needs, so name them in `columns`. From Spark 4.1 on, simple
     filters are passed on to the server: comparisons with numbers, dates, times and booleans, equality of text, and
     `is not null`. On Spark 4.0 a time of day is text.
+
+    **`spark.readStream`**, the changes; the option `slot` makes the difference:
+
+        changes = (
+            spark.readStream.format("penstock")
+            .option("url", "postgresql://replicator@db.example/shop")
+            .option("table", "public.orders")
+            .option("slot", "orders_to_lake")
+            .option("startingPosition", "snapshot")
+            .load()
+        )
+        changes.writeStream.foreachBatch(upsert).option("checkpointLocation", "…").start()
+
+    A row is a change. It has the table's columns, and then:
+
+    | Column | Type | Meaning |
+    |---|---|---|
+    | `_op` | string | `insert`, `update`, `delete`, `truncate`, or `snapshot` for a copied row |
+    | `_commit_lsn`, `_ordinal` | bigint | the order of changes: position of the commit, number in its transaction |
+    | `_commit_time` | timestamp | of the commit, by the database's clock; for a copied row, when it was read |
+    | `_xid` | bigint | of the transaction; NULL for a copied row |
+    | `_unchanged` | array<string> | columns whose values the server omitted; they are NULL, and not known |
+    | `_old` | struct | of an update, the key before it changed; with REPLICA IDENTITY FULL, the row before it |
+
+    A delete has the values of the key, or of the row with REPLICA IDENTITY FULL, in the table's columns. With several
+    `tables`, every row has `_table` and instead of the table's columns `_key`, `_row` and `_old`: maps from names of
+    columns to the text that Postgres writes. Omitted values are not in `_row`.
+
+    | Option | Default | Meaning |
+    |---|---|---|
+    | `slot` | required | the name of the query's replication slot, created at its first start |
+    | `table` or `tables` | required | one name, as in SQL; or names and patterns like `sales.*`, separated by commas |
+    | `publication` | the slot's name | created if it does not exist |
+    | `startingPosition` | `latest` | where a new query begins: `latest`, at the slot's position if the slot exists; \
+`snapshot`, a copy and then every change since; or a position like `16/B374D848` |
+    | `maxRowsPerBatch` | all | the most rows of a batch; a batch has whole transactions, and at least one |
+    | `spoolLocation` | a temporary folder | where captured changes wait for Spark |
+    | `outOfRange`, `numeric`, `unknownTypes` | as above | for one `table`; `tables` have text |
+
+    A batch has the same changes whenever Spark repeats it, so a sink that Spark calls exactly once stays exactly once,
+    and `foreachBatch` sees a batch again only after a failure. The one exception is a query that ends before its copy
+    is committed: the copy is then read again, and the changes since the first one follow. The slot moves when Spark
+    commits a batch, and with it the WAL that the server keeps. The query ends with an error when the columns of the
+    table change; started again from its checkpoint, it continues with the new ones. The role needs REPLICATION, SELECT
+    for `snapshot`, and to own the table and have CREATE on the database if the publication is to be created.
     """
 
     keeper: ClassVar[KeeperAddress | None] = None
@@ -91,15 +120,29 @@ class PenstockSource(DataSource):
 
     def schema(self) -> str:
         """Ask the catalog for the table's columns."""
-        with _explained():
+        with explained():
+            if _is_stream(self.options):
+                return StreamOptions.of(self.options).columns()
             read = _Read.of(self.options)
             with closing(connect(read.source, Role.CATALOG)) as connection:
                 return spark_columns(read.columns_of(read.describe(connection)))
 
     def reader(self, schema: StructType) -> TableReader:
         """Return what plans and reads."""
-        columns = [(field.name, field.dataType.simpleString()) for field in schema]
-        return TableReader(_Read.of(self.options), columns, self.keeper)
+        with explained():
+            if _is_stream(self.options):
+                raise ConfigError("the option 'slot' is for spark.readStream", hint="Remove it for spark.read.")
+            return TableReader(_Read.of(self.options), _columns(schema), self.keeper)
+
+    def streamReader(self, schema: StructType) -> ChangesReader:  # noqa: N802 (Spark's name)
+        """Return what plans and reads the batches of a stream. Spark calls this in tasks, too."""
+        with explained():
+            if not _is_stream(self.options):
+                raise ConfigError(
+                    "spark.readStream needs the option 'slot', a name for the replication slot of this query",
+                    hint="Use lower-case letters, digits and underscores; the slot is created at the first start.",
+                )
+            return ChangesReader(StreamOptions.of(self.options), _columns(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,49 +158,19 @@ class _Read:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> _Read:
-        given = {name.lower(): value for name, value in options.items()}
-        for name in ("url", "table"):
-            if not given.get(name):
-                raise ConfigError(f'format("penstock") needs the option {name!r}')
-        unknown = given.keys() - {"url", "table", "columns", "snapshot", "partitions", *_POLICIES}
-        if unknown:
-            raise ConfigError(
-                f'format("penstock") has no option {min(unknown)!r}',
-                hint=f"Options are: url, table, columns, snapshot, partitions, {', '.join(_POLICIES.values())}.",
-            )
-        partitions = given.get("partitions")
-        if partitions is not None and (not partitions.isdecimal() or int(partitions) < 1):
-            raise ConfigError("the option 'partitions' should be a whole number of at least 1")
-        types = TypeSettings(
-            out_of_range=_choice(OutOfRange, given, "outofrange", OutOfRange.ERROR),
-            numeric=_choice(NumericPolicy, given, "numeric", NumericPolicy.STRING),
-            unknown_types=_choice(UnknownTypes, given, "unknowntypes", UnknownTypes.TEXT),
-        )
+        given = parse_options(options, ("url", "table"), ("columns", "snapshot", "partitions"))
         return cls(
             SourceSettings(given["url"]),
             given["table"],
             _names(given["columns"]) if "columns" in given else None,
             given.get("snapshot"),
-            None if partitions is None else int(partitions),
-            types,
+            parse_count(given, "partitions"),
+            parse_types(given),
         )
 
     def describe(self, connection: psycopg.Connection[Any]) -> TableSchema:
         """Return the table with the chosen columns, as the catalog has it now."""
-        doing = f"find the table {self.table}"
-        with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
-            row = cursor.execute(_TABLE, {"name": self.table}).fetchone()
-        if row is None:
-            raise ConfigError(
-                f"there is no table {self.table} that this role can see",
-                hint="Name it as in SQL, with its schema, and quoted if it has upper-case letters.",
-            )
-        oid, kind = row
-        if kind not in "rp":
-            raise ConfigError(
-                f"{self.table} is {_KINDS.get(kind, 'no table')}, and only tables can be read",
-                hint='Read it with Spark\'s format("jdbc").',
-            )
+        oid = find_table(connection, self.table)
         table = load_table(connection, oid)
         if table is None:
             raise ConfigError(f"the table {self.table} was just dropped")
@@ -199,7 +212,7 @@ class TableReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the ranges of the table in a snapshot."""
-        with _explained():
+        with explained():
             reader, ranges = self._plan()
         return [_Part((reader, each)) for each in ranges] or [_Part(None)]
 
@@ -238,7 +251,7 @@ class TableReader(DataSourceReader):
             return
         reader, part = partition.value
         _, exchange = exchange_with(pyspark.__version__, reader.arrow_schema)
-        with _explained():
+        with explained():
             for batch in reader.read(part):
                 yield exchange(batch if self._read.shows_texts else batch.drop_columns([UNREPRESENTABLE]))
 
@@ -249,55 +262,21 @@ class _Part(InputPartition):
     value: tuple[RangeReader, CopyRange] | None
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Put hints into messages: Spark shows nothing else."""
-    try:
-        yield
-    except PenstockError as error:
-        error.hint = _HINTS.get(type(error), error.hint)
-        raise PenstockError(with_hint(error), hint="") from None
+def _is_stream(options: Mapping[str, str]) -> bool:
+    """Spark does not say which of the two it asks the columns for; only a stream has a slot."""
+    return any(name.lower() == "slot" for name in options)
 
 
-_HINTS: dict[type[PenstockError], str] = {
-    SnapshotLost: "The snapshot of a data frame ends after five minutes without a reader, that of "
-    "penstock.snapshot with its block or its time. Take another one, and call load() again.",
-    TableRewritten: "Call load() again.",
-    ValueOutOfRange: "Choose what happens to such values with the option 'outOfRange'.",
-}
-"""Where the hint of a pipeline does not help."""
-
-
-_POLICIES = {"outofrange": "outOfRange", "numeric": "numeric", "unknowntypes": "unknownTypes"}
-
-
-def _choice(kind: type[_Choice], given: Mapping[str, str], name: str, default: _Choice) -> _Choice:
-    value = given.get(name, default)
-    try:
-        return kind(value.lower())
-    except ValueError:
-        choices = ", ".join(f"{each.value!r}" for each in kind)
-        raise ConfigError(f"the option {_POLICIES[name]!r} should be one of {choices}") from None
+def _columns(schema: StructType) -> list[tuple[str, str]]:
+    return [(field.name, field.dataType.simpleString()) for field in schema]
 
 
 def _names(text: str) -> tuple[str, ...]:
     """Split names as SQL does: unquoted ones are in lower case."""
     names: list[str] = []
-    for part in _split(text):
+    for part in split_names(text):
         quoted = len(part) > 1 and part[0] == part[-1] == '"'
         names.append(part[1:-1].replace('""', '"') if quoted else part.lower())
     if not names or not all(names):
         raise ConfigError("the option 'columns' should be names, separated by commas")
     return tuple(names)
-
-
-def _split(text: str) -> Iterator[str]:
-    part, is_quoted = "", False
-    for each in text:
-        is_quoted ^= each == '"'
-        if each == "," and not is_quoted:
-            yield part.strip()
-            part = ""
-        else:
-            part += each
-    yield part.strip()
