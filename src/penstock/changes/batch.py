@@ -44,20 +44,20 @@ class Rows:
 
     def frame(self, session: Any) -> Any:
         """All rows as a data frame of the given Spark session, read when the frame is computed: by Spark's JVM, or by
-        Python for a table that the config transforms, and for one with times of day on Spark 4.0, which has no type for
-        them; they are text there.
+        Python on a cluster, for a table that the config transforms, and for one with times of day on Spark 4.0, which
+        has no type for them; they are text there.
 
         Columns as in `arrow`, with `_unrepresentable` if some segment has it. The order of a frame means nothing: sort
-        by `_commit_lsn` and `_ordinal`. It can be computed until the result of the batch is known; executors elsewhere
-        must see the spool under the same path. Raises `ValueOutOfRange` if a cell is refused.
+        by `_commit_lsn` and `_ordinal`. It can be computed until the result of the batch is known. Raises
+        `ValueOutOfRange` if a cell is refused.
         """
         for segment in self.segments:
             if segment.refuses and segment.unrepresentable:
                 # Rare, and one narrow column: here, because Spark would say it as an error of its own.
                 segment.read([])
         schema = self._arrow_schema()
-        changes = any(segment.transform or segment.settled for segment in self.segments)
-        if changes or not can_read_files(session, schema):
+        in_python = any(segment.transform or segment.settled or segment.origin for segment in self.segments)
+        if in_python or not can_read_files(session, schema):
             return frame_of(session, schema, self.segments, partial(_read_columns, schema))
         # Segments with the same boundaries are one scan: in most batches there is one, or two.
         parts: dict[tuple[Lsn | None, Lsn | None], list[str]] = {}

@@ -13,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from penstock.changes.batch import Rows
@@ -202,7 +201,7 @@ def _columns(segment: Segment, wanted: set[str]) -> list[str] | None:
     if segment.bytes < _SMALL_BYTES or segment.transform is not None:
         # Reading the file's schema first would take longer than reading unneeded columns; a transform chooses itself.
         return None
-    return [name for name in pq.read_schema(segment.path).names if name in wanted]
+    return [name for name in segment.arrow_schema().names if name in wanted]
 
 
 def _renamed(before: TableSchema, after: TableSchema) -> dict[str, str]:

@@ -60,6 +60,11 @@ def has_time_type(version: str) -> bool:
     return (int(major), int(minor)) >= (4, 1)
 
 
+def is_local(master: str | None) -> bool:
+    """True if Spark runs tasks on this machine, in the driver's JVM."""
+    return master is not None and (master == "local" or master.startswith("local["))
+
+
 def can_read_files(session: Any, schema: pa.Schema) -> bool:
     """True if Spark's JVM reads segments with these columns; 4.0 rejects a Parquet column of times."""
     return has_time_type(session.version) or not any(map(holds_times, schema.types))
@@ -101,6 +106,8 @@ def exchange_type(arrow_type: pa.DataType) -> pa.DataType:
         return pa.time64("ns")
     if pa.types.is_list(arrow_type):
         return pa.list_(exchange_type(arrow_type.value_type))
+    if pa.types.is_struct(arrow_type):
+        return pa.struct([field.with_type(exchange_type(field.type)) for field in arrow_type])
     return arrow_type
 
 

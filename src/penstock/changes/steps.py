@@ -8,12 +8,14 @@ tasks read rows where they run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, Settled, require_representable, settle_rows
+from penstock.changes.segment_files import Origin
 from penstock.changes.transform import TableTransform
 from penstock.lsn import Lsn, OrderKey, are_in, earliest, furthest, is_in
 from penstock.observe.reports import tell
@@ -64,6 +66,8 @@ class Segment:
     reports their number (`CellsChanged`)."""
     transform: TableTransform | None = None
     """What `read` makes of the rows; their columns are those of its `output`."""
+    origin: Origin | None = None
+    """Where a task on another machine gets the file from; None if every reader sees it under its path."""
 
     def between(self, after: Lsn | None, until: Lsn | None = None) -> Segment | None:
         """The part between two boundaries; None if the keys show that there is none."""
@@ -89,7 +93,7 @@ class Segment:
         if wanted is not None:
             needed = [*([] if whole else [COMMIT_LSN]), *([UNREPRESENTABLE] if checked else [])]
             wanted = list(dict.fromkeys([*wanted, *needed]))
-        with pq.ParquetFile(self.path) as file:
+        with self.open() as source, pq.ParquetFile(source, pre_buffer=isinstance(source, pa.PythonFile)) as file:
             table = file.read(columns=wanted, use_threads=self.bytes >= _THREADS_FROM_BYTES)
         if not whole:
             table = self._narrow(table)
@@ -102,9 +106,14 @@ class Segment:
             table = self.transform.segment(table)
         return table if columns is None or table.column_names == columns else table.select(columns)
 
+    def open(self) -> Any:
+        """Return the whole file for pyarrow, in any process and on any machine to which the segment was sent."""
+        return pa.OSFile(self.path, "rb") if self.origin is None else self.origin.open(self.path, self.bytes)
+
     def arrow_schema(self) -> pa.Schema:
         """The schema of the rows that `read` returns."""
-        schema = pq.read_schema(self.path)
+        with self.open() as source:
+            schema = pq.read_schema(source)
         return schema if self.transform is None else self.transform.arrow_schema(schema)
 
     def _narrow(self, table: pa.Table) -> pa.Table:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -45,6 +46,8 @@ from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema, 
 from penstock.values import TypeSettings, merging_setting
 
 _TEXT = PostgresType(25, "text")
+TRANSFORM = re.compile(r"\s*select\s+(?P<columns>.+?)\s+from\s+changes\s*;?\s*", re.IGNORECASE | re.DOTALL)
+"""The form of `transform`: Spark SQL over the rows of a table, called `changes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class TableRules:
     """`where`, parsed."""
     key: bytes = field(default=b"", repr=False)
     """Of hashes."""
+    transform: str | None = None
+    """A `select` in Spark SQL, which the spark destination applies after all others."""
 
     @property
     def excluded(self) -> tuple[str, ...]:
@@ -69,11 +74,13 @@ class TableRules:
         """Identifies the rules, and the key if there is a hash; another one means other rows at the destination."""
         key = hmac.digest(self.key, b"penstock", "sha256") if any(rule.hash for _, rule in self.columns) else b""
         said = repr((sorted(self.columns, key=lambda each: each[0]), self.where))
+        said += "" if self.transform is None else self.transform
         return hashlib.sha256(said.encode() + key).hexdigest()[:16]
 
     def __str__(self) -> str:
         said = [f"{name} {rule}" for name, rule in self.columns]
-        return "; ".join([*said, *([] if self.where is None else [f"only rows where {self.where}"])])
+        said += [] if self.where is None else [f"only rows where {self.where}"]
+        return "; ".join([*said, *([] if self.transform is None else [f"transformed by {self.transform}"])])
 
 
 class RuledColumn(NamedTuple):
@@ -144,15 +151,20 @@ class Transforms:
         columns = () if rules is None else rules.columns
         return {column: rule.rename for column, rule in columns if rule.rename is not None}
 
+    def statement_of(self, schema: TableSchema) -> str | None:
+        """The `transform` of a table; None if it has none."""
+        rules = self.of(schema.table_id, str(schema))
+        return None if rules is None else rules.transform
+
     def excluded(self, schema: TableSchema) -> tuple[str, ...]:
         """The columns of a table that no destination gets."""
         rules = self.of(schema.table_id, str(schema))
         return () if rules is None else rules.excluded
 
     def resolve(self, schema: TableSchema, types: TypeSettings) -> TableTransform | None:
-        """The transform of a table with this schema; None if it has no rules. See `resolve_rules`."""
+        """The transform of a table with this schema; None if it has no rules for reading. See `resolve_rules`."""
         rules = self.of(schema.table_id, str(schema))
-        if rules is None:
+        if rules is None or not (rules.columns or rules.where):
             return None
         found = resolve_rules(rules, schema, types)
         known = self.in_force(schema.table_id, str(schema))

@@ -87,6 +87,11 @@ class Capabilities:
 class Tasks(Protocol):
     """Runs functions in Spark tasks, or in this process."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """True if tasks run on other machines, which may not see the files of this one."""
+        ...
+
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """Run one job over all items; return the results in the same order.
 
@@ -177,8 +182,8 @@ class DestinationContext:
     tasks: Tasks
     epoch: int = 0
     """The number of the lease. It grows with every takeover: a lower one belongs to a process that lost the lease."""
-    session: Any = None
-    """The Spark session, or None."""
+    open_session: Callable[[], Any] = lambda: None
+    """Returns `session`."""
     source_rows: SourceRows | None = None
     """For new rows with omitted values; None if the source cannot be queried."""
     take_folder: Callable[[TableSchema], str] = FOLDERS.table
@@ -186,8 +191,15 @@ class DestinationContext:
     keeps_dropped_columns: Callable[[TableSchema], bool] = lambda _: False
     """Returns True if columns that the source drops stay at the destination, with NULL in new rows."""
 
+    transform_of: Callable[[TableSchema], str | None] = lambda _: None
+    """Returns the `transform` of a table, in Spark SQL; None if it has none."""
     records_ddl: bool = False
     """The source records its DDL in the stream. Otherwise a name that moved to another column may come too early."""
+
+    @property
+    def session(self) -> Any:
+        """The Spark session, or None without Spark. It is opened by the first call, which takes about two seconds."""
+        return self.open_session()
 
     @property
     def lineage(self) -> str:

@@ -15,7 +15,7 @@ from penstock.changes.events import Event, Row, Unrepresentable, iterate_events
 from penstock.changes.segment import COMMIT_LSN, UNREPRESENTABLE, field_names
 from penstock.changes.steps import Entry, Segment, Step, Truncation
 from penstock.destinations.refusals import unreadable
-from penstock.errors import ValueOutOfRange
+from penstock.errors import PenstockError
 from penstock.lsn import Lsn, is_in, reaches
 from penstock.schema import TableSchema
 
@@ -90,7 +90,7 @@ def read_segment(segment: Segment, columns: list[str] | None = None) -> pa.Table
     """Read a segment; errors name the table."""
     try:
         return segment.read(columns)
-    except ValueOutOfRange:
+    except PenstockError:
         raise
     except Exception as error:
         raise unreadable(segment.table, segment.table_id, error) from error
@@ -116,11 +116,11 @@ def copied_rows(batch: pa.RecordBatch | pa.Table, schema: TableSchema) -> Iterat
 def _rows_after(rows: Rows, position: Lsn) -> Rows | None:
     """Return the part of the rows that a position does not cover; None if there is none."""
     narrowed = (segment.between(position) for segment in rows.segments)
-    segments = tuple(segment for segment in narrowed if segment is not None and not _is_empty(segment))
+    segments = tuple(segment for segment in narrowed if segment is not None and not is_empty(segment))
     return replace(rows, segments=segments) if segments else None
 
 
-def _is_empty(segment: Segment) -> bool:
+def is_empty(segment: Segment) -> bool:
     """Return True if no change lies between the boundaries. The keys show that, unless both boundaries lie inside the
     file."""
     inside = segment.after is not None and segment.until is not None

@@ -25,6 +25,7 @@ from penstock.errors import (
     TableOwned,
     TableRejected,
     TakesLong,
+    TasksFailed,
 )
 from penstock.state import Ready, Store, SyncDone
 
@@ -199,6 +200,8 @@ def unknown_row(table: str, what: str) -> PenstockError:
 
 def unreadable(table: str, table_id: int, error: BaseException) -> PenstockError:
     """The changes of a table cannot be read from the spool."""
+    if isinstance(error, MemoryError):
+        return _out_of_memory(table)
     if is_passing(error):
         return DestinationUnavailable(f"{table}: its changes cannot be read: {_said(error)}", table=table)
     return PenstockError(
@@ -213,6 +216,8 @@ def unexpected(table: str, error: BaseException) -> PenstockError:
     """Return the error of a table for any exception; only its type is named, since its text may contain values."""
     if isinstance(error, PenstockError):
         return error
+    if isinstance(error, MemoryError):
+        return _out_of_memory(table)
     if is_passing(error):
         return DestinationUnavailable(f"{table}: {_said(error)}", hint=_MAKE_ROOM, table=table)
     if isinstance(error, OSError):
@@ -220,6 +225,16 @@ def unexpected(table: str, error: BaseException) -> PenstockError:
     return PenstockError(
         f"{table}: {type(error).__name__} while writing",
         hint="The destination's log may have details; the text of the error is left out because it may contain data.",
+        table=table,
+    )
+
+
+def _out_of_memory(table: str) -> PenstockError:
+    """A task could not get memory: that of Arrow's, too. Retried, since other tasks may have used it up."""
+    return TasksFailed(
+        f"{table}: a task ran out of memory",
+        hint="Give Python workers more memory: raise memory in [spark], or spark.executor.memoryOverhead and "
+        "spark.executor.pyspark.memory; or lower batch.max_rows in [pipeline].",
         table=table,
     )
 

@@ -1,1 +1,1 @@
-"""Spark: the session, tasks and the Python worker daemon. The only package that imports pyspark, which is optional."""
+"""Spark: the session, tasks and the Python worker daemon. pyspark is optional."""

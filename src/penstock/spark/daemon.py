@@ -16,6 +16,7 @@ NEEDED = (
     "penstock.copy.reader",
     "penstock.destinations.delta.destination",
     "penstock.destinations.parquet.destination",
+    "penstock.destinations.spark.frames",
     "penstock.documents.build",
 )
 """Modules that tasks use. Named, not imported: they belong to higher layers."""

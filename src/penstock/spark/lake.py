@@ -7,6 +7,8 @@ from pathlib import Path
 
 COORDINATES = "io.delta:delta-spark_4.1_2.13:4.4.0"
 """For `spark.jars.packages`."""
+POSTGRES_DRIVER = "org.postgresql:postgresql:42.7.7"
+"""The driver with which Spark writes to PostgreSQL by JDBC, tried with this version."""
 _OPTIONS = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",

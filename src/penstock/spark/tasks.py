@@ -13,25 +13,30 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import py4j.protocol
-from pyspark import cloudpickle
+from pyspark import SparkContext, cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from penstock.changes.frames import is_local
 from penstock.copy.plan import RANGE_BYTES, bytes_of
-from penstock.errors import PenstockError, SparkGone, TasksFailed
+from penstock.errors import ConfigError, PenstockError, SparkGone, TasksFailed
 from penstock.observe.reports import current_listener, listening, tell
 from penstock.spark.copies import CopyGroup, LightCopies, Turns, TurnsClosed
-from penstock.spark.session import APPLY_POOL, COPY_POOL, reason_of
+from penstock.spark.session import APPLY_POOL, COPY_POOL, StartingSpark, cause_of, reason_of
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
+ITEMS_PER_TASK = 4
+"""Where executors come when tasks wait for them (`spark.dynamicAllocation`), the number of tasks follows from that of
+the items: one per present core would never wait."""
 TASKS_PER_CORE = 1
 """Further items share tasks. With four tasks per core a batch of 20 small tables took three times as long, when a
 Python task still cost 0.2 s (see docs/decisions/0013). Items are dealt out in turn and none is very large, so more
@@ -40,8 +45,13 @@ COPY_TASK_BYTES = 4 * RANGE_BYTES
 """Bytes of a table in one task, at most, unless a single item has more: a few seconds of work without interruption."""
 COPY_TASK_ITEMS = 4
 """Items of a copy in one task, at most."""
+_PATIENCE_SECONDS = 10.0
 _NO_JVM = (py4j.protocol.Py4JNetworkError, OSError, EOFError)
-_DESCRIPTION, _POOL = "spark.job.description", "spark.scheduler.pool"
+_DESCRIPTION, _POOL, _GROUP = "spark.job.description", "spark.scheduler.pool", "spark.jobGroup.id"
+_LACKING = (
+    "Give every executor the same Python and the same packages as the driver: install them, or ship an environment "
+    "(spark.archives, spark.pyspark.python); docs/guides/cluster.md shows how."
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,23 +86,49 @@ class SparkTasks:
     `copy_tasks` limits the tasks that copy tables at the same time; the default is all cores but one, at least one.
     """
 
-    def __init__(self, session: SparkSession, *, copy_tasks: int | None = None) -> None:
-        self._context = session.sparkContext
+    def __init__(self, spark: SparkSession | StartingSpark, *, copy_tasks: int | None = None) -> None:
+        self._spark = spark
         self._copy_tasks = copy_tasks
         self._here = threading.local()
         self._turns = Turns(lambda: self.copy_tasks)
         self._light_copies = LightCopies()
         self._tag = f"penstock-copy-{uuid.uuid4().hex}"
 
+    @cached_property
+    def _grows(self) -> bool:
+        """True if executors come when tasks wait for them."""
+        return self._context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true"
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if tasks run on other machines, which may not see the files of this one."""
+        return not is_local(self._context.master)
+
+    @property
+    def _context(self) -> SparkContext:
+        return self._spark.sparkContext
+
     @property
     def cores(self) -> int:
-        """How many tasks run at the same time; on a cluster this changes with the number of executors."""
-        return max(1, self._context.defaultParallelism)
+        """How many tasks run at the same time; on a cluster this changes with the number of executors.
+
+        Raises `SparkGone` if Spark was stopped.
+        """
+        try:
+            return max(1, self._context.defaultParallelism)
+        except (py4j.protocol.Py4JError, OSError, AttributeError):
+            # A context that was stopped by Python has no counterpart in the JVM any more.
+            logger.debug("the number of cores is unknown", exc_info=True)
+            raise SparkGone("Spark was stopped: it no longer says how many cores it has") from None
 
     @property
     def copy_tasks(self) -> int:
         """How many tasks copy tables at the same time, at most."""
-        return self._copy_tasks or max(1, self.cores - 1)
+        if self._copy_tasks:
+            return self._copy_tasks
+        cores = self.cores
+        # Tasks that wait are what makes a cluster grow; it then has room for changes, too.
+        return 2 * cores if self._grows else max(1, cores - 1)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -117,7 +153,10 @@ class SparkTasks:
             return []
         if self._is_copying:
             return self._run_in_turns(items, function, description)
-        count = min(len(items), TASKS_PER_CORE * self.cores)
+        count = TASKS_PER_CORE * self.cores
+        if self._grows:
+            count = max(count, -(-len(items) // ITEMS_PER_TASK))
+        count = min(len(items), count)
         shares = [list(range(number, len(items), count)) for number in range(count)]
         payloads = [[items[index] for index in share] for share in shares]
         results: list[Any] = [None] * len(items)
@@ -126,6 +165,35 @@ class SparkTasks:
                 results[index] = outcome
         _tell_all(results)
         return [_value(outcome) for outcome in results]
+
+    def wait_for_executors(self, say: Callable[[str], None], seconds: float = _PATIENCE_SECONDS) -> None:
+        """Wait until a task has run, on a cluster; after some seconds, tell people what this waits for.
+
+        Raises `ConfigError` if executors lack something.
+        """
+        if not self.elsewhere:
+            return
+        text = (
+            f"waiting for executors of {self._context.master}: none has run a task yet. Perhaps other applications "
+            "hold all cores, like a pipeline that is running; spark.cores.max limits what one takes"
+        )
+        # In a thread, because a signal cannot end a thread's call to the JVM cleanly. Stopping Spark ends the job.
+        job: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self.run([None], _do_nothing, description="wait for an executor")
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                job.set_result(None)
+
+        threading.Thread(target=run, name="wait-for-executors", daemon=True).start()
+        try:
+            job.result(seconds)
+        except TimeoutError:
+            say(text)
+            job.result()
 
     def close(self) -> None:
         """Stop copies and other long jobs: cancel running tasks and start no more. Other jobs that apply changes
@@ -145,7 +213,10 @@ class SparkTasks:
     ) -> list[_Result]:
         """Run jobs of a few items each, as many at a time as there are turns, until all are done or one raises. Small
         tables get their turns before large ones."""
-        turns = min(len(items), self.copy_tasks)
+        try:
+            turns = min(len(items), self.copy_tasks)
+        except SparkGone as gone:
+            raise _later(gone, COPY_POOL) from None
         parts = group_for_turns(items, turns)
         groups = [
             CopyGroup(part, function, f"{description} ({number} of {len(parts)})")
@@ -224,32 +295,58 @@ class SparkTasks:
                 return self._context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
         except _NO_JVM:
             logger.debug("the jvm does not answer description=%s", description, exc_info=True)
-            gone = f"Spark could not {description}: its JVM no longer answers"
-            # The next process retries the table; this one ends as soon as it has changes to write.
-            raise (TasksFailed(gone) if pool == COPY_POOL else SparkGone(gone)) from None
-        except (py4j.protocol.Py4JError, PySparkException) as error:
+            raise _later(SparkGone(f"Spark could not {description}: its JVM no longer answers"), pool) from None
+        except (py4j.protocol.Py4JError, PySparkException, AttributeError, AssertionError) as error:
             logger.debug("a job failed description=%s", description, exc_info=True)
             if tagged and self._turns.closed:
                 raise _cancelled() from None
+            if self._is_stopped():
+                raise _later(SparkGone(f"Spark could not {description}: it was stopped"), pool) from None
+            if isinstance(error, AttributeError | AssertionError):
+                raise
+            lacking = cause_of(error)
+            if lacking is not None:
+                raise ConfigError(f"Spark could not {description}: {lacking}", hint=_LACKING) from None
             raise TasksFailed(f"Spark could not {description}: {reason_of(error)}") from None
+
+    def _is_stopped(self) -> bool:
+        java: Any = self._context._jsc  # pyright: ignore[reportPrivateUsage]
+        try:
+            return java is None or bool(java.sc().isStopped())
+        except (py4j.protocol.Py4JError, OSError):
+            return True
 
     @contextmanager
     def _described(self, description: str, pool: str, *, tagged: bool) -> Iterator[None]:
-        """Give this thread's jobs a description and a pool, and the tag that cancels them if they are `tagged`."""
-        context = self._context
-        before = {name: context.getLocalProperty(name) for name in (_DESCRIPTION, _POOL)}
-        context.setLocalProperty(_DESCRIPTION, description)
-        context.setLocalProperty(_POOL, pool)
-        if tagged:
-            context.addJobTag(self._tag)
-        try:
-            yield
-        finally:
+        """Describe this thread's jobs, and give them the tag that cancels them if they are `tagged`."""
+        with described(self._context, description, pool):
             if tagged:
-                context.removeJobTag(self._tag)
-            for name, value in before.items():
-                # None removes a property, although the annotation does not allow it.
-                context.setLocalProperty(name, value)  # pyright: ignore[reportArgumentType]
+                self._context.addJobTag(self._tag)
+            try:
+                yield
+            finally:
+                if tagged:
+                    self._context.removeJobTag(self._tag)
+
+
+@contextmanager
+def described(context: SparkContext, description: str, pool: str) -> Iterator[None]:
+    """Give this thread's jobs a description, a group and a pool inside the block."""
+    before = {name: context.getLocalProperty(name) for name in (_DESCRIPTION, _POOL, _GROUP)}
+    context.setLocalProperty(_DESCRIPTION, description)
+    context.setLocalProperty(_POOL, pool)
+    context.setLocalProperty(_GROUP, group_of(pool))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            # None removes a property, although the annotation does not allow it.
+            context.setLocalProperty(name, value)  # pyright: ignore[reportArgumentType]
+
+
+def group_of(pool: str) -> str:
+    """Return the job group of a pool, as Spark's UI shows it."""
+    return f"penstock {pool}"
 
 
 class _Work:
@@ -296,6 +393,16 @@ def group_for_turns(items: list[_Item], turns: int) -> list[list[_Item]]:
 def _tell_all(outcomes: Iterable[_Done[Any] | _Raised]) -> None:
     for report in (report for outcome in outcomes if isinstance(outcome, _Done) for report in outcome.reports):
         tell(report)
+
+
+def _do_nothing(_: None) -> None:
+    """Run as a task to see that tasks run."""
+
+
+def _later(gone: SparkGone, pool: str) -> PenstockError:
+    """Return the error for a job of a pool: the next process retries a copy, and this one ends as soon as it has
+    changes to write."""
+    return TasksFailed(gone.message) if pool == COPY_POOL else gone
 
 
 def _cancelled() -> TasksFailed:

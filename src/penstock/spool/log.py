@@ -21,8 +21,8 @@ from penstock.lsn import Lsn, OrderKey
 from penstock.spool.folder import SpoolFolder
 
 _KINDS: dict[str, type[Step]] = {"rows": Segment, "truncate": Truncation, "message": Message}
-_IN_BATCHES = ("after", "until", "refuses", "settled", "transform")
-"""Fields of a segment that say which part of it a batch has; in the log it is whole."""
+_IN_BATCHES = ("after", "until", "refuses", "settled", "transform", "origin")
+"""Fields of a segment that say which part of it a batch has, and who serves it; in the log it is whole."""
 
 
 def read_parts(folder: SpoolFolder, *, repair: bool) -> Iterator[tuple[Path, list[Entry]]]:

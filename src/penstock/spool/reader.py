@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from penstock.changes.segment_files import origin_of
 from penstock.changes.steps import Entry, Message, Segment
 from penstock.errors import PositionGone
 from penstock.lsn import Lsn, reaches
@@ -111,10 +112,18 @@ class SpoolReader:
             ) from None
 
     def _refresh(self) -> None:
-        for entry in self._tail.read_new():
+        for entry in map(self._served, self._tail.read_new()):
             if self._entries and entry.begin != self._entries[-1].end:
                 raise PositionGone(
                     f"entries after {self._entries[-1].end} were deleted before they were read",
                     position=self._entries[-1].end,
                 )
             self._entries.append(entry)
+
+    def _served(self, entry: Entry) -> Entry:
+        """Return an entry whose segments say where tasks on other machines get them from."""
+        origin = origin_of(self._folder.root)
+        if origin is None:
+            return entry
+        steps = (replace(step, origin=origin) if isinstance(step, Segment) else step for step in entry.steps)
+        return replace(entry, steps=tuple(steps))

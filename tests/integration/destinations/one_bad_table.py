@@ -9,6 +9,8 @@ from typing import Any
 
 from penstock.destinations.base import Destination
 from penstock.schema import TableSchema
+from penstock.spark.session import APPLY_POOL
+from penstock.spark.tasks import group_of
 from penstock.testing.destinations import ScriptedSource
 from penstock.testing.destinations.contract import ORDERS
 
@@ -31,9 +33,9 @@ def check_one_bad_table(
     bad: Any = batch.tables[BAD].steps[0]
     Path(bad.segments[0].path).write_bytes(b"not a file of changes")
     tracker = spark.sparkContext.statusTracker()
-    before = len(tracker.getJobIdsForGroup(None))
+    before = len(tracker.getJobIdsForGroup(group_of(APPLY_POOL)))
     result = destination.write_events(batch).result()
-    assert len(tracker.getJobIdsForGroup(None)) == before + 1
+    assert len(tracker.getJobIdsForGroup(group_of(APPLY_POOL))) == before + 1
     assert list(result.tables) == [schemas[BAD].table_id]
     assert result.of(schemas[BAD].table_id).error is not None
     assert [count_rows(schema) for schema in schemas] == [int(number != BAD) for number in range(TABLES)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -234,3 +236,38 @@ def test_a_copy_is_given_up_when_closed(spark: Any, tmp_path: Path) -> None:
 def test_a_second_session_is_the_first(spark: Any) -> None:
     assert build_session(SparkSettings(master="local[2]")).sparkContext is spark.sparkContext
     assert spark.conf.get("spark.sql.timeType.enabled") == "true"
+
+
+STOPPED = """
+from penstock.spark.session import SparkSettings, build_session
+from penstock.spark.tasks import SparkTasks
+
+session = build_session(SparkSettings(master="local[1]"))
+tasks = SparkTasks(session)
+assert tasks.run([1], str, description="work") == ["1"]
+
+
+def copy():
+    with tasks.copying():
+        tasks.run([1, 2], str, description="copy")
+
+
+def show():
+    for what in (lambda: tasks.run([1, 2], str, description="write"), lambda: tasks.cores, copy):
+        try:
+            what()
+        except Exception as error:
+            print(type(error).__name__)
+
+
+session.sparkContext._jsc.sc().stop()
+show()
+session.stop()
+show()
+"""
+
+
+def test_a_context_that_was_stopped_is_a_spark_that_is_gone() -> None:
+    """By its JVM, as after the master has removed the application, or by Python."""
+    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["SparkGone", "SparkGone", "TasksFailed"] * 2, done.stderr

@@ -14,6 +14,7 @@ from penstock.changes.segment import UNREPRESENTABLE
 from penstock.destinations.parquet import ParquetDestination, ParquetReader, current
 from penstock.schema import TableSchema
 from penstock.testing.destinations import ScriptedSource, make_context
+from tests.support.examples import examples
 from tests.unit.changes.random_changes import KEYED, SCHEMAS, RandomTable
 
 
@@ -42,7 +43,7 @@ def test_shares_of_the_keys_have_the_rows_that_changes_one_by_one_leave(
     """Also if a row moves from one share to another while large values of it are omitted."""
     monkeypatch.setattr(current, "SHARE_BYTES", 8_000)
     counts: set[int] = set()
-    for seed in range(12):
+    for seed in range(examples(4)):
         source, table = ScriptedSource(tmp_path / f"segments-{seed}"), RandomTable(schema, Random(seed))
         destination = begin(tmp_path / str(seed), source, schema, table.fill(6))
         for _ in range(5):
@@ -86,5 +87,5 @@ def peak_of(folder: Path, count: int) -> int:
 
 def test_the_peak_is_the_same_for_a_log_of_four_times_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "SHARE_BYTES", 100_000)
-    small, large = (peak_of(tmp_path / str(count), count) for count in (10, 40))
+    small, large = (peak_of(tmp_path / str(count), count) for count in (5, 20))
     assert large < 1.5 * small

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 
+import pyarrow as pa
 import pytest
 
 from penstock.destinations.refusals import unexpected, unreadable
@@ -28,3 +29,11 @@ def test_anything_else_is_for_a_person_and_quotes_no_cell(error: Exception) -> N
 def test_an_error_with_a_name_keeps_it() -> None:
     error = TableRejected("t was rejected", table="t")
     assert unexpected("t", error) is error
+
+
+@pytest.mark.parametrize("error", [MemoryError("x"), pa.ArrowMemoryError("malloc of size 42 failed")])
+def test_a_lack_of_memory_is_called_so_and_tried_again(error: Exception) -> None:
+    for found in (unexpected("t", error), unreadable("t", 7, error)):
+        assert found.retry is Retry.TIMED
+        assert str(found) == "t: a task ran out of memory"
+        assert "memoryOverhead" in found.hint

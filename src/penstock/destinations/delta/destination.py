@@ -34,6 +34,7 @@ from penstock.destinations.delta.maintenance.schedule import Maintenance, Mainte
 from penstock.destinations.delta.parts import PartWork, part_filter, remove_rows
 from penstock.destinations.delta.planner import SHARED_ROWS, Plan, plan_table
 from penstock.destinations.delta.reader import PinnedVersion, pin_table
+from penstock.destinations.delta.registration import Registration
 from penstock.destinations.delta.resume import (
     RangeRecord,
     forget_copies,
@@ -47,7 +48,13 @@ from penstock.destinations.delta.schema import table_configuration
 from penstock.destinations.delta.storage import LocalStorage, Storage, open_storage
 from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place, Version
 from penstock.destinations.delta.tasks import Rewrite, apply_changes, rewrite_file
-from penstock.destinations.delta.write import WrittenFiles, copy_marker, write_rows
+from penstock.destinations.delta.write import (
+    WrittenFiles,
+    copy_marker,
+    require_listed,
+    require_seen,
+    write_rows,
+)
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import (
     busy,
@@ -61,6 +68,7 @@ from penstock.destinations.refusals import (
     unusable,
     while_mounted,
 )
+from penstock.destinations.shared_place import require_shared
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
@@ -85,6 +93,7 @@ class DeltaDestination:
     | `commit_interval` | seconds between two commits of a busy table (0.5) |
     | `storage_options` | of the object store: `{aws_endpoint = "…", aws_region = "…"}` |
     | `maintenance` | `true` (default): compaction, checkpoints and clean-up while the pipeline runs |
+    | `register` | `{catalog = "…", schema = "…"}`: after its copy, a table appears in a catalog of the Spark session |
     | `log_retention_hours`, `file_retention_hours` | how long old versions (24) and old files (2) are kept |
     """
 
@@ -102,6 +111,7 @@ class DeltaDestination:
         maintenance: bool = True,
         log_retention_hours: float = 24.0,
         file_retention_hours: float = 2.0,
+        register: object = None,
     ) -> None:
         known = [each.value for each in Mode]
         if mode not in known:
@@ -126,6 +136,7 @@ class DeltaDestination:
             log_retention_hours=log_retention_hours, file_retention_hours=file_retention_hours
         )
         self._storage = open_storage(path, storage_options)
+        self._registration = Registration.parse(register)
         self._writes = WritesInFlight()
         self._lock = threading.Lock()
         self._tables: dict[int, LakeTable] = {}
@@ -164,6 +175,11 @@ class DeltaDestination:
         marker.mark(self._storage)
         if isinstance(self._storage, LocalStorage):
             self._storage = replace(self._storage, marker=self.marker)
+        require_shared(context, self._storage)
+        if self._registration is not None and context.session is None:
+            raise unusable(
+                "register needs Spark", hint='Set another master than "none" in [spark], or remove register.'
+            )
         self._catalog = Catalog(self._storage, context.pipeline_id)
         if self._maintained:
             self._maintenance = Maintenance(self._written, context.tasks, self._settings, writes=self._writes)
@@ -242,6 +258,7 @@ class DeltaDestination:
             if continues:
                 added.append(write_rows(table.log.storage, layout, copy_marker(rows.position, layout)))
             state = replace(version.state, table_id=schema.table_id, copied=rows.attempt, layout=layout)
+            require_listed(str(schema), storage, added)
             table.commit_copy(version, state, rows.position, added, self._configuration(), keep=continues)
             forget_copies(storage)
         self._record_place(table, schema)
@@ -285,6 +302,7 @@ class DeltaDestination:
                 state = version.state
                 if any(file.has_texts for file in files):
                     state = replace(state, layout=layout.with_texts())
+                require_seen(str(schema), table.log.storage, written)
                 if table.commit(Batch(version, state, rows.position, written)):
                     count = sum(file.row_count for file in files)
                     text = "partitions copied table=%s position=%s rows=%d removed=%d"
@@ -472,6 +490,9 @@ class DeltaDestination:
         def commit(item: tuple[Plan, WrittenFiles]) -> bool | PenstockError:
             plan, written = item
             try:
+                exchanged = tuple(add for add in plan.exchanged.values() if add is not None)
+                seen = replace(written, added=(*written.added, *exchanged))
+                require_seen(plan.work.table, plan.work.storage, seen)
                 done = plan.table.commit(Batch(plan.version, plan.state, plan.end, written, plan.exchanged))
             except Exception as error:
                 return unexpected(plan.work.table, error)
@@ -523,7 +544,7 @@ class DeltaDestination:
         return LakeTable(log, name, table_id, self._started, self._deletion_vectors, folder)
 
     def _record_place(self, table: LakeTable, schema: TableSchema) -> None:
-        """Record that the rows of a table are in the folder that they were copied to."""
+        """Record that the rows of a table are in the folder that they were copied to, in the catalog of Spark, too."""
         catalog = self._started_catalog
         folder, before = table.folder, catalog.place(schema.table_id)
         catalog.record(schema.table_id, Place(folder, str(schema), self._system))
@@ -531,6 +552,8 @@ class DeltaDestination:
             logger.info(
                 "table moved, its old folder is left as it was table=%s from=%s to=%s", schema, before.folder, folder
             )
+        if self._registration is not None:
+            self._registration.register(self._started.session, schema, table.log.storage.url)
 
     @property
     def _system(self) -> str:

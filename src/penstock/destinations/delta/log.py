@@ -69,10 +69,14 @@ class Lost:
     """The other writers' commits, oldest first; empty if they are so old that the log was cleaned up meanwhile."""
     snapshot: Snapshot
     """The table after those commits."""
+    before: Metadata | None = None
+    """The table's metadata before them; None if there was no table."""
 
     def verdict(self, application: Application) -> Verdict:
         """Return the most severe verdict of all commits."""
-        verdicts = {commit.verdict(application) for commit in self.between}
+        before = self.before
+        others = (commit for commit in self.between if before is None or not commit.describes(before))
+        verdicts = {commit.verdict(application) for commit in others}
         for verdict in (Verdict.FOREIGN, Verdict.SUPERSEDED, Verdict.OWN_POSITION):
             if verdict in verdicts:
                 return verdict
@@ -202,7 +206,7 @@ class DeltaLog:
         # The put was retried, and the answer to the first attempt was lost.
         if any(commit.info is not None and commit.info.commit_id == info.commit_id for commit in between):
             return Committed(current)
-        return Lost(between, current)
+        return Lost(between, current, None if snapshot is None else snapshot.metadata)
 
     def _is_there(self, version: int, info: CommitInfo) -> bool:
         """Return True if the put took effect even though it reported an error."""

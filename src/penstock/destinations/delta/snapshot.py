@@ -38,6 +38,22 @@ class Application:
         return cls(*map(unquote, parts[1:])) if len(parts) == 5 and parts[0] == _APPLICATION else None
 
 
+_FREE_PROPERTIES = frozenset(
+    {
+        "delta.autoOptimize.autoCompact",
+        "delta.autoOptimize.optimizeWrite",
+        "delta.checkpointInterval",
+        "delta.dataSkippingNumIndexedCols",
+        "delta.dataSkippingStatsColumns",
+        "delta.deletedFileRetentionDuration",
+        "delta.logRetentionDuration",
+        "delta.targetFileSize",
+        "delta.tuneFileSizesForRewrites",
+    }
+)
+"""Properties of Delta that say nothing about what a file or the log may contain."""
+
+
 class Verdict(Enum):
     """What other writers' commits mean for a writer that wanted to commit the same version."""
 
@@ -49,7 +65,7 @@ class Verdict(Enum):
     """The same pipeline has copied this table again, or another one to this folder, or reads another lineage: this
     writer must stop."""
     FOREIGN = auto()
-    """Another program has changed data or metadata: the table stops."""
+    """Another program has changed rows, columns or features: the table stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,14 @@ class Commit:
             action.data_change if isinstance(action, Add | Remove) else isinstance(action, Metadata | Protocol)
             for action in self.actions
         )
+
+    def describes(self, before: Metadata) -> bool:
+        """Return True if the commit changes only how the table is described: its name, its comment, and properties that
+        mean nothing to its writer."""
+        metadata = [action for action in self.actions if isinstance(action, Metadata)]
+        if any(isinstance(action, Add | Remove | Protocol | Txn) for action in self.actions):
+            return False
+        return bool(metadata) and all(_essence(each) == _essence(before) for each in metadata)
 
     def verdict(self, application: Application) -> Verdict:
         """Return what the commit means for the table's writer."""
@@ -172,6 +196,16 @@ def record_removals(removals: dict[str, Remove], actions: Iterable[Action]) -> N
             for path in (action.file, vector):
                 if path is not None and (path not in removals or removals[path].time <= action.time):
                     removals[path] = action
+
+
+def _essence(metadata: Metadata) -> Metadata:
+    """Return metadata without what any program may change."""
+    kept = {
+        name: value
+        for name, value in metadata.configuration.items()
+        if name.startswith(("delta.", "penstock.")) and name not in _FREE_PROPERTIES
+    }
+    return replace(metadata, configuration=kept, name=None, description=None)
 
 
 def _vector_id(action: Add | Remove) -> str | None:

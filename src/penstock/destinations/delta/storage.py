@@ -13,7 +13,6 @@ Paths are relative to the storage, with slashes. Storages pickle: tasks open the
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ import obstore.exceptions as store_errors
 import pyarrow as pa
 from obstore.store import from_url
 
+from penstock.changes.segment_files import RangedFile
 from penstock.destinations.refusals import out_of_reach, require_mounted, unusable
 from penstock.durable import aside, sync_folder, write_synced
 
@@ -277,7 +277,14 @@ class ObjectStorage:
                 size = None
         if size is None:
             raise FileNotFoundError(path)
-        return pa.PythonFile(_ObjectReader(self, path, size), mode="r")
+
+        def read_range(offset: int, length: int) -> bytes:
+            content = self.get_range(path, offset, length)
+            if content is None:
+                raise FileNotFoundError(path)
+            return content
+
+        return pa.PythonFile(RangedFile(read_range, size), mode="r")
 
     def list(self, folder: str = "", *, after: str = "") -> Iterator[StoredFile]:
         with self._reachable():
@@ -346,38 +353,3 @@ class ObjectStorage:
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             object.__setattr__(self, name, value)
-
-
-class _ObjectReader(io.RawIOBase):
-    """An object as a file: every read is one range request."""
-
-    def __init__(self, storage: ObjectStorage, path: str, size: int) -> None:
-        self._storage = storage
-        self._path = path
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._position)
-        wanted = left if size < 0 else min(size, left)
-        if not wanted:
-            return b""
-        content = self._storage.get_range(self._path, self._position, wanted)
-        if content is None:
-            raise FileNotFoundError(self._path)
-        self._position += len(content)
-        return content

@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from urllib.parse import quote
 
 from penstock.changes.segment import COMMIT_LSN
@@ -251,7 +251,8 @@ class LakeTable:
     def _metadata(self, snapshot: Snapshot, state: TableState, configuration: dict[str, str]) -> Action:
         before = snapshot.metadata
         kept = {**before.configuration, **configuration}
-        return to_metadata(state, before.id, before.created_time or now_milliseconds(), kept)
+        metadata = to_metadata(state, before.id, before.created_time or now_milliseconds(), kept)
+        return replace(metadata, name=before.name, description=before.description)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ reader sees.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +48,8 @@ from penstock.destinations.delta.index import FileMatch, build_index, index_fold
 from penstock.destinations.delta.layout import DELETED_AT, Mode, TableLayout
 from penstock.destinations.delta.schema import fit
 from penstock.destinations.delta.storage import Storage
-from penstock.destinations.delta.vectors import Vector, write_vectors
+from penstock.destinations.delta.vectors import Vector, vector_file, write_vectors
+from penstock.destinations.shared_place import require_written, unseen
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 
@@ -89,6 +90,25 @@ class WrittenFiles:
             row_count=sum(part.row_count for part in parts),
             dead_count=sum(part.dead_count for part in parts),
         )
+
+
+def require_listed(table: str, storage: Storage, added: Iterable[Add]) -> None:
+    """Raise `DestinationUnavailable` if the driver does not see a file, or sees it with another size."""
+    sizes = {file.path: file.bytes for file in storage.list()}
+    for add in added:
+        if sizes.get(add.file) != add.size:
+            raise unseen(table, f"{storage.url}/{add.file}")
+
+
+def require_seen(table: str, storage: Storage, written: WrittenFiles) -> None:
+    """Do the same for the files of a batch, and their vectors, if they are in a folder.
+
+    An object store is not asked in every batch: its URL means the same place everywhere.
+    """
+    vectors = (vector_file(vector) for _, vector in written.vectors)
+    files = [*((add.file, add.size) for add in written.added), *((name, None) for name in vectors if name is not None)]
+    paths = ((storage.local_path(name), size) for name, size in files)
+    require_written(table, ((path, size) for path, size in paths if path is not None))
 
 
 def assemble(net: NetChanges, layout: TableLayout) -> pa.Table:

@@ -47,6 +47,7 @@ from penstock.destinations.refusals import (
     unusable,
     while_mounted,
 )
+from penstock.destinations.shared_place import Folder, require_shared, require_written
 from penstock.durable import probe_folder
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
@@ -137,6 +138,7 @@ class ParquetDestination:
             make_folder(self._root.path)
             put_if_absent(self._root.marker, json.dumps({"format": FORMAT}))
             self._check_format()
+        require_shared(context, Folder(self._root.path))
         for folder in self._root.tables():
             owner = folder.owner()
             generations = folder.generations()
@@ -205,6 +207,7 @@ class ParquetDestination:
                 rows.ranges, partial(write_range, rows.reader, target), description=f"copy {schema}"
             )
             files = [each for each in written if each is not None]
+            require_written(str(schema), ((generation.data / file.name, file.bytes) for file in files))
             steps = (NewSchema(schema, ""), *files)
             manifest = self._manifest(ManifestKind.COPY, rows.attempt, rows.position, rows.position, steps)
             generation.append(0, replace(manifest, schema_version=version))
@@ -380,7 +383,10 @@ class ParquetDestination:
         for number, step in enumerate(plan.changes.steps):
             match step:
                 case Rows():
-                    steps += files.get((plan.changes.table_id, number), [])
+                    found = files.get((plan.changes.table_id, number), [])
+                    data = table.generation.data
+                    require_written(plan.changes.table, ((data / file.name, file.bytes) for file in found))
+                    steps += found
                 case SchemaChange():
                     steps.append(NewSchema(step.new, step.version))
                 case _:

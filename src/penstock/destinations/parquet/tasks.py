@@ -91,7 +91,7 @@ def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> Dat
 
 def _segments(rows: Rows) -> Iterator[pa.Table]:
     """Yield the segments' rows with the same columns in each: only some have `_unrepresentable`."""
-    has_texts = any(UNREPRESENTABLE in pq.read_schema(segment.path).names for segment in rows.segments)
+    has_texts = any(UNREPRESENTABLE in segment.arrow_schema().names for segment in rows.segments)
     for segment in rows.segments:
         table = read_segment(segment)
         if has_texts and UNREPRESENTABLE not in table.column_names:

@@ -172,8 +172,8 @@ def test_a_transaction_of_gigabytes_is_written_in_pieces(monkeypatch: pytest.Mon
     monkeypatch.setattr(fill, "FILL_BYTES", 10)
     monkeypatch.setattr(files, "_WIDE_ROW_BYTES", 1)
     monkeypatch.setattr(files, "_WIDE_GROUP_BYTES", 200)
-    for seed, schema in enumerate(SCHEMAS):
-        for options in OPTIONS:
+    for number, options in enumerate(OPTIONS):
+        for seed, schema in enumerate(SCHEMAS[number % 2 :: 2]):
             follow(seed, schema, options, [[40, 3], [5, 30]])
 
 

@@ -350,6 +350,10 @@ def test_a_commit_that_did_not_arrive_is_an_error(table: LakeTable) -> None:
         ("foreign rows", Verdict.FOREIGN),
         ("other pipeline", Verdict.FOREIGN),
         ("foreign metadata", Verdict.FOREIGN),
+        ("foreign columns", Verdict.FOREIGN),
+        ("foreign properties", Verdict.MAINTENANCE),
+        ("foreign properties and foreign rows", Verdict.FOREIGN),
+        ("foreign properties and own rows", Verdict.OWN_POSITION),
     ],
 )
 def test_a_lost_race_says_what_came_in_between(table: LakeTable, between: str, verdict: Verdict) -> None:
@@ -384,7 +388,13 @@ def _happen(table: LakeTable, event: str) -> None:
         case "foreign rows":
             rows = [write_data_file(table.storage, make_rows([800]))]
         case "foreign metadata":
-            rows = [replace(snapshot.metadata, description="changed")]
+            configuration = {**snapshot.metadata.configuration, "delta.isolationLevel": "Serializable"}
+            rows = [replace(snapshot.metadata, configuration=configuration)]
+        case "foreign columns":
+            rows = [replace(snapshot.metadata, schema_string=snapshot.metadata.schema_string.replace('"id"', '"ID"'))]
+        case "foreign properties":
+            configuration = {**snapshot.metadata.configuration, "team": "sales", "delta.logRetentionDuration": "1 day"}
+            rows = [replace(snapshot.metadata, configuration=configuration, description="changed")]
         case _:
             pass
     assert isinstance(table.log.commit(snapshot, [info, *rows]), Committed)

@@ -433,6 +433,8 @@ def test_nothing_is_vacuumed_where_there_is_no_table(tmp_path: Path) -> None:
 class FailingTasks:
     """A cluster that is gone."""
 
+    elsewhere = False
+
     def run(self, items: Sequence[Any], function: Any, *, description: str) -> list[Any]:
         raise TasksFailed("executors were lost")
 

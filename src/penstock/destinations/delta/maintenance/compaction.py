@@ -36,6 +36,7 @@ from penstock.destinations.delta.schema import DELETION_VECTORS
 from penstock.destinations.delta.snapshot import Snapshot
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.vectors import Vector, vector_file, write_vectors
+from penstock.destinations.delta.write import WrittenFiles, require_seen
 
 OPERATION = "OPTIMIZE"
 _COMMIT_ATTEMPTS = 50
@@ -151,6 +152,8 @@ def compact(
 
 def commit_rewritten(log: DeltaLog, rewritten: Sequence[Rewritten]) -> Snapshot | None:
     """Replace the files, with all deletions until now; None if another writer has removed all of them."""
+    added = tuple(each.file for each in rewritten if each.file is not None)
+    require_seen(log.storage.url, log.storage, WrittenFiles(added))
     snapshot = log.refresh()
     for _ in range(_COMMIT_ATTEMPTS):
         exchanges = [] if snapshot is None else [_exchange(log.storage, snapshot, each) for each in rewritten]
