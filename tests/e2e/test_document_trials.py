@@ -18,7 +18,8 @@ SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "1000"))
 @pytest.mark.timeout(600)
 @pytest.mark.trap(42, 43, 44, 45)
 def test_whatever_happens_every_document_equals_the_one_of_the_database(tmp_path: Path) -> None:
-    report = run_document_trial(DocumentTrialSettings(5, ("kill driver", "rebuild", "alias moved")), tmp_path)
+    events = ("kill driver", "poison", "rebuild", "alias moved")
+    report = run_document_trial(DocumentTrialSettings(5, events), tmp_path)
     assert report.kills["driver"] == 1
     assert report.documents > 0
     assert report.ddl

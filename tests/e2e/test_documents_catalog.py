@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def any_site(any_database: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def wait_rebuilt(site: Site, output: Alone, before: IndexBuild) -> None:
     wait_for(lambda: output.wait(0) or output.indexes[before.index].build != before.build, "another build")
     site.wait_settled(output)
+
+
+def is_noted(output: Alone, build: str) -> bool:
+    """Another build interrupts this one of the teams, or follows it."""
+    current = output.indexes["teams"]
+    return current.build != build or "next" in current.plan
 
 
 SILENT = {
@@ -234,14 +241,21 @@ def test_fields_in_another_order_do_not_confuse_a_fan_out_that_waits(
         site.check()
 
 
-def test_an_index_is_complete_though_a_table_is_truncated_more_often_than_a_build_takes(site: Site) -> None:
+AGAIN = {
+    "people": "truncate w.people; insert into w.people values (1, 1, 'bad', 'again')",
+    "teams": "truncate w.teams; insert into w.teams values (1, 'again', 'other'), (6, 'new', 'other')",
+}
+
+
+@pytest.mark.parametrize("table", AGAIN)
+def test_an_index_is_complete_though_a_table_is_truncated_more_often_than_a_build_takes(site: Site, table: str) -> None:
     truncated: list[str] = []
 
     def truncate(build: str) -> None:
         if len(truncated) < 4:
             truncated.append(build)
-            site.database.execute("truncate w.people; insert into w.people values (1, 1, 'bad', 'again')")
-            wait_for(lambda: "next" in output.indexes["teams"].plan, "the next build to be noted")
+            site.database.execute(AGAIN[table])
+            wait_for(lambda: is_noted(output, build), "another build to be noted")
 
     class Truncating(MemorySink):
         def mark_seeded(self, index: str) -> None:
@@ -262,9 +276,60 @@ def test_an_index_is_complete_though_a_table_is_truncated_more_often_than_a_buil
         site.wait_settled(output)
         served.clear()
         patch.setattr(Backfill, "_fill", slow)
-        site.database.execute("truncate w.people")
+        site.database.execute(f"truncate w.{table}")
         wait_for(lambda: output.wait(0) or len(truncated) == 4, "four builds")
         site.wait_settled(output)
         assert len(set(truncated)) == 4, "each truncate came during another build"
-        assert len(served) >= 4, "each of them was finished"
+        assert len(served) >= 4, "only the first of them was interrupted"
         site.check()
+
+
+WRONG = {
+    "another identity for a moment": "begin; alter table w.people replica identity default;"
+    " update w.people set team_id = team_id % 5 + 1; alter table w.people replica identity full; commit",
+    "truncated": "truncate w.people",
+    "another type for a moment": "begin; alter table w.people alter team_id type text;"
+    " update w.people set team_id = '1'; alter table w.people alter team_id type int using team_id::int; commit",
+    "values computed": "alter table w.people alter name type varchar using upper(name)",
+    "not published for a moment": "begin; alter publication e2e drop table w.people;"
+    " update w.people set team_id = team_id % 5 + 1; alter publication e2e add table w.people; commit",
+}
+
+
+@pytest.mark.parametrize("reason", WRONG.values(), ids=WRONG)
+def test_a_build_that_becomes_wrong_while_it_runs_never_serves(
+    site: Site, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    held, go_on = threading.Event(), threading.Event()
+    fill = Backfill._fill  # pyright: ignore[reportPrivateUsage]
+
+    def slow(backfill: Any, build: Any, parts: Any) -> None:
+        fill(backfill, build, parts)
+        if not held.is_set():
+            held.set()
+            assert go_on.wait(60)
+
+    class Noting(MemorySink):
+        def mark_seeded(self, index: str) -> None:
+            served.append(self.facts(index).filling)
+            super().mark_seeded(index)
+
+    served: list[str | None] = []
+    sink = Noting()
+    site.sink, site.read = sink, sink.documents
+    site.specifications = site.specifications[:1]
+    site.database.execute("alter table w.people replica identity full")
+    with run(output := site.output()):
+        site.wait_settled(output)
+        monkeypatch.setattr(Backfill, "_fill", slow)
+        output.store.add_command(CommandKind.REBUILD_INDEX)
+        try:
+            assert held.wait(60)
+            wrong = output.indexes["teams"]
+            site.database.execute(reason)
+            wait_for(lambda: output.wait(0) or is_noted(output, wrong.build), "another build to be noted")
+        finally:
+            go_on.set()
+        site.wait_settled(output)
+        site.check()
+        assert wrong.plan["generation"] not in served

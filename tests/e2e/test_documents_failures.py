@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 
 from penstock.coordinator import Coordinator
-from penstock.destinations.parquet import ParquetDestination
+from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.documents.base import FailurePolicies, FailurePolicy, FlushReport, Rejection, Sink
+from penstock.documents.fan_out import FanOuts
 from penstock.documents.mapping import IndexMapping
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.sinks import MemorySink
 from penstock.errors import ConfigError, DestinationUnavailable, DocumentsRejected
 from penstock.lsn import reaches
-from penstock.state import IndexStatus, MemoryStore
+from penstock.spool import Stopping
+from penstock.state import IndexStatus, MemoryStore, WorkKind
 from penstock.state.quarantine import open_quarantine
 from penstock.tables import TablesOutput, TablesSettings
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.documents import Site, run, specifications
 from tests.e2e.support import current_position, wait_for
+from tests.support.readback import check_equal
 
 TABLES = """
 create schema w;
@@ -99,6 +102,45 @@ def test_under_stop_such_a_row_ends_the_documents_and_no_tables(site: Site, tabl
             end = current_position(site.database)
             wait_for(lambda: reaches(lake.status.acknowledged, end), "the tables")  # noqa: B023
             assert lake.error is None
+
+
+FAULTS = {
+    "outage": DestinationUnavailable("it is away"),
+    "poison": DocumentsRejected("it rejects every change"),
+    "kill": KeyboardInterrupt("its thread is killed"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("failing", ["documents", "tables"])
+def test_each_output_goes_on_while_the_other_one_fails_as_the_lags_of_both_show(
+    site: Site, tables: TablesOutput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, fault: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        failed.set()
+        raise FAULTS[fault]
+
+    failed = threading.Event()
+    writes = {"documents": (site.sink, "write"), "tables": (tables.destination, "write_events")}
+    with Coordinator([tables, site.definition()]) as coordinator:
+        outputs: dict[str, Any] = {each.output: each for each in coordinator}
+        healthy, broken = (outputs[each] for each in sorted(outputs, key=lambda name: name == failing))
+        wait_for(lambda: outputs["documents"].is_complete, "the indexes")
+        wait_for(lambda: {each.name for each in outputs["tables"].phases.values()} == {"ready"}, "the tables")
+        with monkeypatch.context() as patch:
+            patch.setattr(*writes[failing], fail)
+            for number in range(3):
+                site.database.execute(f"update w.people set name = 'changed {number}'")
+                end = current_position(site.database)
+                wait_for(lambda: reaches(healthy.status.acknowledged, end), "the other output")  # noqa: B023
+            assert failed.wait(60)
+            assert healthy.error is None
+            assert not reaches(broken.status.acknowledged, end), "the one that fails has acknowledged nothing"
+    with Coordinator([tables, site.definition()]) as coordinator:
+        for each in coordinator:
+            wait_for(lambda: reaches(each.status.acknowledged, end), each.output)  # noqa: B023
+        site.check()
+        check_equal(site.database.dsn, ParquetReader(tmp_path / "lake"), ["people", "orders"])
 
 
 def test_an_output_that_has_run_before_and_cannot_start_now_fails_alone(site: Site, tables: TablesOutput) -> None:
@@ -211,3 +253,64 @@ def test_a_backfill_whose_requests_are_slow_holds_back_neither_changes_nor_ddl(s
             go_on.set()
         site.wait_settled(output)
         site.check()
+
+
+def test_an_expression_that_fails_for_a_row_quarantines_its_document_only(site: Site) -> None:
+    site.database.execute("""
+        create domain w.short as text check (length(value) < 20);
+        create function w.checked(name text) returns text immutable language plpgsql as
+            $$ begin if name like 'bad%' then raise exception 'bad: %', name; end if; return name; end $$;
+        update w.people set name = 'bad person' where id = 1;
+        update w.people set name = 'one,two' where id = 2;
+    """)
+    fields = """
+      - {keyword: name}
+      - {keyword: checked, expression: w.checked(name)}
+      - {keyword: first, expression: "(select t from unnest(string_to_array(name, ',')) t)"}
+      - {keyword: short, expression: "name::w.short"}
+    """
+    site.specifications = specifications(people=f"version: 1\nschema: w\ntable: people\nfields:{fields}")
+    site.settings = SKIP
+    with closing(open_quarantine("memory:", "e2e")) as quarantine, run(output := site.output(quarantine=quarantine)):
+        site.wait_settled(output)
+        assert {each.id: each.reason[-6:-1] for each in quarantine.entries()} == {"1": "P0001", "2": "21000"}
+        site.database.execute("update w.people set name = repeat('long', 9) where id in (1, 3)")
+        site.wait_settled(output)
+        assert {each.id: each.reason[-6:-1] for each in quarantine.entries()} == {
+            "1": "23514",
+            "2": "21000",
+            "3": "23514",
+        }
+        site.database.execute("update w.people set name = 'good' where id < 4")
+        site.wait_settled(output)
+        assert quarantine.entries() == []
+        site.check()
+
+
+def test_a_fan_out_that_waits_while_a_key_gets_another_type_does_not_stop_the_output(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.database.execute("""
+        create table w.teams (code text primary key, label text);
+        insert into w.teams values ('C1', 'one'), ('C2', 'two');
+        alter table w.people add team text default 'C1';
+    """)
+    team = "{belongs_to: team, column: team, table: teams, primary_key: code, fields: [{text: label}]}"
+    site.specifications = specifications(people=f"version: 1\nschema: w\ntable: people\nfields: [{team}]")
+    site.settings = DocumentsSettings(fan_out_documents=0)
+    with monkeypatch.context() as patched, run(output := site.output()):
+        patched.setattr(FanOuts, "_answer", _stop)
+        site.wait_settled(output)
+        site.database.execute("update w.teams set label = 'changed'")
+        wait_for(lambda: site.store.get_index_work("people", WorkKind.FAN_OUT), "the fan-out to be stored")
+    site.database.execute("""
+        alter table w.teams alter code type int using substr(code, 2)::int;
+        alter table w.people alter team drop default, alter team type int using substr(team, 2)::int;
+    """)
+    with run(output := site.output()):
+        site.wait_settled(output)
+        site.check()
+
+
+def _stop(*_: object) -> None:
+    raise Stopping

@@ -54,8 +54,9 @@ _LABELS = "select enumlabel::text from pg_catalog.pg_enum where enumtypid = 'w.m
 
 
 def prepare(random: Random, connection: psycopg.Connection[Any]) -> Sequence[str]:
-    """Add an enum to the world's tables, and partition some of them; return those."""
-    connection.execute("create type w.mood as enum ('bad', 'fine', 'good'); alter table w.people add mood w.mood")
+    """Add an enum and a column that can be poisoned to the world's tables, and partition some; return those."""
+    connection.execute("create type w.mood as enum ('bad', 'fine', 'good')")
+    connection.execute("alter table w.people add mood w.mood, add poison int")
     split = random.sample(SPLIT, random.randint(1, 2))
     for table in split:
         _partition(connection, table)

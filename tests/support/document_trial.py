@@ -35,7 +35,7 @@ from penstock.documents.specification import IndexSpecification, parse_specifica
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, open_store
-from penstock.state.quarantine import open_quarantine
+from penstock.state.quarantine import Quarantine, open_quarantine
 from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer, why_not
 from penstock.testing.postgres import PostgresServer
 from penstock.testing.server import free_port
@@ -43,7 +43,7 @@ from tests.e2e.documents import documents_of
 from tests.integration.documents import world
 from tests.support.document_ddl import TEXTS, DocumentDdl, prepare
 from tests.support.document_sink import FileSink
-from tests.support.document_writers import LEFT_ALONE, DocumentWriters, random_indexes
+from tests.support.document_writers import LEFT_ALONE, POISONED, DocumentWriters, random_indexes
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.faults import FAULTS, IN_STATE_SERVER, SERVER_SETTINGS, Scene, open_scene
 from tests.support.nonsense import KINDS, NonsenseProxy
@@ -56,6 +56,7 @@ from tests.support.writers import when_recovered
 
 PUBLICATION = "trial"
 STANDBY = "standby"
+_ASKED_SECONDS = 20.0
 _LOOKS = 3
 """So many looks at the catalog after the last statement, everything that the stream does not carry was noticed."""
 _LAST_DDL = 8
@@ -128,6 +129,8 @@ class DocumentTrialSettings:
     def _likely(self, random: Random) -> dict[str, float]:
         likely: dict[str, float] = {"kill driver": 4, "kill capture": 2, "kill at a point": 3, "rebuild": 2}
         likely |= {"alias moved": 3, "second pipeline": 1}
+        if self.skips:
+            likely |= {"poison": 3}
         if not self.fails_over:
             likely |= {"kill backend": 1} | {f"fault {name}": 2 / len(_FAULTS) for name in _FAULTS}
         if self.master:
@@ -156,6 +159,8 @@ class DocumentTrialReport:
     """How many documents were compared; each index is, twice."""
     quarantined: int = 0
     """Documents that were still in quarantine when all was compared; all of them left it."""
+    poisoned: int = 0
+    """Documents that were in quarantine while rows were poisoned."""
     seconds: float = 0.0
     timeline: list[str] = field(default_factory=list[str])
 
@@ -189,7 +194,7 @@ def run_document_trials(
     )
     for name in ("kills", "events", "ddl"):
         note(name, tally(getattr(report, name) for report in reports))
-    for name in ("starts", "transactions", "indexes", "documents", "quarantined"):
+    for name in ("starts", "transactions", "indexes", "documents", "quarantined", "poisoned"):
         note(name, sum(getattr(report, name) for report in reports))
     assert not failures, "\n".join(failures)
 
@@ -224,6 +229,7 @@ class _Trial:
             "alias": self._move_alias,
             "second": self._start_second,
             "failover": self._fail_over,
+            "poison": self._poison,
         }
         with connect(SourceSettings(self._dsn), Role.CATALOG) as connection:
             world.create(connection, recorded=False)
@@ -276,6 +282,7 @@ class _Trial:
             # Changes must also be followed after the last of them.
             self._keep_running(lambda: self._pipeline.seen.applied is not None)
             writers.wait(30)
+        when_recovered(lambda: self._set_poison("null where poison = 0"))
         # Twice: what is altered last leads to builds, which would hide documents that were lost before.
         self._check()
         when_recovered(self._alter_last)
@@ -359,7 +366,8 @@ class _Trial:
             self._pipeline.kill()
         try:
             when_recovered(self._touch)
-            self._keep_running(lambda: time.monotonic() >= until)
+            # On a busy machine it may take a while until something is asked.
+            self._keep_running(lambda: time.monotonic() >= until + (0 if proxy.told[kind] > before else _ASKED_SECONDS))
         finally:
             proxy.kind = None
         return proxy.told[kind] > before
@@ -373,6 +381,35 @@ class _Trial:
                 text = f"update w.{table} set {column} = reverse({column}) where {key}::text ~ '[12][0-9]'"
                 with suppress(psycopg.errors.LockNotAvailable, psycopg.errors.ProgrammingError):
                     connection.execute(text.encode())
+
+    def _poison(self, detail: str) -> bool:
+        """Let documents of some people fail to build for a while; the pipeline may be killed or build meanwhile."""
+        if not any(POISONED in each for each in self._indexes.values()):
+            return False
+        every = self._random.choice([1, 2, 5])
+        poisoned = when_recovered(lambda: self._set_poison(f"0 where id % {every} = 0"))
+        match self._random.choice(["", "kill", "rebuild"]):
+            case "kill":
+                self._pipeline.kill()
+            case "rebuild":
+                self._rebuild("")
+            case _:
+                pass
+        until = time.monotonic() + self._random.choice([0.5, 2.5, 10.0])
+        with self._quarantine() as quarantine:
+            self._keep_running(lambda: bool(quarantine.entries()) or time.monotonic() >= until)
+            self._report.poisoned += len(quarantine.entries())
+        when_recovered(lambda: self._set_poison("null where poison = 0"))
+        return poisoned > 0
+
+    def _set_poison(self, text: str) -> int:
+        with (
+            psycopg.connect(self._dsn, autocommit=True) as connection,
+            suppress(psycopg.errors.ProgrammingError),  # the table may have another name for a while
+        ):
+            connection.execute("set lock_timeout = '300ms'")
+            return connection.execute(f"update w.people set poison = {text}".encode()).rowcount
+        return 0
 
     def _move_alias(self, detail: str) -> bool:
         """Move the alias of an index by hand: to an older generation, or away."""
@@ -504,13 +541,18 @@ class _Trial:
 
     def _empty_quarantine(self) -> None:
         """Retry the quarantined documents: nonsense put them there, and the sink takes them now."""
-        settings = self._pipeline.settings
-        with closing(open_quarantine(settings.state_url, f"{settings.id}:documents")) as quarantine:
+        with self._quarantine() as quarantine:
             entries = quarantine.entries()
             self._report.quarantined += len(entries)
             for name in {each.index for each in entries}:
                 quarantine.retry(name)
             self._keep_running(lambda: not quarantine.entries())
+
+    @contextmanager
+    def _quarantine(self) -> Iterator[Quarantine]:
+        settings = self._pipeline.settings
+        with closing(open_quarantine(settings.state_url, f"{settings.id}:documents")) as quarantine:
+            yield quarantine
 
     def _compare(self, specifications: list[IndexSpecification]) -> None:
         with self._readable() as sink:

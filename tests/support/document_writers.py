@@ -18,6 +18,8 @@ from tests.support.writers import HANG_SECONDS, when_recovered
 SESSIONS = 3
 LEFT_ALONE = range(11, 31)
 """The keys of rows that writers leave alone, so nothing hides what DDL did to them."""
+POISONED = "c_poison"
+"""A field that cannot be computed for people whose column `poison` is 0."""
 _FORGIVEN = (
     psycopg.errors.IntegrityError,
     psycopg.errors.DataError,
@@ -145,19 +147,21 @@ def _extra(random: Random, labels: Sequence[str]) -> tuple[str, list[Any]]:
 
 
 def random_indexes(random: Random, prefix: str) -> dict[str, str]:
-    """Return two or three random specifications, some of whose levels show the enum."""
+    """Return two or three random specifications, some of whose levels show the enum, or can be poisoned."""
     return {
-        f"{prefix}{number}": _with_moods(random, world.random_text(random)) for number in range(random.randint(2, 3))
+        f"{prefix}{number}": _with_more(random, world.random_text(random)) for number in range(random.randint(2, 3))
     }
 
 
-def _with_moods(random: Random, text: str) -> str:
+def _with_more(random: Random, text: str) -> str:
     def add(level: dict[str, Any]) -> None:
         fields: list[dict[str, Any]] = level.get("fields", [])
         for each in fields:
             add(each)
         if level.get("table") == "people" and fields and random.random() < 0.6:
             fields.append({"keyword": "c_mood", "column": "mood"})
+        if level.get("table") == "people" and fields and random.random() < 0.4:
+            fields.append({"integer": POISONED, "expression": "1 / coalesce(poison, 1)"})
 
     written = yaml.safe_load(text)
     add(written)

@@ -16,13 +16,21 @@ from rich.tree import Tree
 
 from penstock.cli.check import findings_table
 from penstock.cli.commands import Wait, print_answer, print_json
-from penstock.cli.display import echo, is_terminal, make_table, stderr_console, wide_console, write_line
+from penstock.cli.display import (
+    echo,
+    is_terminal,
+    make_table,
+    print_unwrapped,
+    stderr_console,
+    wide_console,
+    write_line,
+)
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, Quiet, configured, configured_path
-from penstock.cli.status import STYLES
+from penstock.cli.status import index_status
 from penstock.cli.verify import not_compared
-from penstock.config import Config, IndexChoice, load_config
+from penstock.config import IndexChoice, load_config
 from penstock.config.units import count_of
-from penstock.documents.base import ReadableSink, readable
+from penstock.documents.base import ReadableSink
 from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience, without_fields
 from penstock.documents.explain import Branch, Explanation, Statement
 from penstock.documents.mapping import index_mapping
@@ -36,6 +44,8 @@ from penstock.operations.indexes import (
     explain_indexes,
     index_states,
     live_documents,
+    open_reader,
+    require_built,
 )
 from penstock.operations.signals import Ending
 from penstock.operations.status import IndexState
@@ -152,9 +162,9 @@ def preview(
     """
     with configured(config_path) as config:
         index = config.indexes.index(name)
-        reader = readable(config.indexes.create_sink(), config.indexes.sink_type) if diff else None
+        reader = open_reader(config) if diff else None
         with live_documents(config, (index,)) as live:
-            [row] = live.documents.build(live.keys(index).named(key)).to_pylist()
+            [row] = live.documents.build(live.keys(index).named(live.connection, key)).to_pylist()
         stored = None if reader is None else reader.fetch(name, [row["id"]]).get(row["id"])
     built = None if row["body"] is None else json.loads(row["body"])
     if built is None and stored is None:
@@ -285,8 +295,9 @@ def diff(
     """
     with configured(config_path) as config, Ending() as ending, ending.interruptible(), not_compared():
         indexes = chosen_indexes(config, names)
-        reader = readable(config.indexes.create_sink(), config.indexes.sink_type)
-        with _watching(config, indexes, reader, quiet=quiet or as_json) as observer:
+        reader = open_reader(config)
+        require_built(config, indexes)
+        with _watching(indexes, reader, full=full, quiet=quiet or as_json) as observer:
             reports = compare_indexes(
                 config, indexes, reader, sample=None if full else sample, patience=Patience(wait), observer=observer
             )
@@ -373,7 +384,7 @@ def _lines_of(document: Any) -> list[str]:
 
 
 def _print_states(found: Sequence[IndexState]) -> None:
-    titles = ("index", "table", "status", "generation", "documents", "quarantined")
+    titles = ("index", "table", "status", "documents", "quarantined", "generation")
     table = make_table(*titles, right=("documents", "quarantined"))
     for each in found:
         generation = each.generation or ""
@@ -382,12 +393,12 @@ def _print_states(found: Sequence[IndexState]) -> None:
         table.add_row(
             Text(each.index),
             Text(each.table),
-            Text(each.status, style=STYLES.get(each.status, "yellow")),
-            Text(generation),
+            index_status(each),
             Text("" if each.documents is None else f"{each.documents:,}"),
             Text(f"{each.quarantined:,}"),
+            Text(generation),
         )
-    wide_console().print(table)
+    print_unwrapped(wide_console(), table)
 
 
 def _exit_status(reports: list[DiffReport]) -> int:
@@ -427,19 +438,22 @@ def _print_diff(report: DiffReport) -> None:
     if len(report.differences) > _SHOWN:
         echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
     if report.differs:
-        echo("a document is rewritten when one of its rows changes; `penstock index rebuild` rewrites all documents")
+        echo(
+            "a document is rewritten when one of its rows changes;"
+            f" `penstock index rebuild {report.index}` rewrites all documents"
+        )
 
 
 @contextmanager
 def _watching(
-    config: Config, indexes: tuple[IndexChoice, ...], reader: ReadableSink, *, quiet: bool
+    indexes: tuple[IndexChoice, ...], reader: ReadableSink, *, full: bool, quiet: bool
 ) -> Iterator[DiffObserver]:
     """A bar in a terminal, lines elsewhere."""
     if quiet:
         yield _Lines(lambda _: None)
     elif is_terminal():
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        totals = {index.name: reader.facts(index.name).documents for index in indexes}
+        totals = {index.name: reader.facts(index.name).documents for index in indexes} if full else {}
         with Progress(*columns, console=stderr_console(), transient=True) as progress:
             yield _Bars(progress, totals)
     else:

@@ -7,8 +7,9 @@ because an index may have forgotten a removal by the time a range writes what it
 changes have been followed up to the last range's position.
 
 Finished ranges are stored, so a restarted process resumes the build. If the table was rewritten, its ranges are
-meaningless and the build restarts. An index without ranges is read from a snapshot of the source instead, each time
-from the start.
+meaningless and the build restarts, unless the table was truncated: then all its rows have come with changes, and only
+documents of earlier rows are left for the next build to remove. An index without ranges is read from a snapshot of the
+source instead, each time from the start.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from penstock import failpoints
 from penstock.documents.base import DocumentBuilder, Observer, ReadableSink, Sink
 from penstock.documents.builds import Builds
-from penstock.documents.resolve import ResolvedKeys
 from penstock.documents.writer import BuildRange, DocumentWriter
 from penstock.errors import IndexIncomplete, PenstockError, Retry, TableRewritten
 from penstock.retry import Backoff
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 RANGES_AT_ONCE = 4
 """Ranges that run before finished ones are stored."""
 _POLL_SECONDS = 0.05
-_CHUNK = 1_000
-"""Removed documents that are built at once."""
 
 
 class _Superseded(Exception):
@@ -108,10 +106,10 @@ class Backfill:
             except Stopping:
                 return
             except TableRewritten as error:
-                self._builds.want(build.index, build.fingerprint, error.message)
+                self._builds.want_again(build, error.message)
             except PenstockError as error:
                 if isinstance(error, IndexIncomplete):
-                    self._builds.want(build.index, build.fingerprint, error.message)
+                    self._builds.want_again(build, error.message)
                 elif alone or error.retry is not Retry.TIMED:
                     raise
                 delay = self._delays[build.index].begin()
@@ -125,8 +123,14 @@ class Backfill:
         if build.plan["ranges"] is None:
             self._read(build.index)
         else:
-            self._fill_ranges(build)
-            self._documents().require_unchanged(build.index, build.plan["ranges"])
+            try:
+                self._fill_ranges(build)
+                self._documents().require_unchanged(build.index, build.plan["ranges"])
+            except TableRewritten:
+                if not alone:
+                    self._wait_followed(build)
+                if not self._builds.is_emptied(build):
+                    raise
         if not alone:
             self._wait_followed(build)
         failpoints.reach("before_removals")
@@ -160,10 +164,7 @@ class Backfill:
             self._fill(build, missing[first : first + RANGES_AT_ONCE])
 
     def _fill(self, build: IndexBuild, parts: Sequence[BuildRange]) -> None:
-        if self._stop.is_set():
-            raise Stopping
-        if not self._builds.is_current(build):
-            raise _Superseded
+        self._check_wanted(build)
         done = self._writer.fill(build.index, parts)
         failpoints.reach("after_range")
         self._store.finish_index_ranges(build.index, build.build, done)
@@ -172,24 +173,21 @@ class Backfill:
         """Wait until changes were followed up to now, so that all ranges have them."""
         is_followed = self._barrier()
         while not is_followed():
-            if self._stop.is_set():
-                raise Stopping
-            if not self._builds.is_current(build):
-                raise _Superseded
+            self._check_wanted(build)
             time.sleep(_POLL_SECONDS)
 
     def _look_again(self, build: IndexBuild) -> None:
         """Build documents that were removed meanwhile again: from the current rows, with a higher version."""
         for work in self._store.get_index_work(build.index, WorkKind.REMOVAL):
-            columns = [list(each) for each in work.details["keys"]]
-            self._writer.write_apart(self._chunks(build.index, columns))
+            self._check_wanted(build)
+            self._writer.write_apart(self._documents().named(build.index, work.details["ids"]))
             self._store.delete_index_work(build.index, [work.number])
 
-    def _chunks(self, index: str, columns: list[list[str]]) -> Iterator[ResolvedKeys]:
-        for first in range(0, len(columns[0]), _CHUNK):
-            if self._stop.is_set():
-                raise Stopping
-            yield ResolvedKeys(index, tuple(column[first : first + _CHUNK] for column in columns))
+    def _check_wanted(self, build: IndexBuild) -> None:
+        if self._stop.is_set():
+            raise Stopping
+        if not self._builds.is_current(build):
+            raise _Superseded
 
     def _finish(self, build: IndexBuild) -> None:
         self._compare(build)

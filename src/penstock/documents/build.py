@@ -22,7 +22,6 @@ from typing import Any
 
 import psycopg
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg import sql
 from psycopg.rows import tuple_row
 
@@ -45,7 +44,7 @@ from penstock.documents.expressions import (
     scalar_value,
     values_source,
 )
-from penstock.documents.specification import (
+from penstock.documents.specification.tree import (
     Aggregate,
     Constant,
     Field,
@@ -73,11 +72,9 @@ BUILT = pa.schema(
 """The columns of built documents: id, version, and JSON; a null body means that there is no document."""
 
 PIECE_BYTES = 8 << 20
-"""About this many bytes of documents are in memory at once; after a jump of their size once `_MOST_ROWS` of them."""
-_FIRST_ROWS = 50
-"""Documents that are read before their size is known."""
-_MOST_ROWS = 500
-"""Documents that are read at once."""
+"""About this many bytes of documents are in memory at once, or `_ROWS_AT_ONCE` documents that are larger."""
+_ROWS_AT_ONCE = 10 if psycopg.pq.version() >= 170000 else 1
+"""Documents that the driver reads at once. Earlier versions of libpq read either one or all."""
 
 # The statement's own snapshot. xip has the transactions below xmax that had not ended.
 _VERSION = """
@@ -174,42 +171,16 @@ def build_pieces(
     connection: psycopg.Connection[Any], query: BuildQuery, keys: Sequence[Sequence[str]], *, chunk: int
 ) -> Iterator[pa.Table]:
     """Yield the documents with these keys as `build_documents` does, but only as many at a time as fit in memory."""
-    wanted = len(keys[0])
-    if wanted <= _FIRST_ROWS:
-        yield build_documents(connection, query, keys)
-        return
-    with connection.transaction():
-        count = 0
-        for piece in _streamed(connection, query, query.text, [list(each) for each in keys], chunk):
-            count += piece.num_rows
-            yield piece
-        _require_unique(query, wanted, count)
-
-
-def _streamed(
-    connection: psycopg.Connection[Any], query: BuildQuery, text: str, parameters: list[list[str]] | None, chunk: int
-) -> Iterator[pa.Table]:
-    """Run a statement and yield its documents in pieces of up to `chunk` documents or `PIECE_BYTES`."""
-    doing = f"build documents of {query.index!r}"
-    with translated(connection, doing):
-        try:
-            with psycopg.RawServerCursor(connection, "penstock_build", row_factory=tuple_row) as cursor:
-                cursor.execute(as_literal(text), parameters)
-                most = _FIRST_ROWS
-                waiting: list[pa.Table] = []
-                while rows := cursor.fetchmany(min(most, chunk - sum(map(len, waiting)))):
-                    waiting.append(_as_table(rows))
-                    # Many small ones at once, because each request takes its time; few large ones.
-                    largest = pc.max(pc.binary_length(waiting[-1]["body"])).as_py() or 1
-                    most = max(1, min(_MOST_ROWS, 4 * most, PIECE_BYTES // largest))
-                    size = sum(each.nbytes for each in waiting)
-                    if sum(map(len, waiting)) >= chunk or size + most * largest > PIECE_BYTES:
-                        yield _transformed(query, pa.concat_tables(waiting))
-                        waiting = []
-                if waiting:
-                    yield _transformed(query, pa.concat_tables(waiting))
-        except psycopg.Error as error:
-            raise without_values(error, connection, doing) from None
+    count = 0
+    for piece in _streamed(connection, query, query.text, [list(each) for each in keys], chunk):
+        count += piece.num_rows
+        yield piece
+    if count != len(keys[0]):
+        raise QueryFailed(
+            f"{len(keys[0])} documents of index {query.index!r} were requested, but the query returned "
+            f"{count}: the key is not unique",
+            hint=f"Create a unique index on ({', '.join(query.key_columns)}), or name other columns in doc_id.",
+        )
 
 
 def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys: Sequence[Sequence[str]]) -> pa.Table:
@@ -217,29 +188,36 @@ def build_documents(connection: psycopg.Connection[Any], query: BuildQuery, keys
 
     One statement, in the connection's snapshot if it has one. Different texts of equal keys give the same id.
     """
-    wanted = len(keys[0])
-    if wanted == 0:
-        return BUILT.empty_table()
-    rows = run_statement(connection, query.text, [list(each) for each in keys], f"build documents of {query.index!r}")
-    _require_unique(query, wanted, len(rows))
-    return _transformed(query, _as_table(rows))
+    pieces = build_pieces(connection, query, keys, chunk=len(keys[0])) if keys[0] else ()
+    return pa.concat_tables([BUILT.empty_table(), *pieces])
 
 
-def _require_unique(query: BuildQuery, wanted: int, found: int) -> None:
-    if found != wanted:
-        raise QueryFailed(
-            f"{wanted} documents of index {query.index!r} were requested, but the query returned "
-            f"{found}: the key is not unique",
-            hint=f"Create a unique index on ({', '.join(query.key_columns)}), or name other columns in doc_id.",
-        )
+def _streamed(
+    connection: psycopg.Connection[Any], query: BuildQuery, text: str, parameters: list[list[str]] | None, chunk: int
+) -> Iterator[pa.Table]:
+    """Run a statement and yield its documents in pieces of up to `chunk` documents or about `PIECE_BYTES`."""
+    doing = f"build documents of {query.index!r}"
+    with translated(connection, doing):
+        try:
+            with psycopg.RawCursor(connection, row_factory=tuple_row) as cursor:
+                rows: list[tuple[Any, ...]] = []
+                size = 0
+                # The driver hands out rows, and this only counts their bytes.
+                for row in cursor.stream(as_literal(text), parameters, size=_ROWS_AT_ONCE):
+                    rows.append(row)
+                    size += len(row[2] or "")
+                    if len(rows) >= chunk or size >= PIECE_BYTES:
+                        yield _as_table(query, rows)
+                        rows, size = [], 0
+                if rows:
+                    yield _as_table(query, rows)
+        except psycopg.Error as error:
+            raise without_values(error, connection, doing) from None
 
 
-def _as_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
+def _as_table(query: BuildQuery, rows: Sequence[tuple[Any, ...]]) -> pa.Table:
     columns = [pa.array(values, each.type) for values, each in zip(zip(*rows, strict=True), BUILT, strict=True)]
-    return pa.Table.from_arrays(columns, schema=BUILT)
-
-
-def _transformed(query: BuildQuery, built: pa.Table) -> pa.Table:
+    built = pa.Table.from_arrays(columns, schema=BUILT)
     return transform_documents(query.transform, built) if query.transform else built
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from penstock.copy.plan import TID_RANGES_SINCE, plan_ranges
 from penstock.copy.rows import load_leaves
@@ -26,23 +25,20 @@ from penstock.documents.build import (
     range_keys,
 )
 from penstock.documents.catalog import SourceCatalog, complete, load_catalog
-from penstock.documents.expressions import canonical, column, conjunction, from_table, rows_of, table_name
+from penstock.documents.expressions import canonical, column, conjunction, rows_of, table_name, values_source
 from penstock.documents.images import Changes
 from penstock.documents.mapping import IndexMapping, index_mapping
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import DEFAULT_CHUNK, Question, Resolution, ResolvedKeys, Resolver
-from penstock.documents.specification import IndexSpecification, columns_read
-from penstock.documents.statements import POOL, run_statement, wait_until_visible
+from penstock.documents.specification.tree import IndexSpecification, columns_read
+from penstock.documents.statements import OF_VALUES, POOL, read_pieces, run_statement, wait_until_visible
 from penstock.errors import ConfigError, QueryFailed, TableRewritten
 from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
-from penstock.source.faults import translated
 from penstock.source.patterns import TableName
 
 RANGE_BYTES = 8 << 20
 """Size of a backfill range of the root table, TOAST included: a second or two of work."""
-_OF_VALUES = ("22", "54")
-"""Classes of SQLSTATE that a value causes: it is out of a type's range, or the result too large for the server."""
 _SAMPLED_WHOLE = 100_000
 """A sample reads smaller tables entirely, and about this many rows of larger ones."""
 
@@ -135,22 +131,10 @@ class PostgresDocuments(DocumentBuilder):
 
     def every_key(self, index: str) -> Iterator[ResolvedKeys]:
         """See `DocumentBuilder`. All from one snapshot."""
-        specification = self.completed[index]
-        root = self.catalog.table(specification.table)
-        keys = [canonical(column("r", each.name), each) for each in root.select(specification.doc_id)]
-        text = sql.SQL("select {} from {} where {}").format(
-            sql.SQL(", ").join(keys),
-            from_table(root, "r"),
-            conjunction([sql.SQL("{} is not null").format(column("r", name)) for name in specification.doc_id]),
-        )
-        with (
-            translated(self.connection, f"list the documents of {index!r}"),
-            self.connection.transaction(),
-            psycopg.ServerCursor(self.connection, "penstock_every_key", row_factory=tuple_row) as cursor,
-        ):
-            cursor.execute(text)
-            while rows := cursor.fetchmany(self._chunk):
-                yield ResolvedKeys(index, tuple(list(each) for each in zip(*rows, strict=True)))
+        query, root = self.queries[index], self.catalog.table(self.specifications[index].table)
+        text = f"{query.keys_head}{rows_of(root).as_string(None)}{query.keys_tail}"
+        for rows in read_pieces(self.connection, text, [], self._chunk, f"list the documents of {index!r}"):
+            yield ResolvedKeys(index, tuple(list(each) for each in zip(*rows, strict=True)))
 
     def backfill_scopes(self) -> Sequence[BackfillScope]:
         """See `DocumentBuilder`."""
@@ -283,7 +267,7 @@ def build_apart(
 
 def is_about_values(error: QueryFailed) -> bool:
     """Return True if a value of a row made a statement fail; the same statement succeeds for other rows."""
-    return str(error.facts.get("sqlstate", "")).startswith(_OF_VALUES)
+    return str(error.facts.get("sqlstate", "")).startswith(OF_VALUES)
 
 
 def join_key(parts: Sequence[str]) -> str:
@@ -291,13 +275,6 @@ def join_key(parts: Sequence[str]) -> str:
     if len(parts) == 1:
         return parts[0]
     return ":".join(each.replace("%", "%25").replace(":", "%3A") for each in parts)
-
-
-def split_id(id_: str, width: int) -> tuple[str, ...]:
-    """Split a document's id into its key; an invalid id gives another number of values than `width`."""
-    if width == 1:
-        return (id_,)
-    return tuple(each.replace("%3A", ":").replace("%25", "%") for each in id_.split(":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +295,11 @@ class DocumentKeys:
 
     def parse(self, id_: str) -> tuple[str, ...]:
         """Split a document's id into its key; an invalid id gives another number of values than `columns`."""
-        return split_id(id_, len(self.columns))
+        if len(self.columns) == 1:
+            return (id_,)
+        return tuple(each.replace("%3A", ":").replace("%25", "%") for each in id_.split(":"))
 
-    def named(self, parts: Sequence[str]) -> ResolvedKeys:
+    def named(self, connection: psycopg.Connection[Any], parts: Sequence[str]) -> ResolvedKeys:
         """Return the key of one document, given as a value for each key column or as its id."""
         key = self.parse(parts[0]) if len(parts) == 1 else tuple(parts)
         if len(key) != len(self.columns):
@@ -329,7 +308,9 @@ class DocumentKeys:
                 f"documents of index {self.specification.name!r} are identified by {wanted}, but {len(key)} were given",
                 hint="Give one value for each column, or one id in which they are joined by ':'.",
             )
-        return self.resolved([key])
+        resolved = self.resolved([key])
+        self._require_typed(connection, resolved)
+        return resolved
 
     def of_ids(self, ids: Sequence[str], chunk: int) -> Iterator[ResolvedKeys]:
         """Yield the keys of documents in pieces; ids with another number of values are left out."""
@@ -358,3 +339,20 @@ class DocumentKeys:
             there=conjunction([sql.SQL("{} is not null").format(column("r", each)) for each in self.columns]),
         )
         return self.resolved(run_statement(connection, text.as_string(None), [count], what))
+
+    def _require_typed(self, connection: psycopg.Connection[Any], keys: ResolvedKeys) -> None:
+        """Raise `ConfigError` unless the values have the types of the key columns."""
+        columns = self.catalog.table(self.specification.table).select(self.columns)
+        text = sql.SQL("select * from {}").format(values_source("k", columns, 1)).as_string(None)
+        try:
+            run_statement(connection, text, keys.keys, f"read a key of {keys.index!r}")
+        except QueryFailed as error:
+            if not is_about_values(error):
+                raise
+            prefix = self.specification.id_prefix
+            wanted = ", ".join(f"{each.name} ({each.type})" for each in columns)
+            raise ConfigError(
+                f"this is not a key of index {keys.index!r}, whose documents are identified by {wanted}",
+                hint=f"Give the values of these columns in {self.specification.table}"
+                + (f", without the prefix {prefix!r}." if prefix else "."),
+            ) from None

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 _NEXT = "next"
 """In the plan of a build: why another one has to follow."""
+EMPTIED = "its root table was truncated"
+OUTDATED = "a column that connects its tables has another type"
+_UNINTERRUPTED = "uninterrupted"
+"""In the plan of a build: changes that make documents stale do not interrupt it."""
 
 
 class Builds:
@@ -76,32 +80,48 @@ class Builds:
         with self._changed:
             return self._changed.wait_for(lambda: not self.held and bool(self.unfinished), timeout)
 
-    def want(self, index: str, fingerprint: str, reason: str) -> IndexBuild:
-        """Request a rebuild of an index from the start; stored when it returns.
+    def want(self, index: str, fingerprint: str, reason: str, *, plan: Mapping[str, Any] | None = None) -> IndexBuild:
+        """Request a rebuild of an index from the start, instead of the current one; stored when it returns.
 
         One that has not begun sees everything that is committed now, so a second one is not needed.
         """
         known = self.of(index)
         if known is not None and known.status is IndexStatus.WANTED and known.fingerprint == fingerprint:
             return known
-        build = IndexBuild(index, uuid.uuid4().hex, fingerprint, IndexStatus.WANTED, reason)
+        build = IndexBuild(index, uuid.uuid4().hex, fingerprint, IndexStatus.WANTED, reason, plan or {})
         logger.info("rebuilding index index=%s reason=%s", index, reason)
         self._put(build)
         failpoints.reach("after_build_wanted")
         return build
 
-    def want_next(self, index: str, fingerprint: str, reason: str) -> None:
-        """Request a rebuild that starts after the current one, if there is one; stored when it returns.
+    def invalidate(self, index: str, fingerprint: str, reason: str) -> None:
+        """Report a change after which documents that were built before it may be stale; stored when it returns.
 
-        For what may happen more often than a build takes: each build is complete as of its start, or later.
+        It interrupts the current build, which would otherwise serve stale documents. Such changes may come more often
+        than a build takes. So a build that replaces an interrupted one runs to its end, and another one follows it: its
+        documents are of its start or later, and no other generation has later ones.
         """
         with self._changed:
             known = self._builds.get(index)
             if known is None or known.status is not IndexStatus.FILLING or known.fingerprint != fingerprint:
                 self.want(index, fingerprint, reason)
-            elif _NEXT not in known.plan:
+            elif _UNINTERRUPTED not in known.plan:
+                self.want(index, fingerprint, reason, plan={_UNINTERRUPTED: True})
+            elif _NEXT not in known.plan or reason == EMPTIED:
                 logger.info("rebuilding index after the current build index=%s reason=%s", index, reason)
                 self._put(replace(known, plan={**known.plan, _NEXT: reason}))
+
+    def want_again(self, build: IndexBuild, reason: str) -> None:
+        """Request another build because this one cannot be completed, unless another one was requested meanwhile."""
+        with self._changed:
+            if self.is_current(build):
+                kept = {name: each for name, each in build.plan.items() if name == _UNINTERRUPTED}
+                self.want(build.index, build.fingerprint, reason, plan=kept)
+
+    def is_emptied(self, build: IndexBuild) -> bool:
+        """Return whether the root table was truncated since the build began: all its rows have come with changes."""
+        current = self.of(build.index)
+        return current is not None and current.build == build.build and current.plan.get(_NEXT) == EMPTIED
 
     def skip(self, index: str, fingerprint: str, reason: str) -> None:
         """Count an index as built, whatever its content."""
@@ -109,16 +129,16 @@ class Builds:
 
     def fill(self, build: IndexBuild, plan: Mapping[str, Any]) -> IndexBuild | None:
         """Store the plan of a build whose generation exists; None if another build was requested meanwhile."""
-        return self._advance(replace(build, status=IndexStatus.FILLING, plan=plan))
+        return self._advance(replace(build, status=IndexStatus.FILLING, plan={**build.plan, **plan}))
 
     def seeded(self, build: IndexBuild) -> IndexBuild | None:
-        """Store that the build is complete and serves, or that the next one is wanted (`want_next`)."""
+        """Store that the build is complete and serves, or that the next one is wanted (`invalidate`)."""
         with self._changed:
             if not self.is_current(build):
                 return None
             reason = self._builds[build.index].plan.get(_NEXT)
             if reason is not None:
-                return self.want(build.index, build.fingerprint, reason)
+                return self.want(build.index, build.fingerprint, reason, plan={_UNINTERRUPTED: True})
             kept = {"generation": build.plan.get("generation")}
             return self._advance(replace(build, status=IndexStatus.SEEDED, plan=kept))
 
@@ -134,13 +154,13 @@ class Builds:
         with self._changed:
             return frozenset(name for name, each in self._builds.items() if each.status is IndexStatus.FILLING)
 
-    def record(self, index: str, changed: int, removed: Sequence[Sequence[list[str]]]) -> None:
-        """Record how many documents changes wrote to an index that is being built, and the keys of those they removed.
+    def record(self, index: str, changed: int, removed: Sequence[Sequence[str]]) -> None:
+        """Record how many documents changes wrote to an index that is being built, and the ids of those they removed.
 
-        `removed` has one list per key column, for each chunk of documents.
+        `removed` has a list for each chunk of documents.
         """
         if index in self.recorded:
-            work = [{"keys": [*each]} for each in removed]
+            work = [{"ids": [*each]} for each in removed]
             self._store.add_index_work(index, WorkKind.REMOVAL, work, changed=changed)
 
     def _advance(self, build: IndexBuild) -> IndexBuild | None:

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.documents.specification import Aggregate, Field, Group, IndexSpecification, Join, Operation, Relation
+from penstock.documents.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Operation, Relation
 from penstock.errors import ConfigError
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
 from penstock.source.catalog import load_tables, load_types, unknown_type
@@ -88,12 +88,18 @@ class SourceTable:
     shape: TableShape | None = None
     """Shows that rows changed although the stream does not say so."""
 
+    @property
+    def heap_names(self) -> tuple[TableName, ...]:
+        """The names of the tables that have its rows."""
+        return self.leaves or (self.name,)
+
     def column(self, name: str) -> SourceColumn:
         """Return a column; raise `ConfigError` if it does not exist."""
         found = self.columns.get(name)
         if found is None:
             raise ConfigError(
-                f"{self.name} has no column {name!r}", hint="Update the index specification to match the table."
+                f"{self.name} has no column {name!r}, which an index specification names",
+                hint="Run: penstock index check. It shows where; correct the specification, then: penstock run.",
             )
         return found
 
@@ -117,7 +123,10 @@ class SourceCatalog:
         """Return a table; raise `ConfigError` if it does not exist."""
         found = self.tables.get(name)
         if found is None:
-            raise ConfigError(f"there is no table {name}", hint="Create it, or correct the index specification.")
+            raise ConfigError(
+                f"there is no table {name}",
+                hint="Create it, or correct the index specification, then: penstock index check.",
+            )
         return found
 
     def top(self, name: TableName) -> TableName:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+from psycopg import sql
 from psycopg.rows import tuple_row
 
 from penstock.documents.build import compile_build
@@ -21,7 +22,7 @@ from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES, expression_s
 from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
 from penstock.documents.paths import entries_of, link_columns, way_up
 from penstock.documents.polling import TIME_TYPES, XMIN, sees_all_sessions
-from penstock.documents.specification import (
+from penstock.documents.specification.tree import (
     Aggregate,
     Constant,
     Field,
@@ -41,10 +42,12 @@ from penstock.errors import ConfigError, SourceError
 from penstock.schema import ReplicaIdentity, TypeKind
 from penstock.source.catalog import load_types, unknown_type
 from penstock.source.faults import Place
+from penstock.source.identity import full_identity, quote_if_needed
 from penstock.source.patterns import TableName
 from penstock.source.preflight.report import Check, Report, Severity, failed, passed
 
-_CAPTURED = ("r", "p")
+_PARTITIONED = "p"
+_CAPTURED = ("r", _PARTITIONED)
 
 
 def check_index(
@@ -268,7 +271,9 @@ def _check_expression(
         return failed("expression", Severity.CRITICAL, f"{where} ({field.place}): {what}", remedy, [str(table.name)])
 
     head = "select "
-    text = f"{head}{expression_sql(field.expression).as_string(None)} from {rows_of(table).as_string(None)}"
+    # Below a subquery, as when documents are built: system columns are not in scope there.
+    rows = sql.SQL("(select * from {}) {}").format(rows_of(table), sql.Identifier(table.name.name))
+    text = f"{head}{expression_sql(field.expression).as_string(None)} from {rows.as_string(None)}"
     try:
         with psycopg.RawCursor(connection, row_factory=tuple_row) as cursor:
             cursor.execute(as_literal(f"explain (format json, verbose) {text}"))
@@ -341,7 +346,7 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
                 "identity",
                 Severity.CRITICAL,
                 f"{name} has no replica identity: once it is published, the server rejects updates and deletes on it",
-                f"Give it a primary key, or run: alter table {name} replica identity full;",
+                f"Give it a primary key, or run: {_send_old_rows(table)}",
                 [str(name)],
             )
         elif not table.identity_columns.issuperset(links):
@@ -351,9 +356,16 @@ def _check_identities(specification: IndexSpecification, catalog: SourceCatalog)
                 Severity.INFO,
                 f"the server does not send {', '.join(unsent)} of deleted and moved rows of {name}: a relation map"
                 " stores these values, in one small row for each row of the table",
-                f"To avoid the map, run: alter table {name} replica identity full;",
+                f"To avoid the map, run: {_send_old_rows(table)}",
                 [str(name)],
             )
+
+
+def _send_old_rows(table: SourceTable) -> str:
+    """The statements after which the server sends old rows whole: the partitions decide, and none inherits it."""
+    statements = full_identity(_in_sql(table.name), [_in_sql(each) for each in table.heap_names])
+    ending = " New partitions need it, too." if table.kind == _PARTITIONED else ""
+    return " ".join(statements) + ending
 
 
 def _check_generated(table: SourceTable, links: Sequence[str]) -> Iterator[Check]:
@@ -389,9 +401,24 @@ def missing_indexes(specification: IndexSpecification, catalog: SourceCatalog) -
                 "index",
                 Severity.WARNING,
                 f"{name} has no index on ({', '.join(columns)}): each lookup reads the whole table",
-                f"Run: create index concurrently on {name} ({', '.join(columns)});",
+                _create_index(catalog.table(name), columns),
                 [str(name)],
             )
+
+
+def _create_index(table: SourceTable, columns: Sequence[str]) -> str:
+    """The statement that creates an index. Postgres refuses `concurrently` for a partitioned table."""
+    target = f"on {_in_sql(table.name)} ({', '.join(map(quote_if_needed, columns))});"
+    if table.kind != _PARTITIONED:
+        return f"Run: create index concurrently {target}"
+    return (
+        f"Run: create index {target} It blocks writes meanwhile, unless you create the index on each partition first,"
+        " concurrently."
+    )
+
+
+def _in_sql(name: TableName) -> str:
+    return f"{quote_if_needed(name.namespace)}.{quote_if_needed(name.name)}"
 
 
 def _check_statements(
@@ -528,6 +555,6 @@ def _check_column(table: SourceTable, cursor: str) -> Iterator[Check]:
             "polling",
             Severity.WARNING,
             f"{table.name} has no index on ({cursor}): each poll reads the whole table",
-            f"Run: create index concurrently on {table.name} ({cursor});",
+            _create_index(table, [cursor]),
             subject,
         )

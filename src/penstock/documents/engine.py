@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from penstock import failpoints
@@ -40,7 +40,7 @@ from penstock.documents.base import (
     Receiver,
     Sink,
 )
-from penstock.documents.builds import Builds
+from penstock.documents.builds import EMPTIED, OUTDATED, Builds
 from penstock.documents.fan_out import FanOuts, fingerprints_of
 from penstock.documents.images import Changes, merge_changes
 from penstock.documents.quarantine import Rejections
@@ -117,7 +117,12 @@ class Engine:
         self.readiness = Readiness(self.builds, sink, skip_backfill=self.settings.skip_backfill)
         self.writer = DocumentWriter(self.settings, tasks, sink, lambda: self.documents, self.builds, self.rejections)
         self.fan_outs = FanOuts(
-            store=self.store, tasks=tasks, writer=self.writer, documents=lambda: self.documents, stop=self._stop
+            store=self.store,
+            builds=self.builds,
+            tasks=tasks,
+            writer=self.writer,
+            documents=lambda: self.documents,
+            stop=self._stop,
         )
         self.backfill = Backfill(
             store=self.store,
@@ -151,10 +156,13 @@ class Engine:
 
     # Everything in one thread
 
-    def run(self, before_builds: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self, before_builds: Callable[[], None] = lambda: None, between_batches: Callable[[], None] = lambda: None
+    ) -> None:
         """Ensure all indexes, fill those that are not seeded, then follow changes until the source ends.
 
-        `before_builds` is called once the source has a position and before anything is built.
+        `before_builds` is called once the source has a position and before anything is built, `between_batches` then
+        and after each batch.
         """
         batch = self.batch
         text = "engine started skip_backfill=%s queue_capacity=%d max_changes=%d max_delay=%gs"
@@ -167,18 +175,19 @@ class Engine:
                     stack.callback(self.store.release_lease)
                 stack.enter_context(self._reporting_lag())
                 stack.callback(self.receive_again)
-                self._run(before_builds)
+                self._run(before_builds, between_batches)
         except Exception as error:
             self._observer.on_error(str(error))
             raise
         finally:
             logger.info("engine ended seconds=%.1f", time.monotonic() - started)
 
-    def _run(self, before_builds: Callable[[], None]) -> None:
+    def _run(self, before_builds: Callable[[], None], between_batches: Callable[[], None]) -> None:
         self.load()
         self.prepare()
         self._source.prepare()
         before_builds()
+        between_batches()
         if not self.builds.unfinished:
             self._observer.on_backfill_completed()
         self._build_wanted()
@@ -188,6 +197,7 @@ class Engine:
         while self.step(RETRY_SECONDS) or not (self._is_finished or self._stop.is_set()):
             self.retry_wanted()
             self.fan_outs.round(0)
+            between_batches()
             self._build_wanted()
 
     @property
@@ -266,7 +276,19 @@ class Engine:
             _, rejections = self.writer.write(self.documents.named(mapping.index, ids))
             self.rejections.quarantine(rejections, None)
             # Neither accepted nor rejected: ids that no document can have, such as those of an earlier key.
-            self.rejections.forget(mapping.index, set(ids).intersection(self.rejections.wanted(mapping.index)))
+            # Those that were rejected may be wanted again by now.
+            unknown = set(ids).difference(each.id for each in rejections)
+            self.rejections.forget(mapping.index, unknown.intersection(self.rejections.wanted(mapping.index)))
+
+    def rebuild(self, names: Collection[str]) -> None:
+        """Request a rebuild of these indexes, or of all if none is named."""
+        known = fingerprints_of(self.documents)
+        unknown = sorted(set(names) - known.keys())
+        if unknown:
+            listed = ", ".join(sorted(known))
+            raise PenstockError(f"no such index: {', '.join(unknown)}", hint=f"Known indexes: {listed}.")
+        for name in sorted(names or known):
+            self.builds.want(name, known[name], "requested by a user")
 
     # Receiving
 
@@ -318,7 +340,8 @@ class Engine:
         caught_up = receiver.is_empty
         changes = merge_changes([each.changes for each in batch])
         resolution = self.documents.resolve(changes, scope)
-        self._want_builds(changes, resolution)
+        with self.writer.generations.writing():  # a build that is wrong must not begin to serve meanwhile
+            self._want_builds(changes, resolution)
         if not self.builds.are_durable and scope is None:
             self._build_wanted()
         many: list[Question] = []
@@ -364,13 +387,14 @@ class Engine:
             for index, mark in marks.items():
                 self.builds.want(index, mark, TAKEN_OVER)
         reasons = {
-            "one of its tables was truncated": resolution.whole_indexes,
-            "a column that connects its tables has another type": resolution.outdated_indexes,
+            EMPTIED: resolution.emptied_indexes,
+            "one of its tables was truncated": resolution.whole_indexes - resolution.emptied_indexes,
+            OUTDATED: resolution.outdated_indexes,
             "one of its tables had a different replica identity": resolution.unidentified_indexes,
         }
         for reason, indexes in reasons.items():
             for index in sorted(indexes):
-                self.builds.want_next(index, marks[index], reason)
+                self.builds.invalidate(index, marks[index], reason)
 
     def _read_index(self, index: str) -> None:
         """Write all documents of an index that has no ranges: from a snapshot of the source, later by their keys."""

@@ -17,8 +17,11 @@ from typing import Any
 from penstock import failpoints
 from penstock.destinations.base import Tasks
 from penstock.documents.base import DocumentBuilder
+from penstock.documents.builder import is_about_values
+from penstock.documents.builds import OUTDATED, Builds
 from penstock.documents.resolve import Question, ResolvedKeys
 from penstock.documents.writer import DocumentWriter
+from penstock.errors import QueryFailed
 from penstock.spool import Stopping
 from penstock.state import IndexWork, Store, WorkKind
 
@@ -32,6 +35,7 @@ class FanOuts:
         self,
         *,
         store: Store,
+        builds: Builds,
         tasks: Tasks,
         writer: DocumentWriter,
         documents: Callable[[], DocumentBuilder],
@@ -39,6 +43,7 @@ class FanOuts:
     ) -> None:
         """`documents` returns the builder as it was last compiled."""
         self._store = store
+        self._builds = builds
         self._tasks = tasks
         self._writer = writer
         self._documents = documents
@@ -96,9 +101,15 @@ class FanOuts:
             # From here on the same question must be stored again: its change may be too late for this answer.
             self._queued = [each for each in self._queued if each != stored]
         if stored.fingerprint == fingerprints_of(documents).get(work.index):
-            with self._tasks.copying(), closing(documents.answer(stored.question, apart=True)) as parts:
-                count = self._writer.write_apart(self._until_stopped(parts))
-            logger.info("fan-out built index=%s documents=%d", work.index, count)
+            try:
+                with self._tasks.copying(), closing(documents.answer(stored.question, apart=True)) as parts:
+                    count = self._writer.write_apart(self._until_stopped(parts))
+                logger.info("fan-out built index=%s documents=%d", work.index, count)
+            except QueryFailed as error:
+                if not is_about_values(error):
+                    raise
+                # Its values are of the type that the column had when they were stored.
+                self._builds.invalidate(work.index, stored.fingerprint, OUTDATED)
         failpoints.reach("after_fan_out")
         self._store.delete_index_work(work.index, [work.number])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.documents.expressions import VECTOR_TYPES
-from penstock.documents.specification import ScalarType
+from penstock.documents.specification.tree import ScalarType
 from penstock.schema import PostgresType, TypeKind
 
 _STRINGS = frozenset({"text", "varchar", "bpchar", "char", "name", "citext"})

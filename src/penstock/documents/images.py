@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from penstock.changes.batch import EventBatch, Rows, TableChanges
@@ -28,7 +27,7 @@ from penstock.changes.segment import (
     Operation,
     field_names,
 )
-from penstock.changes.steps import Truncation
+from penstock.changes.steps import Segment, Truncation
 from penstock.schema import TableSchema, resolve_domain
 from penstock.source.patterns import TableName
 
@@ -229,19 +228,19 @@ def _parts(
         for step in table.steps:
             if isinstance(step, Rows) and wanted[name].fits(step.schema):
                 for file in step.segments:
-                    segment = file.read(_needed_fields(file.path, step.schema, wanted[name]))
+                    segment = file.read(_needed_fields(file, step.schema, wanted[name]))
                     for first in range(0, segment.num_rows, size):
                         part = segment.slice(first, size).combine_chunks()
                         xids = set(pc.unique(part.column(XID)).to_pylist())
                         yield row_changes(part, step.schema, name, wanted[name]), xids
 
 
-def _needed_fields(path: str, schema: TableSchema, wanted: WantedColumns) -> list[str]:
+def _needed_fields(segment: Segment, schema: TableSchema, wanted: WantedColumns) -> list[str]:
     """Return the fields to read of a segment: those that describe the changes, and the wanted columns."""
     fields = dict(zip((column.name for column in schema.columns), field_names(schema), strict=True))
     needed = {OP, COMMIT_LSN, ORDINAL, XID, UNCHANGED, OLD, UNREPRESENTABLE}
     needed |= {fields[name] for name in wanted.columns if name in fields}
-    there: list[str] = pq.read_schema(path).names
+    there: list[str] = segment.arrow_schema().names
     return [name for name in there if name in needed]
 
 

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any
 
 from penstock.documents.catalog import SourceCatalog, complete
-from penstock.documents.specification import (
+from penstock.documents.specification.tree import (
     Aggregate,
     Constant,
     Field,

@@ -11,7 +11,7 @@ that affect very many. Without Spark they do the work themselves (`penstock.work
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,10 +20,9 @@ from penstock.documents.base import NoopObserver, Observer, Sink
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.catalog import load_catalog
 from penstock.documents.engine import Engine
-from penstock.documents.missed import MissedChanges
-from penstock.documents.publication import require_exact, require_published, require_whole
+from penstock.documents.missed import MissedChanges, require_exact, require_published, require_whole
 from penstock.documents.relation_map import RelationMap
-from penstock.documents.specification import IndexSpecification
+from penstock.documents.specification.tree import IndexSpecification
 from penstock.documents.statements import LOCKED, POOL, SESSION, require_primary
 from penstock.documents.wal import WalCapture
 from penstock.documents.writer import DocumentsSettings
@@ -333,18 +332,8 @@ class RunningDocuments(RunningOutput):
             raise unknown_command(
                 command, "This command is for tables: use --output to name an output that writes tables."
             )
-        for name in self._named(command.options.get("indexes", ())):
-            self._builds.want(name, self._capture.documents.mappings[name].fingerprint, "requested by a user")
+        self._engine.rebuild(command.options.get("indexes", ()))
         return True
-
-    def _named(self, names: Collection[str]) -> list[str]:
-        known = self._capture.documents.specifications.keys()
-        unknown = sorted(set(names) - known)
-        if unknown:
-            raise PenstockError(
-                f"no such index: {', '.join(unknown)}", hint=f"Known indexes: {', '.join(sorted(known))}."
-            )
-        return sorted(names or known)
 
 
 def _can_be_tried_again(error: PenstockError) -> bool:

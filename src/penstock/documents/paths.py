@@ -28,7 +28,7 @@ from penstock.documents.expressions import (
     from_table,
     values_source,
 )
-from penstock.documents.specification import Aggregate, Field, Group, IndexSpecification, Join, Relation
+from penstock.documents.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Relation
 from penstock.source.patterns import TableName
 
 

@@ -14,7 +14,8 @@ While the process lives, row versions that were delivered are not delivered agai
 
 **What polling cannot see.** Deleted rows: their documents, and the documents that embed them, stay as they were until
 something else changes them; mark rows as deleted instead (`soft_delete`), or compare with `index diff` and rebuild.
-States of a row between two polls. A changed primary key: the new row is seen, the old one counts as deleted. A
+States of a row between two polls; so if a row moves to another parent and back, a document of that parent that was
+built just then keeps it. A changed primary key: the new row is seen, the old one counts as deleted. A
 truncated table. With a column: changes that do not set it, and rows in which it is null or infinite.
 
 The relation map supplies the old parents of moved rows, whatever the replica identity: give the resolver the catalog
@@ -35,8 +36,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from penstock.changes.segment import Operation
-from penstock.documents.acks import Acks
-from penstock.documents.base import Change, ChangeCapture, SnapshotTable
+from penstock.documents.base import Acks, Change, ChangeCapture, SnapshotTable
 from penstock.documents.catalog import SourceCatalog, SourceTable
 from penstock.documents.expressions import column, rows_of
 from penstock.documents.images import Changes, RowChanges, WantedColumns
@@ -57,12 +57,14 @@ DEFAULT_CHUNK = 10_000
 
 logger = logging.getLogger(__name__)
 
-# The start of the oldest transaction that can still commit with that time; at the latest that of this one.
+# The start of the oldest transaction that can still commit with that time; at the latest that of this one. The server
+# shows only when a prepared one was prepared.
 _OLDEST = """
     select (extract(epoch from least(pg_catalog.transaction_timestamp(), pg_catalog.min(b.began)))
-            * 1000000)::int8
-    from (select xact_start from pg_catalog.pg_stat_activity
-          union all select prepared from pg_catalog.pg_prepared_xacts) b (began)
+            * 1000000)::int8, coalesce(pg_catalog.bool_or(b.is_prepared), false)
+    from (select xact_start, false from pg_catalog.pg_stat_activity
+          union all select prepared, true from pg_catalog.pg_prepared_xacts
+          where database = pg_catalog.current_database()) b (began, is_prepared)
 """
 _SNAPSHOT = """
     select pg_catalog.pg_snapshot_xmin(s)::text::int8, pg_catalog.pg_snapshot_xmax(s)::text::int8,
@@ -236,6 +238,8 @@ class _Marks:
     """The server's marks at one poll."""
 
     oldest_start: int
+    has_prepared: bool
+    """True if a transaction is prepared, which started earlier than the server shows."""
     oldest_xid: int
     next_xid: int
     now: int
@@ -272,7 +276,7 @@ class PollingCapture(ChangeCapture):
         if self._positions.load() is not None:
             return
         with self._connect() as connection:
-            marks = _Marks(_oldest_start(connection), *_snapshot(connection))
+            marks = _Marks(*_oldest_start(connection), *_snapshot(connection))
         self._positions.store(self._after(marks, None))
 
     def resumes(self) -> bool:
@@ -320,7 +324,7 @@ class PollingCapture(ChangeCapture):
         self._found = 0
         with translated(connection, "poll for changes"), connection.transaction():
             connection.execute("set transaction isolation level repeatable read read only")
-            marks = _Marks(oldest, *_snapshot(connection))
+            marks = _Marks(*oldest, *_snapshot(connection))
             after = self._after(marks, before)
             for rows in self._changes(connection, before, marks, after.order):
                 self._found += len(rows)
@@ -368,11 +372,12 @@ class PollingCapture(ChangeCapture):
     def _after(self, marks: _Marks, before: PollPosition | None) -> PollPosition:
         """Return the position of the next poll: nothing below it can still become visible."""
         floor = marks.oldest_start - round(self._settings.overlap * 1_000_000)
-        times = {
-            str(each.table.name): max(floor, before.times.get(str(each.table.name), floor) if before else floor)
-            for each in self._tables
-            if each.cursor != XMIN
-        }
+        names = [str(each.table.name) for each in self._tables if each.cursor != XMIN]
+        times = dict.fromkeys(names, floor)
+        if before is not None:
+            known = {name: before.times.get(name, floor) for name in names}
+            # Whatever is prepared now was open at the last poll, which did not go past its start, or started later.
+            times = known if marks.has_prepared else {name: max(floor, known[name]) for name in names}
         order = max(marks.now, before.order + 1 if before is not None else 0)
         return PollPosition(order, max(marks.oldest_xid, before.xid if before is not None else 0), times)
 
@@ -390,8 +395,9 @@ def sees_all_sessions(connection: psycopg.Connection[Any]) -> bool:
     return bool(run_statement(connection, _SEES_SESSIONS, [], "check the rights of this role")[0][0])
 
 
-def _oldest_start(connection: psycopg.Connection[Any]) -> int:
-    return run_statement(connection, _OLDEST, [], "find open transactions")[0][0]
+def _oldest_start(connection: psycopg.Connection[Any]) -> tuple[int, bool]:
+    oldest, has_prepared = run_statement(connection, _OLDEST, [], "find open transactions")[0]
+    return oldest, has_prepared
 
 
 def _snapshot(connection: psycopg.Connection[Any]) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from penstock.state import IndexBuild, IndexStatus
 
 logger = logging.getLogger(__name__)
 
+_SKIPPED = "not built: skip_backfill"
 TAKEN_OVER = "another server took over"
 """Why an index is rebuilt after a failover."""
 Boundary = Callable[[], AbstractContextManager[tuple[psycopg.Connection[Any], Lsn]]]
@@ -92,7 +93,9 @@ class Readiness:
         name = mapping.index
         build, seeded = self._builds.of(name), self._sink.is_seeded(name)
         if self._skip_backfill:
-            self._builds.skip(name, mapping.fingerprint, "not built: skip_backfill")
+            is_known = build is not None and build.status is IndexStatus.SEEDED and not is_first
+            if build is None or not is_known or build.fingerprint != mapping.fingerprint:
+                self._builds.skip(name, mapping.fingerprint, _SKIPPED)
             if not seeded:
                 self._sink.serve(name)
         elif seeded and build is None and not is_first and not self._builds.are_durable:
@@ -104,6 +107,8 @@ class Readiness:
                 self._sink.reindex(mapping)
         elif build.fingerprint != mapping.fingerprint:
             self._want_changed(documents, build, mapping)
+        elif build.reason == _SKIPPED:
+            self._builds.want(name, mapping.fingerprint, "it was skipped so far")
         elif build.status is IndexStatus.SEEDED and not seeded:
             self._builds.want(name, mapping.fingerprint, "the sink no longer has it")
         elif build.status is IndexStatus.SEEDED and not self._is_serving(build):

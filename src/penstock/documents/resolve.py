@@ -19,16 +19,14 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
 from penstock.documents.paths import Entry, entries_of, link_columns, way_up
 from penstock.documents.relation_map import RelationMap, TrackedRelation, canonical_links
-from penstock.documents.specification import IndexSpecification
-from penstock.documents.statements import as_literal, without_values
+from penstock.documents.specification.tree import IndexSpecification
+from penstock.documents.statements import read_pieces
 from penstock.errors import ConfigError
-from penstock.source.faults import translated
 from penstock.source.patterns import TableName
 
 DEFAULT_CHUNK = 10_000
@@ -64,6 +62,8 @@ class Resolution:
     """The answers to all questions. Read it to the end before using the connection otherwise."""
     whole_indexes: frozenset[str]
     """Indexes with a truncated table: all their documents may be affected."""
+    emptied_indexes: frozenset[str] = frozenset()
+    """Those whose root table was truncated, with all its partitions: all its rows come with later changes."""
     outdated_indexes: frozenset[str] = frozenset()
     """Indexes whose affected documents cannot be found (`Changes.unreadable`)."""
     unidentified_indexes: frozenset[str] = frozenset()
@@ -140,11 +140,16 @@ class Resolver:
                     updates.append((relation, links.update_of(relation)))
         truncated = frozenset(self._catalog.top(each) for each in changes.truncated)
         indexes = [each for each in self._indexes if scope is None or each.specification.name in scope]
-        emptied = [each for each in indexes if any(entry.table in truncated for entry in each.entries)]
+        affected = [each for each in indexes if any(entry.table in truncated for entry in each.entries)]
         questions = tuple(self._questions(indexes, known, roots_only=changes.is_snapshot))
         return Resolution(
             documents=(part for question in questions for part in self.answer(connection, question)),
-            whole_indexes=frozenset(each.specification.name for each in emptied),
+            whole_indexes=frozenset(each.specification.name for each in affected),
+            emptied_indexes=frozenset(
+                each.specification.name
+                for each in affected
+                if changes.truncated.issuperset(self._catalog.table(each.specification.table).heap_names)
+            ),
             outdated_indexes=self.indexes_over({self._catalog.top(each) for each in changes.unreadable}),
             unidentified_indexes=self.indexes_over({self._catalog.top(each) for each in changes.unidentified}),
             links=tuple(updates),
@@ -164,17 +169,8 @@ class Resolver:
         if text is None:
             text = self._texts[question.index, question.paths] = self._compile(index, question.paths)
         doing = f"find the documents of {question.index!r} that changed"
-        with translated(connection, doing):
-            try:
-                with (
-                    connection.transaction(),
-                    psycopg.RawServerCursor(connection, "penstock_resolve", row_factory=tuple_row) as cursor,
-                ):
-                    cursor.execute(as_literal(text), question.values)
-                    while rows := cursor.fetchmany(self._chunk):
-                        yield ResolvedKeys(question.index, tuple(list(each) for each in zip(*rows, strict=True)))
-            except psycopg.Error as error:
-                raise without_values(error, connection, doing) from None
+        for rows in read_pieces(connection, text, question.values, self._chunk, doing):
+            yield ResolvedKeys(question.index, tuple(list(each) for each in zip(*rows, strict=True)))
 
     def indexes_over(self, tables: Collection[TableName]) -> frozenset[str]:
         """Return the indexes that use one of these tables."""

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
-from penstock.documents.statements import as_literal, run_statement
+from penstock.documents.statements import as_literal, read_pieces, run_statement
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
 from penstock.source.faults import translated
 from penstock.state.opening import file_beside
@@ -210,14 +209,8 @@ class SqliteTables:
     def refill(self, table: str, source: psycopg.Connection[Any], query: sql.Composed, doing: str) -> None:
         """See `SideTables`."""
         self.clear(table, doing)
-        with (
-            self._translated(doing),
-            translated(source, doing),
-            source.transaction(),
-            psycopg.ServerCursor(source, "penstock_refill", row_factory=tuple_row) as cursor,
-        ):
-            cursor.execute(query)
-            while rows := cursor.fetchmany(_FETCHED_ROWS):
+        with self._translated(doing):
+            for rows in read_pieces(source, query.as_string(None), [], _FETCHED_ROWS, doing):
                 places = ", ".join("?" * len(rows[0]))
                 self._connection.executemany(f"insert into {_unqualified(table)} values ({places})", rows)  # noqa: S608
 

@@ -33,7 +33,10 @@ this session gives way and retries long before the server chooses a victim."""
 
 _KEPT = 4
 """Idle connections to keep; a Python worker of Spark needs one."""
-_DATA_EXCEPTION = "22"
+_OF_TYPES = "22"
+OF_VALUES = ("21", _OF_TYPES, "23", "2F", "38", "39", "54", "P0")
+"""Classes of SQLSTATE that a value causes: it is out of a type's range, a domain or a function of the user rejects it,
+a subquery returns several rows for it, or the result is too large for the server."""
 LOCKED = ("40P01", "55P03")
 """A deadlock, and a lock timeout."""
 _FIRST_WAIT = 0.001
@@ -63,18 +66,39 @@ def run_statement(
             raise without_values(error, connection, doing) from None
 
 
+def read_pieces(
+    connection: psycopg.Connection[Any], text: str, parameters: Sequence[Any], chunk: int, doing: str
+) -> Iterator[list[tuple[Any, ...]]]:
+    """Run a query and yield its rows in pieces, from one snapshot, while the connection runs other statements."""
+    with translated(connection, doing):
+        try:
+            with (
+                connection.transaction(),
+                psycopg.RawServerCursor(connection, "penstock_pieces", row_factory=tuple_row) as cursor,
+            ):
+                cursor.execute(as_literal(text), parameters)
+                while rows := cursor.fetchmany(chunk):
+                    yield rows
+        except psycopg.Error as error:
+            raise without_values(error, connection, doing) from None
+
+
 def without_values(error: psycopg.Error, connection: psycopg.Connection[Any], doing: str) -> Exception:
-    """Return the error without the cell values that the server quotes; lock errors become `TableLocked`."""
+    """Return the error without the cell values that it may quote; lock errors become `TableLocked`."""
     state = error.sqlstate or ""
     if state in LOCKED:
         said = from_exception(error, Place.of(connection), doing)
         return TableLocked(said.message, **said.facts)
-    if not state.startswith(_DATA_EXCEPTION):
+    if not state.startswith(OF_VALUES):
         return error
     where = Place.of(connection).where
+    what, hint = "an expression or a function fails for a value", "Correct the row, or the expression."
+    if state.startswith(_OF_TYPES):
+        what = "a value does not fit its type"
+        hint = "A column's type changed, or a filter compares a column with a value that it cannot hold."
     return QueryFailed(
-        f"cannot {doing} ({where}): a value does not fit its type (SQLSTATE {state})",
-        hint="A column's type changed, or a filter compares a column with a value that it cannot hold.",
+        f"cannot {doing} ({where}): {what} (SQLSTATE {state})",
+        hint=hint,
         where=where,
         sqlstate=state,
     )

@@ -18,8 +18,7 @@ from pathlib import Path
 from penstock import failpoints
 from penstock.changes.batch import EventBatch, build_batch
 from penstock.changes.steps import Segment, Truncation
-from penstock.documents.acks import Acks
-from penstock.documents.base import Change, ChangeCapture, Receiver, SnapshotTable
+from penstock.documents.base import Acks, Change, ChangeCapture, Receiver, SnapshotTable
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.images import Changes, changes_in_pieces
 from penstock.documents.snapshot import read_snapshot

@@ -3,7 +3,7 @@
 `DocumentWriter` turns keys into documents in waves, so memory does not grow with their number. A wave is one job,
 whatever the number of indexes. A few documents are built in this process instead: a Spark job costs more than they do.
 
-Jobs pickle: what builds documents, and a sink. Their results are small: counts, rejections, and the keys of removed
+Jobs pickle: what builds documents, and a sink. Their results are small: counts, rejections, and the ids of removed
 documents if they are wanted.
 """
 
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from queue import SimpleQueue
 from typing import IO, Any, Self
@@ -33,7 +33,7 @@ from penstock.documents.base import (
     Sink,
     TaskBuilder,
 )
-from penstock.documents.builder import RANGE_BYTES, BuildsHere, is_about_values, split_id
+from penstock.documents.builder import RANGE_BYTES, BuildsHere, is_about_values
 from penstock.documents.builds import Builds
 from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import ResolvedKeys
@@ -138,8 +138,8 @@ class Outcome:
     bodies: int
     """The number of bodies that the sink has accepted."""
     rejections: tuple[Rejection, ...] = ()
-    removed: tuple[list[str], ...] = ()
-    """The keys of removed documents, one list per key column; only for indexes in `BuildJob.recorded`."""
+    removed: tuple[str, ...] = ()
+    """The ids of removed documents; only for indexes in `BuildJob.recorded`."""
     taken: tuple[str, ...] = ()
     """Quarantined documents that the sink has now accepted."""
 
@@ -161,13 +161,9 @@ class BuildJob:
             for built in self.builder.pieces(keys):
                 backlog.put(built)
             backlog.end()
-            sent = _send(backlog, keys.index, self.sink, self.quarantined.get(keys.index))
-        removed: tuple[list[str], ...] = ()
-        if sent.removed and keys.index in self.recorded:
-            width = len(keys.keys)
-            split = [split_id(id_, width) for id_ in sent.removed]
-            removed = tuple(list(each) for each in zip(*split, strict=True))
-        return Outcome(keys.index, len(keys), sent.bodies, tuple(sent.rejections), removed, tuple(sent.taken))
+            sent = _send(backlog, keys.index, self.sink, self.quarantined.get(keys.index, frozenset()))
+        # After a failure, documents that were built before it have been built once more.
+        return replace(sent, documents=len(keys), removed=sent.removed if keys.index in self.recorded else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +202,7 @@ class RangeJob:
             finally:
                 backlog.end()
                 wait([sending])
-            sent = sending.result()
-        return Outcome(self.index, sent.documents, sent.bodies, tuple(sent.rejections), (), tuple(sent.taken))
+            return replace(sending.result(), removed=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,36 +266,26 @@ class Backlog:
             yield built
 
 
-@dataclass(slots=True)
-class _Sent:
-    """What a sink has made of documents."""
-
-    documents: int = 0
-    bodies: int = 0
-    """Those that the sink has accepted."""
-    rejections: list[Rejection] = field(default_factory=list[Rejection])
-    removed: list[str] = field(default_factory=list[str])
-    taken: list[str] = field(default_factory=list[str])
-
-
-def _send(backlog: Backlog, index: str, sink: SharedSink, quarantined: frozenset[str] | None) -> _Sent:
-    sent = _Sent()
+def _send(backlog: Backlog, index: str, sink: SharedSink, quarantined: frozenset[str]) -> Outcome:
+    documents = bodies = 0
+    rejections: list[Rejection] = []
+    removed: list[str] = []
+    taken: list[str] = []
     for built in backlog:
         if isinstance(built, Rejection):
-            sent.documents += 1
-            sent.rejections.append(built)
+            documents += 1
+            rejections.append(built)
             continue
         refused = sink.write(index, built)
-        gone = pc.is_null(built.column("body"))
-        sent.documents += built.num_rows
-        sent.bodies += built.num_rows - built.column("body").null_count - len(refused)
-        sent.rejections += refused
-        sent.removed += built.column("id").filter(gone).to_pylist()
-        sent.taken += _taken(built, quarantined, refused)
-    return sent
+        documents += built.num_rows
+        bodies += built.num_rows - built.column("body").null_count - len(refused)
+        rejections += refused
+        removed += built.column("id").filter(pc.is_null(built.column("body"))).to_pylist()
+        taken += _taken(built, quarantined, refused)
+    return Outcome(index, documents, bodies, tuple(rejections), tuple(removed), tuple(taken))
 
 
-def _taken(built: pa.Table, quarantined: frozenset[str] | None, refused: Sequence[Rejection]) -> tuple[str, ...]:
+def _taken(built: pa.Table, quarantined: frozenset[str], refused: Sequence[Rejection]) -> tuple[str, ...]:
     if not quarantined:
         return ()
     ids = built.column("id")

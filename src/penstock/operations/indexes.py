@@ -11,7 +11,7 @@ import psycopg
 
 from penstock.config import Config, IndexChoice
 from penstock.documents import PostgresDocuments
-from penstock.documents.base import IndexFacts, ReadableSink, Sink
+from penstock.documents.base import IndexFacts, ReadableSink, Sink, readable
 from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.checks import check_index, check_polling
@@ -19,7 +19,7 @@ from penstock.documents.diff import DiffObserver, DiffReport, IndexDiff, Patienc
 from penstock.documents.explain import Explanation, explain_index
 from penstock.documents.mapping import index_mapping
 from penstock.documents.polling import polled_catalog
-from penstock.errors import PenstockError
+from penstock.errors import DestinationUnavailable, PenstockError
 from penstock.operations.status import IndexState, stored_indexes
 from penstock.operations.stores import existing_store
 from penstock.source import Role, connect
@@ -84,7 +84,11 @@ def check_indexes(config: Config, indexes: Sequence[IndexChoice]) -> dict[str, R
             else:
                 cursors = {name: polling.cursors.get(name, polling.cursor) for name in tables}
                 checks += check_polling(connection, tables, catalog, cursors)
-            found[each.name] = _with(check_index(connection, each.specification, catalog), checks)
+            report = check_index(connection, each.specification, catalog)
+            if polling is not None:  # It always needs the relation map, whatever the replica identity is.
+                kept = [one for one in report.checks if (one.id, one.severity) != ("identity", Severity.INFO)]
+                report = replace(report, checks=tuple(kept))
+            found[each.name] = _with(report, checks)
         return found
 
 
@@ -93,6 +97,30 @@ def explain_indexes(config: Config, indexes: Sequence[IndexChoice]) -> list[Expl
     with connect(config.pipeline.source, Role.CATALOG) as connection:
         catalog = load_catalog(connection, {table for each in indexes for table in each.specification.tables()})
         return [explain_index(connection, each.specification, catalog) for each in indexes]
+
+
+def open_reader(config: Config) -> ReadableSink:
+    """Return the sink, to read documents; raise if it keeps none or does not answer."""
+    sink = config.indexes.create_sink()
+    reader = readable(sink, config.indexes.sink_type)
+    _require_answer(config, sink)
+    return reader
+
+
+def require_built(config: Config, indexes: Sequence[IndexChoice]) -> None:
+    """Raise `PenstockError` if an index was never complete: each of its documents would count as missing."""
+    states, trouble = index_states(config)
+    if trouble is not None:
+        raise trouble
+    chosen = {index.name for index in indexes}
+    for each in states:
+        if each.index in chosen and not (each.seeded or each.generation or each.documents):
+            raise PenstockError(
+                f"index {each.index!r} is not complete yet, so its documents cannot be compared",
+                hint="Wait until `penstock index list` shows it as seeded."
+                if each.filling
+                else "Run: penstock run. It fills the index.",
+            )
 
 
 def compare_indexes(
@@ -119,9 +147,20 @@ def _load_facts(config: Config) -> tuple[dict[str, IndexFacts], PenstockError | 
         # A sink in memory belongs to another process.
         if config.indexes.sink_type == "memory" or not isinstance(sink, ReadableSink):
             return {}, None
+        _require_answer(config, sink)
         return {each.name: sink.facts(each.name) for each in config.indexes.indexes}, None
     except PenstockError as error:
         return {}, error
+
+
+def _require_answer(config: Config, sink: Sink) -> None:
+    """Raise `DestinationUnavailable` at once if the sink does not answer. Reading would retry for minutes."""
+    try:
+        sink.check(index_mapping(config.indexes.indexes[0].specification))
+    except DestinationUnavailable:
+        raise
+    except PenstockError:
+        return  # It answers; a user who may read documents may lack the privilege to check mappings.
 
 
 def _with_facts(state: IndexState, facts: IndexFacts | None) -> IndexState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,10 @@ CRITICAL: list[tuple[str, str, str]] = [
             "keyword: a, expression: title + 1",
             "a (books.schema.yml:6:30): operator does not exist: text + integer, at character 7",
         ),
+        (
+            "keyword: a, expression: title || tableoid",
+            'a (books.schema.yml:6:30): column "tableoid" does not exist, at character 10',
+        ),
         ("keyword: a, expression: title || (", 'a (books.schema.yml:6:30): syntax error at or near ")"'),
         ("long: a, expression: title", "a (books.schema.yml:6:27): it is text; a field of type 'long' cannot hold it"),
         (
@@ -139,6 +144,24 @@ def test_a_relation_whose_deletes_cannot_be_seen_is_told_with_the_remedy(
     assert look(text).find("identity") is None
     library.execute("alter table lib.blurbs replica identity nothing")
     assert critical(look(text))[0].id == "identity"
+
+
+def test_remedies_for_a_partitioned_table_work_as_printed(library: psycopg.Connection[Any], look: Look) -> None:
+    library.execute(
+        """
+        create table lib.visits (id bigint, "Book" bigint, at date, primary key (id, at)) partition by range (at);
+        create table lib.visits_2025 partition of lib.visits for values from ('2025-01-01') to ('2026-01-01');
+        create table lib."Visits 2026" partition of lib.visits for values from ('2026-01-01') to ('2027-01-01');
+        """
+    )
+    text = HEAD + "fields: [{count: visits, table: visits, foreign_key: '\"Book\"'}]"
+    remedies = {each.id: each.remedy for each in look(text).failed}
+    assert remedies.keys() == {"identity", "index"}
+    assert "concurrently on" not in remedies["index"], "Postgres refuses this for partitioned tables"
+    for remedy in remedies.values():
+        for statement in re.findall(r"(?:create|alter) [^;]+;", remedy):
+            library.execute(statement)
+    assert not look(text).failed
 
 
 def test_a_generated_column_cannot_connect_tables(library: psycopg.Connection[Any], look: Look) -> None:

@@ -162,11 +162,15 @@ def test_a_document_that_never_stands_still_is_not_judged(world: World) -> None:
 
 def test_keys_are_named_by_columns_or_by_the_id(world: World) -> None:
     keys = DocumentKeys.of(CHAPTERS, world.catalog)
-    assert keys.named(["1", "2"]).keys == (["1"], ["2"])
-    assert keys.named(["1:2"]).keys == (["1"], ["2"])
+    assert keys.named(world.connection, ["1", "2"]).keys == (["1"], ["2"])
+    assert keys.named(world.connection, ["1:2"]).keys == (["1"], ["2"])
     assert keys.parse("a%3Ab%25:2") == ("a:b%", "2")
     with pytest.raises(ConfigError, match=r"identified by 2 values \(book_id, no\), but 3 were given"):
-        keys.named(["1", "2", "3"])
+        keys.named(world.connection, ["1", "2", "3"])
+    prefixed = DocumentKeys.of(replace(CHAPTERS, id_prefix="eu-"), world.catalog)
+    with pytest.raises(ConfigError, match=r"identified by book_id \(int4\), no \(int4\)") as raised:
+        prefixed.named(world.connection, ["eu-1", "2"])
+    assert "without the prefix 'eu-'" in str(raised.value.hint)
 
 
 def test_a_sink_that_keeps_nothing_cannot_be_read() -> None:

@@ -157,6 +157,19 @@ def test_a_transaction_that_began_to_write_late_is_seen(
     assert polls.poll() == [100]
 
 
+@BOTH
+def test_a_prepared_transaction_is_seen_when_it_is_committed(
+    database: Database, poller: Callable[..., Poller], cursor: str
+) -> None:
+    polls = poller(cursor)
+    polls.poll()
+    database.execute("begin; insert into rows values (100, 1); prepare transaction 'held'")
+    database.execute("insert into rows values (6, 1)")
+    assert polls.poll() == [6], "no session has it open"
+    database.execute("commit prepared 'held'")
+    assert polls.poll() == [100]
+
+
 def test_rows_of_subtransactions_that_commit_late_are_seen(database: Database, poller: Callable[..., Poller]) -> None:
     polls = poller()
     polls.poll()

@@ -16,6 +16,7 @@ from penstock.documents.polling import open_positions
 from penstock.operations.polling import run_polling
 from penstock.operations.running import say_nothing
 from penstock.operations.signals import Ending
+from penstock.state import CommandKind, CommandStatus
 from penstock.state.quarantine import Quarantine
 from tests.conftest import Database
 from tests.support.document_sink import FileSink
@@ -113,8 +114,30 @@ def test_without_a_position_an_index_that_was_filled_has_a_gap_and_is_filled_aga
     with closing(open_positions(polled.config.state_url, polled.owner)) as positions:
         positions.forget()
     polled.database.execute("update people set name = 'missed' where id = 1; delete from people where id = 2")
+    polled.database.execute("update orders set person_id = 5 where id = 6")
     with polled.running():
         polled.wait_for(lambda found: found["1"]["name"] == "missed" and "2" not in found, "what was missed")
+        polled.database.execute("update orders set person_id = 7 where id = 6")
+        polled.wait_for(lambda found: found["7"]["mean"] == 6.5, "the order's new person")
+        polled.wait_for(lambda found: found["5"]["mean"] == 5, "the person that had it since the gap")
+
+
+def test_an_index_is_rebuilt_while_it_polls_when_somebody_asks(polled: Polled) -> None:
+    def answers() -> dict[int, Any]:
+        return {each.number: (each.status, each.reason) for each in store.get_commands()}
+
+    with polled.config.open_store(polled.config.indexes) as store, polled.running():
+        polled.wait_for(lambda found: len(found) == 20, "the backfill")
+        polled.database.execute("delete from people where id = 2")
+        store.add_command(CommandKind.REBUILD_INDEX)
+        polled.wait_for(lambda found: "2" not in found, "all indexes to be rebuilt")
+        polled.database.execute("delete from people where id = 3")
+        store.add_command(CommandKind.REBUILD_INDEX, options={"indexes": ["people"]})
+        polled.wait_for(lambda found: "3" not in found, "the named index to be rebuilt")
+        unknown = store.add_command(CommandKind.REBUILD_INDEX, options={"indexes": ["nobody"]})
+        pause = store.add_command(CommandKind.PAUSE)
+        polled.wait_for(lambda _: answers()[pause.number][0] is CommandStatus.REFUSED, "the answers")
+        assert answers()[unknown.number] == (CommandStatus.REFUSED, "no such index: nobody")
 
 
 def test_quarantined_documents_are_retried_and_leave(polled: Polled) -> None:

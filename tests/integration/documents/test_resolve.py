@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -465,3 +466,12 @@ def test_every_version_of_the_server_will_do(any_database: Database) -> None:
             '{"name":"b","orders":[{"total":1.50}]}',
         ]
         wait_until_visible(source, [source.execute("select txid_current() & 4294967295").fetchone()[0]])
+
+
+def test_many_may_open_relation_maps_in_an_empty_database_at_once(database: Database) -> None:
+    def work(number: int) -> None:
+        open_relation_map(database.dsn, f"p{number}").close()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert database.execute("select count(*) from penstock_documents.relation_maps") == [(0,)]

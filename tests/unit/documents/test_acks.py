@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.documents.acks import Acks
+from penstock.documents.base import Acks
 
 
 def test_the_position_moves_past_a_piece_when_all_before_it_are_confirmed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,14 +158,14 @@ def test_upkeep_merges_files_and_forgets_old_removals(tmp_path: Path, monkeypatc
 
 
 def test_after_a_kill_every_flushed_document_is_there(tmp_path: Path) -> None:
-    for round_ in range(4):
+    for round_ in range(2):
         folder = tmp_path / str(round_)
         with subprocess.Popen(
             [sys.executable, "-c", _ENDLESS, str(folder)], stdout=subprocess.PIPE, text=True
         ) as child:
             assert child.stdout is not None
             for line in child.stdout:
-                if int(line) >= 27 + 4 * round_:
+                if int(line) >= 27 + 8 * round_:
                     child.send_signal(signal.SIGKILL)
                     break
             last = int([line, *child.stdout.read().split()][-1])
@@ -178,9 +179,8 @@ def test_after_a_kill_every_flushed_document_is_there(tmp_path: Path) -> None:
         assert sink.fetch("one", ["5"]) == {"5": {}}
 
 
-def test_a_swap_that_a_kill_interrupted_is_finished_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("restarted", [True, False], ids=["at the next start", "by the next attempt"])
+def test_an_interrupted_swap_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool) -> None:
     sink = serving(tmp_path)
     sink.reindex(ONE)
     sink.upsert("one", "a", 1, "{}")
@@ -189,12 +189,34 @@ def test_a_swap_that_a_kill_interrupted_is_finished_at_the_next_start(
         patched.setattr(DeltaSink, "_publish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sink.mark_seeded("one")
-    again = DeltaSink(str(tmp_path))
-    again.ensure_index(ONE)
+    again = DeltaSink(str(tmp_path)) if restarted else sink
+    if restarted:
+        again.ensure_index(ONE)
+    else:
+        again.mark_seeded("one")
     assert again.is_seeded("one")
     again.upsert("one", "c", 2, "{}")
     again.flush(True)
     assert [row[0] for row in rows(tmp_path)] == ["a", "c"]
+
+
+@pytest.mark.parametrize("deleted", ["one", "one/_delta_log"])
+def test_a_deleted_table_is_filled_again_at_the_next_start(tmp_path: Path, deleted: str) -> None:
+    sink = serving(tmp_path)
+    sink.reindex(ONE)
+    sink.upsert("one", "a", 1, "{}")
+    sink.flush(True)
+    sink.mark_seeded("one")
+    sink.upsert("one", "a", 2, '{"x": 1}')
+    sink.flush(True)
+    shutil.rmtree(tmp_path / deleted)
+    again = DeltaSink(str(tmp_path))
+    again.ensure_index(ONE)
+    assert not again.is_seeded("one")
+    again.upsert("one", "b", 3, "{}")
+    again.flush(True)
+    again.mark_seeded("one")
+    assert rows(tmp_path) == [("b", 3, "{}")]
 
 
 def _interrupt(*_: object) -> None:

@@ -59,3 +59,29 @@ def test_another_generation_than_the_one_that_was_kept_up_to_date_is_not_trusted
     readiness.prepare(documents, is_first=False)
     assert builds.all()["people"].status is IndexStatus.WANTED
     assert "another generation serves" in builds.all()["people"].reason
+
+
+def test_an_index_that_has_to_be_rebuilt_is_rebuilt_after_a_run_that_skipped_it(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path / "sink.db")
+    store = MemoryStore("tests")
+    store.acquire_lease()
+    store.use_lineage(Ancestry(Lineage("7000000000000000001", 1, "postgres", "penstock")))
+    store.upsert_replication_progress(Lsn(1))
+    builds = Builds(store)
+    documents: Any = SimpleNamespace(index_mappings=lambda: [MAPPING])
+
+    def status_after(*, skip: bool) -> IndexStatus:
+        Readiness(builds, sink, skip_backfill=skip).prepare(documents, is_first=False)
+        return builds.all()["people"].status
+
+    sink.reindex(MAPPING)
+    plan = {"generation": sink.facts("people").filling, "ranges": []}
+    filled = builds.fill(builds.want("people", "f", "it is new"), plan)
+    assert filled is not None
+    sink.mark_seeded("people")
+    builds.seeded(filled)
+    assert [status_after(skip=each) for each in (True, True, False)] == [IndexStatus.SEEDED] * 3, "it is complete"
+    builds.want("people", "f", "one of its tables was truncated")
+    assert status_after(skip=True) is IndexStatus.SEEDED
+    assert status_after(skip=True) is IndexStatus.SEEDED
+    assert status_after(skip=False) is IndexStatus.WANTED

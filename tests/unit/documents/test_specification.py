@@ -6,26 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from penstock.documents.specification import (
+from penstock.documents.specification import IndexSpecification, load_specification, parse_specification
+from penstock.documents.specification.tree import (
     Aggregate,
     Constant,
     Filter,
     Geo,
     Group,
-    IndexSpecification,
     Join,
     Junction,
     Operation,
+    OrderBy,
     Scalar,
     ScalarType,
     SoftDelete,
     Transform,
     Verb,
-    load_specification,
-    parse_specification,
     relations_in,
 )
-from penstock.documents.specification.tree import OrderBy
 from penstock.errors import SpecificationInvalid
 from penstock.source.patterns import TableName
 
@@ -257,6 +255,9 @@ def test_all_errors_are_told_at_once() -> None:
 
 def test_what_is_not_yaml_is_told_with_its_place() -> None:
     assert problems("version: 1\nfields: [a\n")[0].startswith("users.schema.yml:3:1: is not YAML: ")
+    (said,) = problems("version: 1\ntable: t\nfields:\n  - text: x\n    expression: a || ': ' || b\n")
+    assert said.startswith("users.schema.yml:5:23: is not YAML: ")
+    assert said.endswith("put a text that contains ': ' in quotes")
     assert problems("- a\n")[0].startswith("users.schema.yml:1:1: must be a mapping")
     assert problems("")[0].startswith("users.schema.yml:1:1: must be a mapping")
 

@@ -140,6 +140,14 @@ class DeltaSink(FolderSink):
             for log in (DeltaLog(_Apart(self._table(index), side)), DeltaLog(side.child("removed"))):
                 log.commit(None, self._first(generation, owner))
 
+    def _exists(self, index: str, generation: Generation) -> bool:
+        log = self._current(index, generation)
+        snapshot = log.refresh()
+        if snapshot is None or log is self._log(self._table(index)):
+            return snapshot is not None
+        # Its log is elsewhere, so it may exist without the folder of the table.
+        return {each.path for each in self._table(index).list()}.issuperset(snapshot.stored_files())
+
     def _publish(self, index: str, state: IndexState) -> None:
         serving = state.serving
         assert serving is not None
@@ -158,6 +166,9 @@ class DeltaSink(FolderSink):
                 named = filled.metadata if snapshot is None else replace(filled.metadata, id=snapshot.metadata.id)
                 actions: list[Action] = [CommitInfo(now, "REPLACE TABLE"), *head, named]
                 log.commit(snapshot, [*actions, *old, *filled.files.values()])
+            # The log of the swap is outdated by the next change: it must not serve if the table is deleted.
+            side = self._side(index, serving.name)
+            side.delete([each.path for each in side.list(LOG_FOLDER)])
             self._forget(index, {each.name for each in state.generations})
 
     def _forget(self, index: str, kept: set[str]) -> None:

@@ -83,7 +83,7 @@ class NdjsonSink(FolderSink):
         return joined(line)
 
     def _decode(self, path: Path) -> pa.Table:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_bytes().decode()  # as bytes: reading text would turn `\r` into a line break
         lines = pc.split_pattern(pa.array([content], TEXT), "\n").flatten()
         found = pc.extract_regex(lines.filter(pc.not_equal(lines, "")), _LINE)
         id_, version, body = (pc.struct_field(found, number).cast(TEXT) for number in range(3))
@@ -113,6 +113,9 @@ class NdjsonSink(FolderSink):
                 for parent in (each, *each.parents[: len(each.relative_to(self._root).parts)]):
                     sync_folder(parent)
 
+    def _exists(self, index: str, generation: Generation) -> bool:
+        return self._folder(index, generation.name).is_dir()
+
     def _append(self, index: str, generation: Generation, rows: pa.Table) -> None:
         name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}{self.SUFFIX}"
         self._place(index, self._folder(index, generation.name) / name, self._encode(rows))
@@ -128,7 +131,10 @@ class NdjsonSink(FolderSink):
             sync_folder(link.parent)
             sweep_aside(link.parent)
             for each in [each for each in link.parent.iterdir() if each.name not in kept and each.is_dir()]:
-                shutil.rmtree(each)
+                if each.is_symlink():
+                    each.unlink()  # left by a kill
+                else:
+                    shutil.rmtree(each)
 
     def _count(self, index: str, generation: Generation) -> int:
         found = self._retried(lambda: self._newest(self._pieces(index, generation)))

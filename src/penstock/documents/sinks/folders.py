@@ -1,8 +1,8 @@
 """What sinks without a server share: generations of documents, and one small file per index that describes them.
 
 The file says which generation serves, which one is being filled, and who owns them. The driver alone writes it, in one
-step. What readers see follows it (`_publish`); a start repeats that, because
-a kill may have come between the two. Tasks know the generations that were pickled with the sink.
+step. What readers see follows it (`_publish`); a start and a retry repeat that,
+because a kill or a fault may have come between the two. Tasks know the generations that were pickled with the sink.
 """
 
 from __future__ import annotations
@@ -136,6 +136,10 @@ class FolderSink(WholeReads, Sink):
         """Create an empty generation."""
         raise NotImplementedError
 
+    def _exists(self, index: str, generation: Generation) -> bool:
+        """Return False if somebody deleted the generation."""
+        raise NotImplementedError
+
     def _append(self, index: str, generation: Generation, rows: pa.Table) -> None:
         """Store documents and removals (`id`, `version`, `body`), durably; one of each id."""
         raise NotImplementedError
@@ -168,7 +172,8 @@ class FolderSink(WholeReads, Sink):
                     self._append(index, generation, mine)
         if caught_up:
             for index in self._states:
-                self._tidy(index)
+                with writing(index):
+                    self._tidy(index)
         return FlushReport()
 
     # Generations
@@ -218,7 +223,8 @@ class FolderSink(WholeReads, Sink):
     def count(self, index: str) -> int | None:
         """See `Sink`."""
         serving = self._known(index).serving
-        return None if serving is None else self._count(index, serving)
+        with writing(index):
+            return None if serving is None else self._count(index, serving)
 
     def facts(self, index: str) -> IndexFacts:
         """See `ReadableSink`."""
@@ -228,14 +234,18 @@ class FolderSink(WholeReads, Sink):
         return IndexFacts(serving and serving.name, filling and filling.name, count)
 
     def _owned(self, mapping: IndexMapping) -> IndexState:
-        state = IndexState.parse(self._load(mapping.index))
+        with writing(mapping.index):
+            state = IndexState.parse(self._load(mapping.index))
+            known = [
+                each if each and self._exists(mapping.index, each) else None for each in (state.serving, state.filling)
+            ]
         if state.owner and mapping.owner and state.owner != mapping.owner:
             raise IndexUnusable(
                 f"index {mapping.index!r} belongs to another pipeline, {state.owner!r}: both would write to it",
                 hint="Give the index another name or path. If that pipeline no longer exists, delete the folder.",
                 index=mapping.index,
             )
-        return replace(state, owner=mapping.owner or state.owner)
+        return replace(state, owner=mapping.owner or state.owner, serving=known[0], filling=known[1])
 
     def _known(self, index: str) -> IndexState:
         state = self._states.get(index)
@@ -252,13 +262,14 @@ class FolderSink(WholeReads, Sink):
 
     def _swap(self, index: str, *, seeded: bool) -> None:
         state = self._known(index)
-        if state.filling is None:
-            return
-        former = "" if state.serving is None else state.serving.name
-        serving = replace(state.filling, seeded=seeded)
-        self._put(index, IndexState(state.owner, serving, former=former))
-        self._publish(index, self._states[index])
-        logger.info("generation serves index=%s generation=%s", index, serving.name)
+        if state.filling is not None:
+            former = "" if state.serving is None else state.serving.name
+            state = IndexState(state.owner, replace(state.filling, seeded=seeded), former=former)
+            self._put(index, state)
+            logger.info("generation serves index=%s generation=%s", index, state.generations[0].name)
+        if state.serving is not None:
+            # Also if it serves already: the last attempt may have failed before readers saw it.
+            self._publish(index, state)
 
     def _put(self, index: str, state: IndexState) -> None:
         self._store(index, json.dumps(asdict(state)).encode())

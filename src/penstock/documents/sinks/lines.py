@@ -29,7 +29,10 @@ def escaped(ids: pa.ChunkedArray) -> pa.ChunkedArray:
 def one_line(body: pa.ChunkedArray) -> pa.ChunkedArray:
     """Replace line breaks by blanks; in JSON they occur only between tokens."""
     body = pc.cast(body, TEXT)
-    return pc.replace_substring(body, "\n", " ") if pc.any(pc.match_substring(body, "\n")).as_py() else body
+    for sign in ("\n", "\r"):
+        if pc.any(pc.match_substring(body, sign)).as_py():
+            body = pc.replace_substring(body, sign, " ")
+    return body
 
 
 def joined(line: pa.ChunkedArray) -> memoryview:

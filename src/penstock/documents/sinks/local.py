@@ -53,6 +53,9 @@ class MemorySink(FolderSink):
     def _create(self, index: str, generation: Generation, owner: str) -> None:
         self._generations[generation.name] = {}
 
+    def _exists(self, index: str, generation: Generation) -> bool:
+        return generation.name in self._generations
+
     def _append(self, index: str, generation: Generation, rows: pa.Table) -> None:
         with self._lock:
             stored = self._generations[generation.name]

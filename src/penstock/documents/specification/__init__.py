@@ -1,48 +1,6 @@
-"""Index specifications: the file that users write, and the plain objects that it becomes."""
+"""Index specifications: the file that users write (`loading`), and the plain objects that it becomes (`tree`)."""
 
 from penstock.documents.specification.loading import load_specification, parse_specification
-from penstock.documents.specification.tree import (
-    Aggregate,
-    Constant,
-    Field,
-    Filter,
-    Geo,
-    Group,
-    IndexSpecification,
-    Join,
-    Junction,
-    Operation,
-    OrderBy,
-    Relation,
-    Scalar,
-    ScalarType,
-    SoftDelete,
-    Transform,
-    Verb,
-    columns_read,
-    relations_in,
-)
+from penstock.documents.specification.tree import IndexSpecification
 
-__all__ = [
-    "Aggregate",
-    "Constant",
-    "Field",
-    "Filter",
-    "Geo",
-    "Group",
-    "IndexSpecification",
-    "Join",
-    "Junction",
-    "Operation",
-    "OrderBy",
-    "Relation",
-    "Scalar",
-    "ScalarType",
-    "SoftDelete",
-    "Transform",
-    "Verb",
-    "columns_read",
-    "load_specification",
-    "parse_specification",
-    "relations_in",
-]
+__all__ = ["IndexSpecification", "load_specification", "parse_specification"]

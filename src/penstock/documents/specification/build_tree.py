@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.documents.specification.models import (
     AggregateModel,
     BelongsToModel,
+    ColumnModel,
     ConstantModel,
     CustomModel,
     FieldModel,
@@ -158,56 +160,10 @@ class _Builder:
 
     def _field(self, model: FieldModel, parent_key: tuple[str, ...], junction: bool, path: Path) -> Field:
         match model:
-            case ScalarModel():
-                self._check_junction(model.from_, junction, (*path, "from"))
-                return Scalar(
-                    name=model.name,
-                    type=ScalarType(model.kind),
-                    column="" if model.expression else self._column(model.column, model.name, path),
-                    junction=model.from_ is not None,
-                    required=model.required,
-                    options=model.options,
-                    transforms=tuple(Transform(each) for each in model.transforms),
-                    default=model.default,
-                    variants=tuple(model.variants or ()),
-                    expression=model.expression or "",
-                    place=self._place((*path, "expression")) if model.expression else "",
-                )
-            case CustomModel():
-                self._check_junction(model.from_, junction, (*path, "from"))
-                return Scalar(
-                    name=model.name,
-                    type=ScalarType.CUSTOM,
-                    column=self._column(model.column, model.name, path),
-                    junction=model.from_ is not None,
-                    required=model.required,
-                    options=model.options,
-                    default=model.default,
-                    postgres=tuple(model.postgres),
-                    opensearch=model.opensearch,
-                )
-            case VectorModel():
-                self._check_junction(model.from_, junction, (*path, "from"))
-                return Scalar(
-                    name=model.name,
-                    type=ScalarType.VECTOR,
-                    column=self._column(model.column, model.name, path),
-                    junction=model.from_ is not None,
-                    required=model.required,
-                    options=model.options,
-                    dimensions=model.dimensions,
-                )
-            case MapModel():
-                return Scalar(
-                    name=model.name,
-                    type=ScalarType.MAP,
-                    column=self._column(model.column, model.name, path),
-                    required=model.required,
-                    options=model.options,
-                    values=ScalarType(model.values),
-                )
+            case ColumnModel():
+                return self._scalar(model, junction, path)
             case GeoModel():
-                column = "" if model.lat else self._column(model.column, model.name, path)
+                column = "" if model.lat else model.column or fold_identifier(model.name)
                 return Geo(model.name, model.lat or "", model.lon or "", column, model.required, model.options)
             case ConstantModel():
                 return Constant(model.name, model.value)
@@ -218,12 +174,40 @@ class _Builder:
             case _:
                 return self._join(model, parent_key, path)
 
+    def _scalar(self, model: ScalarModel | CustomModel | VectorModel | MapModel, junction: bool, path: Path) -> Scalar:
+        self._check_junction(model.from_, junction, (*path, "from"))
+        plain = Scalar(
+            name=model.name,
+            type=ScalarType(model.kind),
+            column=model.column or fold_identifier(model.name),
+            junction=model.from_ is not None,
+            required=model.required,
+            options=model.options,
+        )
+        match model:
+            case ScalarModel():
+                expressed = {"expression": model.expression, "column": "", "place": self._place((*path, "expression"))}
+                return replace(
+                    plain,
+                    transforms=tuple(Transform(each) for each in model.transforms),
+                    default=model.default,
+                    variants=tuple(model.variants or ()),
+                    **(expressed if model.expression else {}),
+                )
+            case CustomModel():
+                postgres = tuple(model.postgres)
+                return replace(plain, default=model.default, postgres=postgres, opensearch=model.opensearch)
+            case VectorModel():
+                return replace(plain, dimensions=model.dimensions)
+            case MapModel():
+                return replace(plain, values=ScalarType(model.values))
+
     def _join(self, model: _JoinModel, parent_key: tuple[str, ...], path: Path) -> Join:
         key = tuple(model.primary_key)
         through = isinstance(model, ManyToManyModel)
         own, parent = key, parent_key
         if isinstance(model, BelongsToModel):
-            parent = tuple(model.column or [self._column(None, model.name, path)])
+            parent = tuple(model.column or [fold_identifier(model.name)])
             self._check_lengths(parent, key, (*path, "column"))
         elif isinstance(model, HasOneModel | HasManyModel):
             own = tuple(model.foreign_key)
@@ -274,9 +258,6 @@ class _Builder:
         for index, each in enumerate(models):
             self._check_junction(each.from_, junction, (*path, "order_by", index, "from"))
         return tuple(OrderBy(each.column, each.direction == "desc", each.from_ is not None) for each in models)
-
-    def _column(self, column: str | None, name: str, path: Path) -> str:
-        return column if column is not None else fold_identifier(name)
 
     def _check_junction(self, source: str | None, junction: bool, path: Path) -> None:
         if source is not None and not junction:

@@ -135,16 +135,21 @@ class ThroughModel(Model):
     right_key: Identifiers
 
 
-class ScalarModel(Model):
-    """A column of the row, or an expression over its columns."""
+class ColumnModel(Model):
+    """What all fields with a column of the row have."""
 
-    kind: ScalarKind
     name: FieldName
     column: Identifier | None = None
-    expression: str | None = None
     from_: Literal["junction"] | None = Field(None, alias="from")
     required: bool = False
     options: dict[str, Any] = {}
+
+
+class ScalarModel(ColumnModel):
+    """A column of the row, or an expression over its columns."""
+
+    kind: ScalarKind
+    expression: str | None = None
     transforms: list[Literal["lowercase", "trim"]] = []
     default: Any = None
     variants: list[str] | None = None
@@ -168,40 +173,26 @@ class ScalarModel(Model):
         return self
 
 
-class CustomModel(Model):
+class CustomModel(ColumnModel):
     """A column of a type that no other field covers."""
 
     kind: Literal["custom"]
-    name: FieldName
-    column: Identifier | None = None
-    from_: Literal["junction"] | None = Field(None, alias="from")
-    required: bool = False
-    options: dict[str, Any] = {}
     default: Any = None
     postgres: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1), WithJsonSchema(_ONE_OR_MORE)]
     opensearch: Annotated[str, Field(min_length=1)]
 
 
-class VectorModel(Model):
+class VectorModel(ColumnModel):
     """An embedding: a column of pgvector, or an array of numbers."""
 
     kind: Literal["vector"]
-    name: FieldName
-    column: Identifier | None = None
-    from_: Literal["junction"] | None = Field(None, alias="from")
-    required: bool = False
-    options: dict[str, Any] = {}
     dimensions: Annotated[int, Field(ge=1)]
 
 
-class MapModel(Model):
+class MapModel(ColumnModel):
     """A jsonb column with arbitrary keys."""
 
     kind: Literal["map"]
-    name: FieldName
-    column: Identifier | None = None
-    required: bool = False
-    options: dict[str, Any] = {}
     values: MapValues
 
 
@@ -245,73 +236,63 @@ class ObjectModel(Model):
 
 
 class _RelatedModel(Model):
+    name: FieldName
     table: Identifier
     schema_: Identifier | None = Field(None, alias="schema")
     filters: list[FilterModel] = []
+    options: dict[str, Any] = {}
 
 
-class BelongsToModel(_RelatedModel):
+class _JoinModel(_RelatedModel):
+    primary_key: Identifiers
+    fields: list[FieldModel]
+
+
+class BelongsToModel(_JoinModel):
     """The row that a column of this one points at."""
 
     kind: Literal["belongs_to"]
-    name: FieldName
-    primary_key: Identifiers
     column: Identifiers | None = None
     required: bool = False
-    options: dict[str, Any] = {}
-    fields: list[FieldModel]
 
 
-class HasOneModel(_RelatedModel):
+class HasOneModel(_JoinModel):
     """One row that points at this one."""
 
     kind: Literal["has_one"]
-    name: FieldName
-    primary_key: Identifiers
     foreign_key: Identifiers
     order_by: list[OrderModel] = []
     required: bool = False
-    options: dict[str, Any] = {}
-    fields: list[FieldModel]
 
 
-class HasManyModel(_RelatedModel):
+class _ToManyModel(_JoinModel):
+    order_by: list[OrderModel] = []
+    limit: Annotated[int, Field(ge=1)] | None = None
+
+
+class HasManyModel(_ToManyModel):
     """All rows that point at this one."""
 
     kind: Literal["has_many"]
-    name: FieldName
-    primary_key: Identifiers
     foreign_key: Identifiers
-    order_by: list[OrderModel] = []
-    limit: Annotated[int, Field(ge=1)] | None = None
-    options: dict[str, Any] = {}
-    fields: list[FieldModel]
 
 
-class ManyToManyModel(_RelatedModel):
+class ManyToManyModel(_ToManyModel):
     """Rows that a junction connects to this one."""
 
     kind: Literal["many_to_many"]
-    name: FieldName
-    primary_key: Identifiers
     through: ThroughModel
-    order_by: list[OrderModel] = []
-    limit: Annotated[int, Field(ge=1)] | None = None
-    options: dict[str, Any] = {}
-    fields: list[FieldModel]
 
 
 class AggregateModel(_RelatedModel):
     """One value computed from related rows."""
 
     kind: Literal["count", "sum", "avg", "min", "max", "ids"]
-    name: FieldName
     foreign_key: Identifiers | None = None
     through: ThroughModel | None = None
     column: Identifier | None = None
     value_type: ScalarKind | None = None
     element_type: ScalarKind | None = None
-    options: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def check_keys(self) -> AggregateModel:

@@ -18,6 +18,8 @@ _Node = Any
 
 _LONGEST_NUMBER = 100
 _NODE_LIMIT = 100_000
+_NESTED = "mapping values are not allowed here"
+"""What PyYAML says of a colon and a space in the middle of a plain text."""
 _NULL = re.compile(r"~|null|Null|NULL|")
 _TRUE = re.compile(r"true|True|TRUE")
 _FALSE = re.compile(r"false|False|FALSE")
@@ -70,7 +72,9 @@ def parse_yaml(text: str) -> Located:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = Position(1, 1) if mark is None else Position(mark.line + 1, mark.column + 1)
-        raise Misplaced(f"is not YAML: {error.problem or error.context}", place) from None
+        # A text that contains ": " reads as another key; expressions and filters in SQL often do.
+        quotes = "; put a text that contains ': ' in quotes" if error.problem == _NESTED else ""
+        raise Misplaced(f"is not YAML: {error.problem or error.context}{quotes}", place) from None
     except yaml.YAMLError as error:
         raise Misplaced(f"is not YAML: {error}", Position(1, 1)) from None
     located = Located()

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.documents.base import DOCUMENT_SCHEMA
-from penstock.documents.sinks.opensearch.bulk import LONGEST_ID, bulk_lines, documents_size, split, unusable_ids
+from penstock.documents.sinks.opensearch.bulk import (
+    LONGEST_ID,
+    BulkSender,
+    Target,
+    bulk_lines,
+    documents_size,
+    split,
+    unusable_ids,
+)
+from penstock.documents.sinks.opensearch.client import OpenSearchSettings, RetryLimit
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 BODY = st.none() | st.dictionaries(TEXT, TEXT | st.integers() | st.none(), max_size=3)
@@ -81,3 +90,13 @@ def test_pieces_hold_at_most_so_much(sizes: list[int], most_documents: int, most
 def test_ids_that_would_spoil_a_request_are_known_before(id_: str, unusable: bool) -> None:
     assert LONGEST_ID == 512
     assert unusable_ids(batch_of([(id_, 1, "{}")])).to_pylist() == [unusable]
+
+
+def test_removing_a_document_that_no_index_can_have_is_not_rejected() -> None:
+    nothing: Any = None
+    sender = BulkSender(nothing, OpenSearchSettings("http://localhost"))
+    target = Target("one", "one_f_1", "one_f_1_WRITE")
+    long = "x" * (LONGEST_ID + 1)
+    assert sender.send(target, batch_of([(long, 1, None), ("", 1, None)]), RetryLimit(1)) == []
+    [rejection] = sender.send(target, batch_of([(long, 2, "{}")]), RetryLimit(1))
+    assert rejection.id == long

@@ -243,7 +243,9 @@ class BulkSender:
         rejections: list[Rejection] = []
         unusable = unusable_ids(batch, target.id_prefix)
         if pc.any(unusable).as_py():
-            rejections += _rejected(target, batch.filter(unusable), _BAD_ID)
+            # Removing such a document needs nothing: no index has it.
+            refused = pc.and_(unusable, pc.is_valid(batch.column("body")))
+            rejections += _rejected(target, batch.filter(refused), _BAD_ID)
             batch = batch.filter(pc.invert(unusable))
         for piece in split(batch, self._settings.bulk_documents, self._settings.bulk_bytes):
             rejections += self._send_piece(target, piece, retries)

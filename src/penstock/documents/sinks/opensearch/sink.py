@@ -400,7 +400,8 @@ class OpenSearchSink(Sink):
         prefix, asked = serving.id_prefix, [{"_id": serving.id_prefix + id_} for id_ in ids]
         if serving.routing is not None:
             # Ids that Penstock did not write need not have as many parts.
-            mine = [id_ for id_ in ids if id_.count(":") + 1 == serving.routing[1]]
+            width = serving.routing[1]
+            mine = [id_ for id_ in ids if width == 1 or id_.count(":") + 1 == width]
             routed = routings(pa.chunked_array([pa.array(mine, pa.string())]), serving.routing).to_pylist()
             asked = [{"_id": prefix + id_, "routing": each} for id_, each in zip(mine, routed, strict=True)]
         if not asked:
