@@ -136,7 +136,7 @@ bench-documents: $(STAMP) opensearch ## compare filling and updating documents w
 	$(BIN)/python benchmarks/documents.py $(ARGS)
 
 .PHONY: bench-source
-bench-source: $(STAMP) ## compare spark.read.format("penstock") with Spark's JDBC reader; smaller: ARGS="--rows 300000"
+bench-source: $(STAMP) ## compare format("penstock") with Spark's JDBC reader, and with pg_recvlogical; smaller: ARGS="--rows 300000 --changes 200000"
 	$(BIN)/python benchmarks/source.py $(ARGS)
 
 .PHONY: traps

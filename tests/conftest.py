@@ -33,7 +33,7 @@ from penstock.errors import ConfigError
 from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, why_not
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer, execute_on
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
-from tests.support.delta_jars import delta_spark_options, find_delta_jars
+from tests.support.delta_jars import delta_spark_options, find_delta_jars, find_postgres_driver
 from tests.support.examples import examples
 from tests.support.least_privilege import documented_dsn, is_wanted
 from tests.support.opensearch_shared import shared_opensearch
@@ -41,7 +41,7 @@ from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 
 # Most JVMs of a test run live for seconds: the second compiler would cost half of the processor time and pay off too
 # late. Verifying classes is skipped too.
-os.environ.setdefault("SPARK_SUBMIT_OPTS", f"{' '.join(QUICK_START)} -XX:+UseSerialGC")
+os.environ.setdefault("SPARK_SUBMIT_OPTS", f"{' '.join(QUICK_START)} -XX:+UseSerialGC -Dspark.ui.enabled=false")
 
 # No test does linear algebra; without this, every process that imports numpy starts threads for it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -226,6 +226,14 @@ def delta_spark(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
+def jdbc_spark(request: pytest.FixtureRequest) -> Any:
+    """The shared session, for tests that write to PostgreSQL by JDBC; skips them if the driver is missing."""
+    if not find_delta_jars() or not find_postgres_driver():
+        pytest.skip("needs PostgreSQL's JDBC driver for Spark: make jars")
+    return request.getfixturevalue("spark")
+
+
+@pytest.fixture(scope="session")
 def opensearch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExistingOpenSearch]:
     """The search server that all processes of a test run share; do not stop or reconfigure it."""
     if url := os.environ.get(OPENSEARCH_VARIABLE):
@@ -288,7 +296,7 @@ def _folder_of_the_run(factory: pytest.TempPathFactory) -> Path:
 
 _LONG_SECONDS = 900
 """The timeout of tests that are known to be long."""
-_ONE_PROCESS = {"spark": "spark", "delta_spark": "spark", "pressed": "pressed", "s3": "s3"}
+_ONE_PROCESS = {"spark": "spark", "delta_spark": "spark", "jdbc_spark": "spark", "pressed": "pressed", "s3": "s3"}
 """Fixtures that take seconds to start, with the xdist group of their tests."""
 
 

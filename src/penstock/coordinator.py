@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -42,8 +42,12 @@ TICK_SECONDS = 0.1
 class Coordinator:
     """All outputs of one stream; each has its own store, destination and positions."""
 
-    def __init__(self, outputs: Sequence[Output]) -> None:
-        """The settings of the first output are those of the stream."""
+    def __init__(self, outputs: Sequence[Output], *, await_tasks: Callable[[], object] = lambda: None) -> None:
+        """The settings of the first output are those of the stream.
+
+        `await_tasks` is called when capture runs, before the outputs start: it waits until tasks can run, or raises.
+        """
+        self._await_tasks = await_tasks
         names = [each.output for each in outputs]
         if len(set(names)) < len(names):
             raise ValueError("the outputs of a stream must have different names")
@@ -102,6 +106,7 @@ class Coordinator:
                 open_stream(self._outputs[0].settings, {each.output: each.store for each in self._outputs})
             )
             published = self._published = stream.refresh()
+            self._await_tasks()
             for output, lease in zip(self._outputs, leases, strict=True):
                 try:
                     running = stack.enter_context(output.opened(stream, lease.lifecycle, lease.epoch, published))

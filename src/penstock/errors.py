@@ -147,7 +147,9 @@ class ConfigError(PenstockError):
 class SpecificationInvalid(ConfigError):
     """An index specification cannot be used; `problems` gives the line, column and key path of each problem."""
 
-    default_hint = "docs/reference/index-specification.md describes every key; run: penstock index check."
+    default_hint = (
+        "docs/reference/index-specification.md describes every key. Correct the file, then run: penstock index check."
+    )
 
 
 class NotReady(PenstockError):

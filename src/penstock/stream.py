@@ -39,7 +39,7 @@ from penstock.retry import Backoff
 from penstock.source.connections import CATALOG_LIMITS, Role, SourceSettings, connect, connect_replication
 from penstock.source.ddl_trigger import DdlTrigger
 from penstock.source.faults import is_lock_timeout
-from penstock.source.lineage import Lineage, SystemIdentity, identify_system, read_timeline
+from penstock.source.lineage import Lineage, SystemIdentity, identify_system, read_timeline, refuse_former
 from penstock.source.membership import Membership, load_membership
 from penstock.source.publications import (
     EnsuredPublication,
@@ -202,7 +202,7 @@ class Stream:
         """
         with connect(self._settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             if (captured := load_ancestry(SpoolFolder(self._settings.spool.path))) is not None:
-                captured.refuse_former(read_timeline(connection))  # before anything is created there
+                refuse_former(read_timeline(connection), captured.current)  # before anything is created there
             if self._settings.manage_publication:
                 self._publication.ensure(connection)
             membership = load_membership(connection, self._settings.publication)
@@ -390,6 +390,7 @@ class _Opening:
     def prepare(self) -> dict[str, Lsn]:
         """Return where each output starts to read."""
         settings, outputs = self._settings, self._outputs
+        self._refuse_former()
         # Not on the connection that creates the slot, which waits for open transactions without a limit.
         with connect(settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             ensured = _ensure_publication(connection, settings)
@@ -430,14 +431,28 @@ class _Opening:
             except PermissionDenied:
                 logger.warning("this role cannot remove a ddl trigger that is no longer needed name=%s", trigger.name)
 
+    def _identify(self) -> SystemIdentity:
+        replication = connect_replication(self._settings.source, Role.SLOT)
+        try:
+            return identify_system(replication)
+        finally:
+            replication.finish()
+
+    def _refuse_former(self) -> None:
+        """Raise `ServerUnavailable` if another server took over from this one, before anything is created here."""
+        spool = load_ancestry(SpoolFolder(self._settings.spool.path))
+        known = [] if spool is None else [spool.current]
+        for store in self._outputs.values():
+            known += [each.lineage for each in store.get_stored_positions()]
+        if known:
+            ancestry = self._identify().ancestry(self._settings.slot)
+            for each in known:
+                ancestry.refuse_former(each)
+
     def _use_server(self) -> None:
         """Identify the server, and refuse or reset outputs whose positions are not part of its history."""
         settings = self._settings
-        replication = connect_replication(settings.source, Role.SLOT)
-        try:
-            system = identify_system(replication)
-        finally:
-            replication.finish()
+        system = self._identify()
         ancestry = system.ancestry(settings.slot)
         folder = SpoolFolder(settings.spool.path)
         spool = _end_of(folder)

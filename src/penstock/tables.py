@@ -121,8 +121,8 @@ class TablesOutput:
     destination: Destination
     tasks: Tasks
     """Runs the data work."""
-    session: Any = None
-    """The Spark session, if there is one."""
+    open_session: Callable[[], Any] = lambda: None
+    """Returns the Spark session, or None without Spark."""
 
     @property
     def output(self) -> str:
@@ -143,8 +143,9 @@ class TablesOutput:
                     epoch=epoch,
                     store=self.store,
                     tasks=self.tasks,
-                    session=self.session,
+                    open_session=self.open_session,
                     source_rows=SourceFetch(self.settings.source, self.settings.types, transforms),
+                    transform_of=transforms.statement_of,
                     records_ddl=self.settings.ddl_trigger,
                     keeps_dropped_columns=lambda schema: (
                         policies.of(schema.table_id, str(schema)).drop_column is DropColumn.KEEP

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from penstock import coordinator
+from penstock.errors import ConfigError
+from penstock.spark.java import find_java
 from tests.e2e.support import Stream
 from tests.integration.conftest import quick_captures, small_disk
+from tests.support.spark_cluster import Cluster
 
 __all__ = ["quick_captures", "small_disk"]
 
@@ -38,3 +44,18 @@ def own_stream(make_server, tmp_path):
         return made
 
     return make
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A standalone cluster with two workers of one core each."""
+    try:
+        java = find_java()
+    except ConfigError as error:
+        pytest.skip(f"needs Java ({error.hint})")
+    made = Cluster(tmp_path, java.home)
+    try:
+        made.start(workers=2)
+        yield made
+    finally:
+        made.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -46,6 +46,7 @@ class WatchedTasks:
     """Spark's tasks, with a list of the jobs of changes: what they were called, and whose parts they had."""
 
     tasks: SparkTasks
+    elsewhere: ClassVar = False
     jobs: list[tuple[str, set[int]]] = field(default_factory=list)
 
     def run(self, items: Sequence[Any], function: Callable[[Any], Any], *, description: str) -> list[Any]:

@@ -19,6 +19,7 @@ from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.state.transitions import is_legal
 from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.support import Alone, current_position, tables_alone, tables_settings, wait_for
+from tests.support import least_privilege
 from tests.support.readback import check_equal
 
 ROWS = 600
@@ -84,7 +85,9 @@ class Site:
     def wait_until_equal(self) -> None:
         assert self.pipeline is not None
         pipeline = self.pipeline
-        wait_for(lambda: set(self.phases().values()) == {"ready"}, "tables to be ready")
+        # Both: for a moment, a table that takes the name of another one is not known yet.
+        ready = {"public.busy": "ready", "public.other": "ready"}
+        wait_for(lambda: self.phases() == ready, "tables to be ready")
         for table in ("busy", "other"):
             self.change(table)
         end = current_position(self.database)
@@ -234,7 +237,8 @@ def test_a_snapshot_that_waits_says_for_whom_and_goes_on(
         assert list(pipeline.waits) == ["public.busy"]
         (found,) = [each for each in wait.blockers if each.identity == identity]
         assert found.kind == kind
-        assert found.seconds is not None
+        # Only a member of pg_monitor sees the times of other roles' sessions.
+        assert found.seconds is not None or least_privilege.is_wanted()
         (line,) = [message for message in caplog.messages if "waits for open transactions" in message]
         assert line.startswith("the snapshot of public.busy waits for open transactions")
         assert identity in line
@@ -262,7 +266,7 @@ def test_a_pipeline_whose_slot_waits_says_for_whom_and_goes_on(site: Site, caplo
         line = wait_for(lambda: next((text for text in caplog.messages if "waits for" in text), None), "a word")
         assert line is not None
         assert f"pid {blocker.info.backend_pid}" in line
-        assert "open for" in line
+        assert "open for" in line or least_privilege.is_wanted()
         blocker.commit()
     starting.join(60)
     site.wait_until_equal()

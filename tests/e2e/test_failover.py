@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,7 @@ from penstock.destinations.memory import MemoryDestination
 from penstock.documents.output import DocumentsOutput, RunningDocuments
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
-from penstock.errors import LineageChanged, SlotMissing
+from penstock.errors import LineageChanged, ServerUnavailable, SlotMissing
 from penstock.lsn import Lsn, reaches
 from penstock.source.preflight import Request, run_preflight
 from penstock.state import MemoryStore, Ready, Store
@@ -201,7 +203,9 @@ def test_a_failover_with_its_slot_copies_nothing_again(site: Site, monkeypatch: 
 
 
 def test_a_former_primary_that_is_started_next_to_the_new_one_is_not_followed(site: Site, caplog: Any) -> None:
-    """The address names it first, so all new connections lead to it."""
+    """The address names it first, so all new connections lead to it. Not even with `recreate`: it lost nothing."""
+    site.options["on_lost_slot"] = OnLostSlot.RECREATE
+    caplog.set_level(logging.INFO)
     with site.outputs() as outputs:
         site.wait_equal(outputs)
         former, new = site.primary, site.add_standby()
@@ -217,10 +221,28 @@ def test_a_former_primary_that_is_started_next_to_the_new_one_is_not_followed(si
         told = "the server is on timeline 1, but another one took over and is on 2"
         wait_for(lambda: told in caplog.text, "the catalog of the former primary to be refused")
         assert isinstance(tables.phases["public.later"], Ready)
+        refused = re.compile("capture failed, retrying .*" + told)
+
+        def is_refused() -> bool:
+            new.execute("select pg_terminate_backend(active_pid) from pg_replication_slots where active")
+            return refused.search(caplog.text) is not None
+
+        wait_for(is_refused, "capture to refuse it")
         former.stop()
         new.execute("insert into later values (2)", database=site.name)
         site.wait_equal(outputs)
         assert attempts(tables) == copies
+    former.start()
+    publications = "select pubname, puballtables from pg_publication"
+    before = former.execute(publications, database=site.name)
+    with pytest.raises(ServerUnavailable, match=told), site.outputs():
+        pass
+    assert former.execute(publications, database=site.name) == before
+    former.stop()
+    with site.outputs() as outputs:
+        tables, _ = outputs
+        site.wait_equal(outputs)
+        assert tables.copies == {}
 
 
 @pytest.mark.remedy("LostInFailover")

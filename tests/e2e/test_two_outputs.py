@@ -51,7 +51,7 @@ class Site:
             own = replace(shared, output=name)
             store = self.stores.setdefault(name, MemoryStore(own.output_id))
             destination = ParquetDestination(self.lake(name))
-            pipelines.append(TablesOutput(own, store, destination, tasks or ProcessTasks(), session))
+            pipelines.append(TablesOutput(own, store, destination, tasks or ProcessTasks(), lambda: session))
         return Coordinator(pipelines)
 
     def lake(self, output: str) -> Path:

@@ -34,7 +34,8 @@ class Without:
 sys.meta_path[:] = [Without(each) for each in sys.meta_path]
 """
 NEEDS_EXTRA = (
-    "penstock.spark. penstock.datasource.source penstock.destinations.delta. penstock.documents.sinks.delta"
+    "penstock.spark. penstock.datasource.source penstock.datasource.changes penstock.destinations.spark"
+    " penstock.destinations.delta. penstock.documents.sinks.delta"
     " penstock.documents.sinks.opensearch penstock.testing."
 )
 """What may import the packages of an extra when it is imported itself."""

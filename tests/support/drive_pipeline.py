@@ -142,6 +142,10 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
     """Return the pipeline that the settings describe, not started."""
     folder = Path(settings.folder)
     options = {"path": str(settings.lake), **settings.options}
+    if settings.destination == "spark":
+        options["checkpoint"] = str(folder / "checkpoint")
+        if options.get("format") == "jdbc":
+            del options["path"]
     if settings.rewrite_bytes is not None:
         planner.REWRITE_BYTES = settings.rewrite_bytes
     if settings.range_bytes is not None:
@@ -171,7 +175,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
         _open_store(settings, settings.id),
         destination,
         tasks,
-        session,
+        lambda: session,
     )
 
 
@@ -242,14 +246,15 @@ def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
         yield LocalTasks(), None
         return
     # Imported here, so that a pipeline without Spark does not load it.
-    from penstock.spark.session import SparkSettings, build_session, stop_session
+    from penstock.spark.session import SparkSettings, build_session, serving_segments, stop_spark
     from penstock.spark.tasks import SparkTasks
 
     session = build_session(SparkSettings(master=settings.master, options=settings.spark))
     try:
-        yield SparkTasks(session), session
+        with serving_segments(session.sparkContext, Path(settings.folder) / "spool"):
+            yield SparkTasks(session), session
     finally:
-        stop_session(session)
+        stop_spark(session)
 
 
 def _tell(pipeline: RunningOutput, session: Any, looks: int) -> None:

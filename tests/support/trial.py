@@ -42,6 +42,7 @@ from penstock.state import open_store
 from penstock.state.commands import CommandKind
 from penstock.testing.postgres import PostgresServer
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
+from tests.support.delta_jars import delta_spark_options, jdbc_url
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.faults import FAULTS, IN_STATE_FILE, IN_STATE_SERVER, SERVER_SETTINGS, open_scene
 from tests.support.oracle import current_position
@@ -52,6 +53,7 @@ from tests.support.readback import ChangesReadBack, ReadBack, check_equal, check
 from tests.support.replay import Discrepancy
 from tests.support.restructure import SCHEMAS
 from tests.support.samples import available_samples
+from tests.support.spark_readback import PostgresReadBack, SparkDeltaReadBack
 from tests.support.workload import Ddl
 from tests.support.writers import Writers, when_recovered
 
@@ -62,6 +64,10 @@ _COLUMNS = """
         and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
     group by c.oid
 """
+
+
+JDBC_TYPES = ("int2", "int4", "int8", "text", "varchar(40)", "bool", "float8", "uuid")
+"""Types that both ends of JDBC print alike."""
 
 
 class Victim(StrEnum):
@@ -134,6 +140,11 @@ class TrialSettings:
     def keeps_changes(self) -> bool:
         """True if the destination keeps every change."""
         return self.destination == "parquet" or self.options.get("mode") == "history"
+
+    @property
+    def writes_jdbc(self) -> bool:
+        """True if the destination is another database, by JDBC."""
+        return self.options.get("format") == "jdbc"
 
     @property
     def command(self) -> str:
@@ -313,12 +324,18 @@ class _Trial:
     ) -> None:
         """`stack` closes what the trial opens; `timeline` receives what happens."""
         self._settings = settings
+        self._target = ""
+        """The database that the pipelines write to, if they write by JDBC."""
         self._database = server.create_database()
         self._dsn = server.dsn(self._database)
         self._report = TrialReport(settings.seed, timeline=timeline)
         self._begun = time.monotonic()
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             samples = available_samples(connection)
+        if settings.writes_jdbc:
+            samples = [sample for sample in samples if sample.type in JDBC_TYPES]
+            self._target = server.create_database()
+        self._server = server
         self._tables = plan_tables(Random(f"{settings.seed}-tables"), samples, settings.size)
         driven = [self._driven(folder, number) for number in range(settings.pipelines)]
         self._scenes = [
@@ -355,6 +372,9 @@ class _Trial:
     def _driven(self, folder: Path, number: int) -> DriveSettings:
         own = folder / f"pipeline-{number}"
         own.mkdir(parents=True)
+        options = dict(self._settings.options)
+        if self._settings.writes_jdbc:
+            options["options"] = {"url": jdbc_url(self._server.dsn(self._target))}
         return DriveSettings(
             dsn=self._dsn,
             folder=str(own),
@@ -363,8 +383,9 @@ class _Trial:
             slot=f"trial_{number}_{self._database[-12:]}",
             id=f"trial{number}",
             destination=self._settings.destination,
-            options=self._settings.options,
+            options=options,
             master=self._settings.master,
+            spark=delta_spark_options() if self._settings.destination == "spark" else {},
             # Delta tables are rewritten within the batch in one pipeline, by themselves in the other.
             rewrite_bytes=(None, 0)[(self._settings.seed + number) % 2],
             # Copies of these small tables are resumed, too.
@@ -428,7 +449,7 @@ class _Trial:
             code = pipeline.stop()
             if code != 0:
                 raise PipelineEnded(f"exit code {code} after SIGTERM")
-            readback = _read_back(pipeline.settings)
+            readback = _read_back(pipeline.settings, self._server.dsn(self._target) if self._target else "")
             if self._settings.ddl is Ddl.STRUCTURE:
                 # Rows of a table that was dropped stay.
                 readback = _Existing(readback, columns)
@@ -507,7 +528,10 @@ class _Trial:
             self._wait_looks(pipeline)
 
 
-def _read_back(driven: DriveSettings) -> ReadBack:
+def _read_back(driven: DriveSettings, target: str) -> ReadBack:
+    if driven.destination == "spark":
+        is_delta = driven.options["format"] == "delta"
+        return SparkDeltaReadBack(driven.dsn, driven.lake) if is_delta else PostgresReadBack(driven.dsn, target)
     if driven.destination == "parquet":
         return ParquetReader(driven.lake)
     return (HistoryReadBack if driven.options.get("mode") == "history" else LakeReadBack)(driven.lake)
@@ -552,7 +576,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--master", default=None, help="Spark's master; by default tasks run in the pipelines' processes"
     )
-    parser.add_argument("--destination", choices=["parquet", "delta"], default="parquet")
+    parser.add_argument("--destination", choices=["parquet", "delta", "spark"], default="parquet")
     parser.add_argument("--options", type=json.loads, default={}, help="options of the destination, as JSON")
     parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)
     parser.add_argument(

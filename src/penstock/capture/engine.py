@@ -29,8 +29,8 @@ from penstock.lsn import Lsn, earliest, furthest, reaches
 from penstock.retry import Backoff
 from penstock.schema import quote_identifier
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect, connect_replication, run_command
-from penstock.source.faults import translated
-from penstock.source.lineage import UNDEFINED_FILE, Ancestry, Lineage, identify_system, is_in_recovery
+from penstock.source.faults import WAL_REMOVED, translated
+from penstock.source.lineage import Ancestry, Lineage, identify_system, is_in_recovery
 from penstock.source.publications import require_publication
 from penstock.source.slots import inspect_slot, require_usable
 from penstock.spool import SpoolSettings, SpoolWriter, Stopping
@@ -171,7 +171,7 @@ class Capture:
         What an earlier reader prepared and did not confirm can move the beginning of the slot past the place where this
         one reads. From that beginning on, all WAL is there.
         """
-        if error.facts.get("sqlstate") != UNDEFINED_FILE:
+        if error.facts.get("sqlstate") not in WAL_REMOVED:
             return
         slot = inspect_slot(catalog, self._settings.slot)
         if slot is not None and not slot.lost and slot.restart_lsn not in (None, self._missed_from):
@@ -184,6 +184,10 @@ class Capture:
         """Determine the start position, raise if the server does not have it, and start there."""
         settings = self._settings
         reader: int | None = None
+        known = writer.ancestry
+        if known is not None:
+            # Before the slot: that of a former primary may be lost.
+            identify_system(session.connection).ancestry(settings.slot).refuse_former(known.current)
         if settings.temporary:
             confirmed = _create_temporary_slot(session, settings.slot)
         else:
@@ -194,7 +198,6 @@ class Capture:
         system = identify_system(session.connection)
         ancestry = system.ancestry(settings.slot)
         needed = writer.needed_from()
-        known = writer.ancestry
         lineage = known.current if known is not None else settings.lineage
         if needed is None:
             needed = settings.start if settings.start is not None else confirmed

@@ -328,9 +328,17 @@ def _tables(found: list[TableStatus], *, several: bool) -> Table:
 def _indexes(found: list[IndexState]) -> Table:
     table = make_table("index", "table", "status", "quarantined", right=("quarantined",))
     for each in found:
-        status = Text(each.status, style=STYLES.get(each.status, "yellow"))
-        table.add_row(Text(each.index), Text(each.table), status, Text(f"{each.quarantined:,}"))
+        table.add_row(Text(each.index), Text(each.table), index_status(each), Text(f"{each.quarantined:,}"))
     return table
+
+
+def index_status(index: IndexState) -> Text:
+    """The status of an index, and how far its backfill is."""
+    progress = ""
+    if index.backfill is not None:
+        written = f"{index.backfill['documents_written']:,} documents written"
+        progress = f" {index.backfill['fraction']:.0%}, {written}"
+    return Text(f"{index.status}{progress}", style=STYLES.get(index.status, "yellow"))
 
 
 def _phase(table: TableStatus) -> str:

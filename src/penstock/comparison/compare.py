@@ -44,6 +44,7 @@ from penstock.copy.progress import RangeRead
 from penstock.destinations.base import PinnedTable, Tasks
 from penstock.errors import ConfigError
 from penstock.observe.reports import listening
+from penstock.workers.process_tasks import ProcessTasks
 
 MAX_PIECES = 256
 """For each side: every piece returns its sums."""
@@ -79,7 +80,9 @@ class CompareSettings:
     shown: int = 20
     """How many differing rows of each table are described."""
     work_folder: Path | None = None
-    """Folder for the rows that differ; all tasks must see it. None means the system's folder for temporary files."""
+    """Folder for the rows that differ. None means the system's folder for temporary files."""
+    is_shared: bool = True
+    """False if tasks run on machines that do not see this folder: then this process reads the rows that differ."""
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
@@ -115,6 +118,8 @@ def compare_table(
         if around is not None:
             groups = _grouped(around.later.parts)
             pieces += [Piece(len(pieces) + at, Side.LATER, group) for at, group in enumerate(groups)]
+        if not settings.is_shared:
+            watched = _Watched(ProcessTasks(), len(pieces), on_progress or _ignore)
         more, differences = _look_closer(scan, pieces, watched, suspicious, sizes, settings)
         counts += more
     return _report(rows, columns, counts, differences, began)

@@ -53,11 +53,19 @@ _SQLITE = "sqlite:///"
 
 @dataclass(frozen=True, slots=True)
 class SparkChoice:
-    """Where tasks run: a Spark master, or this process if `master` is None."""
+    """Where tasks run."""
 
-    master: str | None
+    master: str | None = None
+    """None if the config names none: that of `spark-submit` or `spark-defaults.conf`, or else `local[*]`."""
     memory: str | None = None
     options: Mapping[str, str] = field(default_factory=dict[str, str])
+    segment_port: int = 0
+    """Where executors of a cluster read changes from the driver; 0 for any free port."""
+
+    @property
+    def is_used(self) -> bool:
+        """False if tasks run in this process, without Spark."""
+        return self.master != NO_SPARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +319,7 @@ def _table_rules(file: ConfigFile) -> dict[str, TableRules]:
     key = b"" if file.hash is None else file.hash.key.get_secret_value().encode()
     found: dict[str, TableRules] = {}
     for table, section in file.tables.items():
-        if not section.columns and section.where is None:
+        if not section.columns and section.where is None and section.transform is None:
             continue
         TablePattern(table)  # raises if it is not a name
         try:
@@ -321,7 +329,7 @@ def _table_rules(file: ConfigFile) -> dict[str, TableRules]:
         rules = tuple(
             (name, ColumnRule(**column.model_dump(exclude_none=True))) for name, column in section.columns.items()
         )
-        found[table] = TableRules(rules, section.where, condition, key)
+        found[table] = TableRules(rules, section.where, condition, key, section.transform)
     return found
 
 
@@ -360,8 +368,11 @@ def _tables(file: ConfigFile, folder: Path) -> tuple[str, ...]:
 
 def _output_choice(section: DestinationSection, settings: TablesSettings, folder: Path) -> OutputChoice:
     options = dict(section.model_extra or {})
-    if isinstance(options.get("path"), str) and "://" not in options["path"]:
-        options["path"] = str(folder / options["path"])
+    if section.type == "spark":
+        options.setdefault("checkpoint", str(settings.spool.path.parent / f"spark-{section.name}"))
+    for name in ("path", "checkpoint"):
+        if isinstance(options.get(name), str) and "://" not in options[name]:
+            options[name] = str(folder / options[name])
     return OutputChoice(
         replace(settings, output=section.name, batches=_batches(settings, options)), section.type, options
     )
@@ -400,8 +411,8 @@ def _spark_choice(file: ConfigFile) -> SparkChoice:
     if file.spark.master == NO_SPARK:
         if options or file.spark.memory is not None:
             raise ConfigError('spark: with master = "none", no other keys are allowed')
-        return SparkChoice(None)
-    return SparkChoice(file.spark.master, file.spark.memory, options)
+        return SparkChoice(NO_SPARK)
+    return SparkChoice(file.spark.master, file.spark.memory, options, file.spark.segment_port)
 
 
 def _flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

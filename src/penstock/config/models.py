@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from penstock.changes.transform import TRANSFORM
 from penstock.config.units import Duration, Size
 from penstock.destinations.folders import RenameTable
 from penstock.documents.base import FailurePolicy
@@ -125,8 +126,9 @@ class SparkSection(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
-    master: str = "local[*]"
+    master: str | None = None
     memory: str | None = None
+    segment_port: Annotated[int, Field(ge=0, le=65535)] = 0
 
 
 class DestinationSection(Section):
@@ -240,11 +242,18 @@ class ColumnSection(Section):
         return self
 
 
+def _check_transform(value: str) -> str:
+    if TRANSFORM.fullmatch(value) is None:
+        raise ValueError("should be one `select … from changes`, without where, group by or joins")
+    return value
+
+
 class TableSection(Section):
     """Settings of one table."""
 
     publish_without_identity: bool = False
     where: str | None = None
+    transform: Annotated[str, AfterValidator(_check_transform)] | None = None
     columns: dict[str, ColumnSection] = {}
     types: TableTypesSection = TableTypesSection()
     schema_changes: SchemaChangesSection = SchemaChangesSection()
@@ -306,6 +315,12 @@ class ConfigFile(Section):
             raise ValueError("[sink] needs an [[index]]")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):
             raise ValueError(f"destination.name: {DOCUMENTS_OUTPUT!r} is reserved for the output of [[index]]")
+        named = [name for name, table in self.tables.items() if table.transform is not None]
+        if named and any(each.type != "spark" for each in self.destination):
+            raise ValueError(
+                f'tables."{named[0]}".transform needs a [destination] of type "spark"; [tables."{named[0]}".columns] '
+                "hides and changes columns for every destination"
+            )
         if self.hash is None and any(
             column.hash for table in self.tables.values() for column in table.columns.values()
         ):

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+DEFAULT_MASTER = "local[*]"
 _USER = re.compile(r"^(postgres(?:ql)?://[^:/@?#]+)@")
 _USER_INFO = re.compile(r"^(postgres(?:ql)?://[^:/@?#]*):[^@]*@")
 
@@ -26,7 +27,7 @@ class Choices:
     exclude: tuple[str, ...] = ()
     destination: str = "delta"
     path: str | None = "lake"
-    master: str = "local[*]"
+    master: str = DEFAULT_MASTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def render_config(choices: Choices) -> str:
         url=_toml(choices.url),
         tables=_toml_list(choices.tables),
         exclude=f"exclude = {_toml_list(choices.exclude)}" if choices.exclude else '# exclude = ["public.tmp_*"]',
-        master=_toml(choices.master),
+        master=f"{'# ' if choices.master == DEFAULT_MASTER else ''}master = {_toml(choices.master)}",
         type=_toml(choices.destination),
         path="" if choices.path is None else f"path = {_toml(choices.path)}\n",
         options=_OPTIONS.get(choices.destination, ""),
@@ -140,8 +141,9 @@ tables = {tables}
 
 [spark]
 # "local[*]" uses all cores of this machine, spark://host:7077 a cluster. "none" runs everything in one process without
-# Spark and Java, which is enough for small databases.
-master = {master}
+# Spark and Java, which is enough for small databases. Without master, that of spark-submit or spark-defaults.conf is
+# used, or else "local[*]".
+{master}
 
 [destination]
 type = {type}

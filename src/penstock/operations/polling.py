@@ -14,11 +14,10 @@ from penstock.config import Config, DocumentsChoice, PollingChoice
 from penstock.config.units import count_of
 from penstock.documents import Engine, Observer, PostgresDocuments, Sink
 from penstock.documents.base import BatchStatistics
-from penstock.documents.builds import Builds
 from penstock.documents.catalog import load_catalog
 from penstock.documents.polling import PollingCapture, PollPositions, polled_catalog, polled_tables
 from penstock.documents.relation_map import RelationMap, open_relation_map
-from penstock.documents.statements import POOL, require_primary
+from penstock.documents.statements import POOL, SESSION, require_primary
 from penstock.documents.writer import DocumentsSettings
 from penstock.errors import PenstockError, Retry
 from penstock.lsn import Lsn
@@ -27,8 +26,7 @@ from penstock.operations.signals import Ending
 from penstock.operations.stores import require_stopped
 from penstock.retry import Backoff
 from penstock.source import Role, connect
-from penstock.source.connections import NO_TIMEOUTS
-from penstock.state import Command, CommandKind, CommandStatus, Store
+from penstock.state import CommandKind, CommandStatus, Store
 from penstock.state.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
@@ -73,8 +71,8 @@ def _run_engine(
     source, choice, owner = config.pipeline.source, config.indexes, config.indexes.settings.output_id
     settings = DocumentsSettings(choice.batch, choice.failure_policies, choice.skip_backfill)
     with (
-        connect(source, Role.DOCUMENTS, parameters=NO_TIMEOUTS) as resolving,
-        connect(source, Role.DOCUMENTS, parameters=NO_TIMEOUTS) as building,
+        connect(source, Role.DOCUMENTS, parameters=SESSION) as resolving,
+        connect(source, Role.DOCUMENTS, parameters=SESSION) as building,
     ):
         require_primary(building)
         catalog = load_catalog(building, {name for each in choice.specifications for name in each.tables()})
@@ -108,18 +106,19 @@ def _run_engine(
             stop=ending.stop,
         )
 
-        def before_builds() -> None:
+        if not capture.resumes():
+            relations.prepare([])  # old maps are useless: changes were missed since
+
+        def fill_maps() -> None:
             # Polling has a position by now, and repeats changes that happen while maps and indexes are filled.
             engine.readiness.learn(documents, relations, lambda: nullcontext((building, Lsn(0))))
-            for command in store.take_commands():
-                _obey(command, engine.builds, documents, store)
 
         say(
             f"polling {count_of(len(tables), 'table')} on {source.location} every "
             f"{polling.settings.interval:g} s, into {choice.sink_type}; deleted rows are not noticed; press Ctrl-C to "
             "stop"
         )
-        engine.run(before_builds)
+        engine.run(fill_maps, lambda: _obey_commands(engine, store))
 
 
 @contextmanager
@@ -134,14 +133,16 @@ def _opened(config: Config, choice: DocumentsChoice) -> Iterator[tuple[Store, Re
         yield store, stack.enter_context(closing(open_relation_map(config.state_url, choice.settings.output_id)))
 
 
-def _obey(command: Command, builds: Builds, documents: PostgresDocuments, store: Store) -> None:
-    if command.kind is not CommandKind.REBUILD_INDEX:
-        reason = "a polling pipeline accepts only the command `penstock index rebuild`"
-        store.answer_command(command.number, CommandStatus.REFUSED, reason)
-        return
-    for name in command.options.get("indexes", ()):
-        builds.want(name, documents.mappings[name].fingerprint, "requested by a user")
-    store.answer_command(command.number, CommandStatus.DONE)
+def _obey_commands(engine: Engine, store: Store) -> None:
+    for command in store.take_commands():
+        try:
+            if command.kind is not CommandKind.REBUILD_INDEX:
+                raise PenstockError("a polling pipeline accepts only the command `penstock index rebuild`")
+            engine.rebuild(command.options.get("indexes", ()))
+        except PenstockError as error:
+            store.answer_command(command.number, CommandStatus.REFUSED, error.message)
+        else:
+            store.answer_command(command.number, CommandStatus.DONE)
 
 
 class _Reporting(Observer):

@@ -11,11 +11,11 @@ Everything that knows how a config becomes a `Coordinator` is in this module.
 from __future__ import annotations
 
 import importlib
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from penstock.changes.segment_files import Origin
 from penstock.config import Config, DocumentsChoice
 from penstock.config.units import count_of
 from penstock.coordinator import Coordinator
@@ -38,6 +38,8 @@ from penstock.state.quarantine import Quarantine
 from penstock.tables import TablesOutput
 from penstock.workers.process_tasks import ProcessTasks
 
+_REACHED_BY = 64
+"""More than most clusters have cores. They share one task per core."""
 POLL_SECONDS = 0.5
 """How often the state of a running pipeline is checked."""
 
@@ -51,11 +53,10 @@ def say_nothing(text: str) -> None:
 class Running:
     """A pipeline that runs in this process."""
 
-    def __init__(self, config: Config, coordinator: Coordinator, tasks: Any, session: Any, lag: LagWatch) -> None:
+    def __init__(self, config: Config, coordinator: Coordinator, tasks: Any, spark: Any, lag: LagWatch) -> None:
         self.config = config
         self.tasks = tasks
-        self.session = session
-        """The Spark session; None without Spark."""
+        self._spark = spark
         self._coordinator = coordinator
         self._lag = lag
         self._watches = {output: self._watch(output) for output in coordinator}
@@ -69,6 +70,11 @@ class Running:
             lost_since=lambda: self._lag.lost_since,
             headroom=lambda: self._coordinator.headroom,
         )
+
+    @property
+    def session(self) -> Any:
+        """The Spark session; None without Spark."""
+        return None if self._spark is None else self._spark.session
 
     @property
     def outputs(self) -> list[RunningOutput]:
@@ -184,20 +190,25 @@ def _started(config: Config, ending: Ending, say: Say) -> Iterator[Running]:
             require_stopped(config, store)
         with ending.interruptible():
             require_ready(config)
-        with started_tasks(config, ending, say) as (tasks, session):
+        with started_tasks(config, say) as (tasks, spark), ExitStack() as serving:
             outputs: list[Output] = [
-                TablesOutput(output.settings, stores[output.name], destinations[output.name], tasks, session)
+                TablesOutput(
+                    *(output.settings, stores[output.name], destinations[output.name], tasks),
+                    open_session=lambda: None if spark is None else spark.session,
+                )
                 for output in config.outputs
             ]
             if config.documents is not None and sink is not None:
                 store = stores[config.documents.name]
                 outputs.append(_documents_output(config, config.documents, sink, store, tasks))
-            coordinator = Coordinator(outputs)
+            coordinator = Coordinator(
+                outputs, await_tasks=lambda: None if spark is None else _await_tasks(config, tasks, spark, serving, say)
+            )
             try:
                 with ending.interruptible():
                     coordinator.start()
                 with LagWatch(config.pipeline.source) as lag:
-                    running = Running(config, coordinator, tasks, session, lag)
+                    running = Running(config, coordinator, tasks, spark, lag)
                     say(_greeting(running, [destination.name for destination in destinations.values()]))
                     yield running
             finally:
@@ -210,16 +221,17 @@ def _started(config: Config, ending: Ending, say: Say) -> Iterator[Running]:
 
 
 @contextmanager
-def started_tasks(config: Config, ending: Ending, say: Say = say_nothing) -> Iterator[tuple[Any, Any]]:
-    """What runs the tasks, and the Spark session if there is one."""
+def started_tasks(config: Config, say: Say = say_nothing) -> Iterator[tuple[Any, Any]]:
+    """What runs the tasks, and the `StartingSpark` if there is one."""
     choice = config.spark
-    if choice.master is None:
+    if not choice.is_used:
         yield ProcessTasks(copy_tasks=config.copy_tasks), None
         return
     # Imported here: commands without Spark start without it.
-    with requires_extra("spark", f'spark.master = "{choice.master}"'):
+    named = "Spark" if choice.master is None else f'spark.master = "{choice.master}"'
+    with requires_extra("spark", named):
         importlib.import_module("pyspark")  # first, so that an error names this package and not one of its own
-        from penstock.spark.session import SparkSettings, build_session, stop_session
+        from penstock.spark.session import SparkSettings, StartingSpark
         from penstock.spark.tasks import SparkTasks
 
     settings = SparkSettings(
@@ -228,23 +240,25 @@ def started_tasks(config: Config, ending: Ending, say: Say = say_nothing) -> Ite
         memory=choice.memory,
         options=choice.options,
     )
-    say(f"starting Spark on {choice.master}")
-    with ending.interruptible(), _same_signal_handlers():
-        session = build_session(settings)
+    say("starting Spark" if choice.master is None else f"starting Spark on {choice.master}")
+    # In a thread, PySpark does not install its handler for Ctrl-C, which would cancel the current batch.
+    spark = StartingSpark(settings)
     try:
-        yield SparkTasks(session, copy_tasks=config.copy_tasks), session
+        yield SparkTasks(spark, copy_tasks=config.copy_tasks), spark
     finally:
-        stop_session(session)
+        spark.stop()
 
 
-@contextmanager
-def _same_signal_handlers() -> Iterator[None]:
-    """PySpark installs its own handler for Ctrl-C, which cancels all jobs, the current batch included."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+def _await_tasks(config: Config, tasks: Any, spark: Any, serving: ExitStack, say: Say) -> None:
+    """Wait until tasks run. Let those of a cluster read the spool of this machine; raise if they do not reach it."""
+    from penstock.spark.session import serving_segments
+
+    tasks.wait_for_executors(say)
+    spool, port = config.pipeline.spool.path, config.spark.segment_port
+    server = serving.enter_context(serving_segments(spark.sparkContext, spool, port))
+    if server is not None:
+        what = "check that executors reach the driver"
+        tasks.run([server.origin] * _REACHED_BY, Origin.reach, description=what)
 
 
 def _documents_output(config: Config, choice: DocumentsChoice, sink: Sink, store: Store, tasks: Any) -> DocumentsOutput:

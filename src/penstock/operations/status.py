@@ -165,6 +165,8 @@ class IndexState:
     seeded: bool
     reason: str
     """Why it is being rebuilt, or was."""
+    backfill: Mapping[str, Any] | None = None
+    """While it is filled: the `fraction` of its table that is done, and `documents_written`."""
     generation: str | None = None
     filling: str | None = None
     documents: int | None = None
@@ -360,10 +362,14 @@ def driver_facts(driver: LeaseInfo | None) -> dict[str, Any] | None:
 def stored_indexes(config: Config, store: Store | None) -> list[IndexState]:
     """All indexes of the config; without a store, none is built."""
     if store is None:
-        return [_index_state(each, None, 0) for each in config.indexes.indexes]
+        return [_index_state(each, None, 0, None) for each in config.indexes.indexes]
     builds = store.get_index_builds()
     counts = Quarantine(store.database).counts()
-    return [_index_state(each, builds.get(each.name), counts.get(each.name, 0)) for each in config.indexes.indexes]
+    backfills = {name: _backfill(store, build) for name, build in builds.items()}
+    return [
+        _index_state(each, builds.get(each.name), counts.get(each.name, 0), backfills.get(each.name))
+        for each in config.indexes.indexes
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,7 +588,18 @@ def _text(position: Lsn | None) -> str | None:
     return None if position is None else str(position)
 
 
-def _index_state(index: IndexChoice, build: IndexBuild | None, quarantined: int) -> IndexState:
+def _backfill(store: Store, build: IndexBuild) -> dict[str, Any] | None:
+    """How far a build is; None if it is not filling, or not in ranges (polling)."""
+    ranges = build.plan.get("ranges")
+    if build.status is not IndexStatus.FILLING or not ranges:
+        return None
+    done = store.get_index_ranges(build.index, build.build)
+    return {"fraction": len(done) / len(ranges), "documents_written": sum(done.values())}
+
+
+def _index_state(
+    index: IndexChoice, build: IndexBuild | None, quarantined: int, backfill: Mapping[str, Any] | None
+) -> IndexState:
     is_current = build is not None and is_built_from(build.fingerprint, index.specification)
     status = "not built" if build is None else build.status.value
     if build is not None and not is_current:
@@ -594,6 +611,7 @@ def _index_state(index: IndexChoice, build: IndexBuild | None, quarantined: int)
         status=status,
         seeded=build is not None and is_current and build.status is IndexStatus.SEEDED,
         reason="" if build is None else build.reason,
+        backfill=backfill,
         quarantined=quarantined,
         failure_policy=index.failure_policy.value,
     )

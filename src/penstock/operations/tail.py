@@ -311,7 +311,7 @@ class _Follower:
             return True
         if step.table not in self._wanted:
             self._wanted[step.table] = any(
-                pattern.matches(name) for name in _possible_names(step.table) for pattern in self._patterns
+                pattern.matches(name) for name in TableName.possible(step.table) for pattern in self._patterns
             )
         return self._wanted[step.table]
 
@@ -378,13 +378,6 @@ def _end_waiting_slot(source: SourceSettings, slot: str) -> None:
         if found is not None and found.active_pid is not None:
             with translated(connection, f"end the creation of slot {slot!r}"):
                 connection.execute("select pg_catalog.pg_terminate_backend(%s)", [found.active_pid])
-
-
-def _possible_names(table: str) -> Iterator[TableName]:
-    """`namespace.name` split at every dot: names may contain dots."""
-    parts = table.split(".")
-    for split in range(1, len(parts)):
-        yield TableName(".".join(parts[:split]), ".".join(parts[split:]))
 
 
 def _listed(names: list[str], most: int = 8) -> str:

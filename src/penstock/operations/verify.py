@@ -99,10 +99,12 @@ def verify_pipeline(
     are_running = [_is_running(request, each) for each in request.outputs]
     if all(are_running):
         found: dict[str, Report] = {}
-        with started_tasks(config, ending, say) as (tasks, session):
+        with started_tasks(config, say) as (tasks, spark):
+            with ending.interruptible():
+                tasks = _all_cores(tasks, spark, say)
             for each in request.outputs:
                 with config.open_store(each) as store, observing() as observer:
-                    found[each.name] = _compare(request, each, store, _all_cores(tasks, session), ending, observer)
+                    found[each.name] = _compare(request, each, store, tasks, ending, observer)
         return VerifyReport(found, request.unreadable)
     say(f"pipeline {config.pipeline.id} is not running: starting it for the comparison")
     with started(config, ending, say) as pipeline:
@@ -147,9 +149,11 @@ def _compare(
     observer: Observer,
     check: Callable[[], None] = lambda: None,
 ) -> Report:
-    # Differences are written below the spool, which all tasks see.
+    # Differences are written below the spool: only tasks on this machine see it.
     folder = SpoolFolder(output.settings.spool.path).comparisons
-    options = replace(request.options, compare=replace(request.options.compare, work_folder=folder))
+    options = replace(
+        request.options, compare=replace(request.options.compare, work_folder=folder, is_shared=not tasks.elsewhere)
+    )
     with ending.interruptible(), _closed_on_signal(ending, tasks):
         return verify_tables(
             output.settings,
@@ -163,13 +167,14 @@ def _compare(
         )
 
 
-def _all_cores(tasks: Any, session: Any) -> Any:
-    """This process only compares, so no core is reserved for changes."""
-    if session is None:
+def _all_cores(tasks: Any, spark: Any, say: Say) -> Any:
+    """This process only compares, so no core is reserved for changes. Waits until tasks run on Spark, if it is used."""
+    if spark is None:
         return tasks
     from penstock.spark.tasks import SparkTasks
 
-    return SparkTasks(session, copy_tasks=tasks.cores)
+    tasks.wait_for_executors(say)
+    return SparkTasks(spark, copy_tasks=tasks.cores)
 
 
 @contextmanager

@@ -48,6 +48,9 @@ _SERVER_REPLY = re.compile(r"(?:failed: |^)[^\s:]+:  ", re.MULTILINE)
 _PID = re.compile(r"\bPID (\d+)")
 _NUMBER = re.compile(r"(?<![\w\"])(\d+)(?![\w\"])")
 _WAL_SEGMENT = re.compile(r"\b[0-9A-F]{24}\b")
+WAL_REMOVED = ("58P01", "XX000")
+"""SQLSTATEs of a missing segment of WAL: that of a missing file, or, if the segment is removed while the server reads
+it, whatever the last error of the system happened to be."""
 _MISSING_CATALOG = re.compile(
     r"could not map filen(?:umber|ode) .* to relation OID|catalog is missing \d+ attribute\(s\) for relation OID"
     r"|unexpected duplicate for tablespace \d+, relfilen"
@@ -221,7 +224,7 @@ def _kind_by_state(
             return SlotUnusable, None, {"slot": slot}
         case "53400":
             return SlotUnusable, "Raise max_replication_slots (needs a restart), or drop unused slots.", {}
-        case "58P01" if _WAL_SEGMENT.search(text):
+        case state if state in WAL_REMOVED and _WAL_SEGMENT.search(text):
             return SlotLost, None, {"slot": slot}
         case "XX000" if _MISSING_CATALOG.search(text):
             return SlotUndecodable, None, {"slot": slot}

@@ -249,14 +249,20 @@ def quote_if_needed(name: str) -> str:
     return name if is_plain else quote_identifier(name)
 
 
+def full_identity(table: str, leaves: Sequence[str]) -> tuple[str, ...]:
+    """Return the statements after which the server sends whole old rows of a table's leaves; names as in SQL."""
+    if len(leaves) > _MOST_STATEMENTS:
+        return (_FULL.format(quote_literal(table)),)
+    return tuple(f"alter table {leaf} replica identity full;" for leaf in leaves)
+
+
 def _statements(partitions: Partitions, wanted: frozenset[int] | None) -> tuple[str, ...]:
     """What makes every leaf send some columns, or None for all."""
     wrong = [leaf for leaf in partitions.leaves if not (leaf.is_full if wanted is None else leaf.sends(wanted))]
-    if len(wrong) > _MOST_STATEMENTS:
-        return (_FULL.format(quote_literal(partitions.root.quoted)),)
+    if wanted is None or len(wrong) > _MOST_STATEMENTS:
+        return full_identity(partitions.root.quoted, [leaf.quoted for leaf in wrong])
     return tuple(
-        f"alter table {leaf.quoted} replica identity "
-        f"{'default' if wanted is not None and wanted <= frozenset(leaf.key) else 'full'};"
+        f"alter table {leaf.quoted} replica identity {'default' if wanted <= frozenset(leaf.key) else 'full'};"
         for leaf in wrong
     )
 

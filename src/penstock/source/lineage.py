@@ -76,6 +76,19 @@ def read_timeline(connection: psycopg.Connection[Any]) -> int | None:
     return None if found is None or found[0] is None else int(found[0], 16)
 
 
+def refuse_former(timeline: int | None, known: Lineage) -> None:
+    """Raise `ServerUnavailable` if the server's timeline is earlier than a known one: another server took over from it.
+
+    Numbers of timelines only grow. Such a server did not lose changes in a failover; a copy of it would be stale.
+    """
+    if timeline is not None and timeline < known.timeline:
+        raise ServerUnavailable(
+            f"the server is on timeline {timeline}, but another one took over and is on {known.timeline}",
+            hint="Stop the former primary, or start it as a standby of the new one. If this server was restored from a "
+            "backup, and there is no other one, run penstock teardown, then penstock run, to copy everything again.",
+        )
+
+
 def _ask(connection: psycopg.Connection[Any], query: str) -> Lsn:
     with translated(connection, "read the server's position"), connection.cursor(row_factory=tuple_row) as cursor:
         found = cursor.execute(query.encode()).fetchone()
@@ -153,13 +166,10 @@ class Ancestry:
         """Return True for another timeline of the same server, database and slot."""
         return stored != self.current and replace(stored, timeline=self.current.timeline) == self.current
 
-    def refuse_former(self, timeline: int | None) -> None:
-        """Raise `ServerUnavailable` if a timeline is one of the earlier ones, so that its server has a successor."""
-        if any(switch.timeline == timeline for switch in self.switches):
-            raise ServerUnavailable(
-                f"the server is on timeline {timeline}, but another one took over and is on {self.current.timeline}",
-                hint="Stop the former primary, or start it as a standby of the new one.",
-            )
+    def refuse_former(self, known: Lineage) -> None:
+        """Raise `ServerUnavailable` if another server took over from this one and is on a known lineage."""
+        if self.is_other_timeline(known):
+            refuse_former(self.current.timeline, known)
 
     def follows(self, earlier: Ancestry) -> bool:
         """Return True if this server took over from the one with the other ancestry."""

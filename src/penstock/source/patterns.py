@@ -31,6 +31,12 @@ class TableName(NamedTuple):
         """The name as a pattern that no other table matches, and as one writes it in SQL."""
         return f"{quote_identifier(self.namespace)}.{quote_identifier(self.name)}"
 
+    @classmethod
+    def possible(cls, text: str) -> list[TableName]:
+        """Return the names that are printed like this: both parts of a name may contain dots."""
+        parts = text.split(".")
+        return [cls(".".join(parts[:split]), ".".join(parts[split:])) for split in range(1, len(parts))]
+
 
 class TablePattern:
     """A compiled pattern."""

@@ -90,7 +90,7 @@ def codec_for(type_: PostgresType, modifier: int, settings: TypeSettings = TypeS
     """The codec of a column; `modifier` is its `atttypmod`."""
     type_, modifier = resolve_domain(type_, modifier)
     registered = _find(type_)
-    if registered.rejects and settings.out_of_range is OutOfRange.TEXT:
+    if settings.as_text or (registered.rejects and settings.out_of_range is OutOfRange.TEXT):
         registered = _BY_NAME["text"]
     return registered.factory(type_, modifier, settings)
 

@@ -59,6 +59,8 @@ class TypeSettings:
     numeric: NumericPolicy = NumericPolicy.STRING
     unknown_types: UnknownTypes = UnknownTypes.TEXT
     composites: CompositePolicy = CompositePolicy.TEXT
+    as_text: bool = False
+    """Every column is text, as Postgres writes it, whatever the other settings say."""
     overrides: tuple[TypeOverride, ...] = ()
     """Tables and columns with settings of their own."""
 

@@ -234,7 +234,8 @@ class BatchWriter:
             return None
         if (rules, schema) not in self._resolved:
             found = self._transforms.resolve(schema, self._types)
-            assert found is not None
+            if found is None:
+                return None
             require_exact_filter(found, self._destination)
             self._resolved[rules, schema] = found
         return self._resolved[rules, schema]

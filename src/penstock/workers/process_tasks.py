@@ -21,6 +21,9 @@ _Result = TypeVar("_Result")
 class ProcessTasks:
     """See `penstock.destinations.base.Tasks`; `copy_tasks` limits how many tables are read at the same time."""
 
+    elsewhere = False
+    """True if tasks run on other machines, which may not see the files of this one."""
+
     def __init__(self, *, copy_tasks: int | None = None) -> None:
         self._turns = None if copy_tasks is None else threading.BoundedSemaphore(copy_tasks)
         self._here = threading.local()

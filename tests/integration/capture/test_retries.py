@@ -65,7 +65,7 @@ def test_wal_that_the_server_misses_is_an_end_only_if_the_slot_is_lost(database,
         failures += 1
         if failures > (1 if moves else 2):
             return read(self, *arguments, **options)
-        raise SlotLost("requested WAL segment 000000010000000000000001 has already been removed", sqlstate="58P01")
+        raise SlotLost("requested WAL segment 000000010000000000000001 has already been removed", sqlstate="XX000")
 
     monkeypatch.setattr(ReplicationSession, "read", read_removed)
     capture = Capture(settings, stop)

@@ -221,7 +221,7 @@ def test_composite_keys_are_given_by_column_or_as_one(desk: Desk) -> None:
     ("arguments", "says"),
     [
         (("preview", "customers", "999999"), "index 'customers' has no document '999999'"),
-        (("preview", "customers", "abc"), "a value does not fit its type"),
+        (("preview", "customers", "abc"), "documents are identified by id (int8)"),
         (("preview", "nothing", "1"), "the config has no index 'nothing'"),
         (("mapping", "nothing"), "hint: It has: customers, products."),
         (("check", "nothing"), "the config has no index 'nothing'"),

@@ -67,6 +67,7 @@ def test_documents_follow_without_logical_decoding(make_server: Callable[..., Po
     assert "polling does not see changes that leave updated_at as it is" in said
     assert "public.items is polled by xmin: each poll reads the whole table" in said
     assert "public.orders has no index on (updated_at)" in said
+    assert "relation map" not in said, "no replica identity avoids it"
 
     assert "not needed: changes are polled" in site.run("run", "--plan").stdout
     filled = site.run("run", "--once", "-q", environment={})

@@ -119,11 +119,18 @@ def test_no_java(site: Site, tmp_path: Path):
     assert "apt-get install default-jre-headless" in said
 
 
-def test_a_spark_that_does_not_start(site: Site):
+def test_a_spark_that_does_not_start_leaves_nothing_behind(site: Site):
     site.configure(master="local[many]")
     said = run(site, *penstock("run", "--once"))
     assert "Spark did not start on local[many]: " in said
     assert "`master`, `memory` and `spark.*" in said
+    assert (
+        site.database.execute(
+            "select slot_name from pg_catalog.pg_replication_slots where database = current_database()"
+        )
+        == []
+    )
+    assert site.database.execute("select pubname from pg_catalog.pg_publication") == []
 
 
 def test_whatever_the_system_refuses_is_told_without_a_traceback(site: Site):

@@ -90,7 +90,8 @@ def test_blocks_may_be_of_any_size(corpus, expected, tmp_path, which, block_byte
 def test_an_entry_never_ends_inside_a_transaction(corpus, tmp_path):
     messages = corpus.ordinary
     commits = [index for index, message in enumerate(messages) if kind(message) == "C"]
-    for length in range(len(messages)):
+    around = {index + shift for index in commits for shift in (0, 1)}
+    for length in sorted(around | set(range(0, len(messages), 3))):
         sink = assemble(corpus, messages[:length], tmp_path, settings=AssemblerSettings(block_bytes=500))
         assert sink.transactions == sum(index < length for index in commits)
         ends = [

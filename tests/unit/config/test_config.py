@@ -52,7 +52,7 @@ def test_the_smallest_config_has_defaults_beside_the_file(load, tmp_path):
     assert settings.spool.path == tmp_path / ".penstock/shop/spool"
     assert config.state_file == tmp_path / ".penstock/shop/state.db"
     assert config.outputs[0].destination_options == {"path": str(tmp_path / "lake")}
-    assert config.spark.master == "local[*]"
+    assert (config.spark.master, config.spark.is_used) == (None, True)
     assert settings.tables == ("*.*",)
 
 

@@ -53,7 +53,7 @@ def test_a_url_without_a_password_stays_as_it_is(tmp_path: Path) -> None:
     assert config.pipeline.tables == ('"Odd.Schema"."a*b"', "sales.*")
     assert config.pipeline.exclude == ("x.y",)
     assert config.outputs[0].destination_options["path"] == str(tmp_path / 'la"ke')
-    assert config.spark.master is None
+    assert not config.spark.is_used
 
 
 def test_variables_have_names_that_shells_take() -> None:

@@ -49,6 +49,7 @@ BY_STATE = [
     ("55000", 'replication slot "s1" was not created in this database', SlotUnusable),
     ("55000", 'cannot use "s1". This slot is being synchronized from the primary server.', ServerUnavailable),
     ("58P01", "requested WAL segment 000000010000000000000001 has already been removed", SlotLost),
+    ("XX000", "requested WAL segment 0000000100000002000000E5 has already been removed", SlotLost),
     ("XX000", 'could not map filenumber "base/16384/16736" to relation OID', SlotUndecodable),
     ("XX000", "pg_attribute catalog is missing 3 attribute(s) for relation OID 16734", SlotUndecodable),
     ("XX000", "unexpected duplicate for tablespace 0, relfilenumber 16702", SlotUndecodable),

@@ -61,6 +61,8 @@ class LocalTasks:
 
     jobs: list[str] = field(default_factory=list[str])
     """The descriptions of the jobs that ran."""
+    elsewhere: bool = False
+    """See `Tasks`; True lets destinations check that all machines see the same place."""
 
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """See `Tasks`."""

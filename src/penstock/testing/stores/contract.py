@@ -511,14 +511,12 @@ class StoreContract:
         store.store_index_build(build)
         store.finish_index_ranges("people", "one", {0: 10, 2: 0})
         store.finish_index_ranges("people", "another", {1: 5})
-        store.add_index_work("people", WorkKind.REMOVAL, [{"keys": [["1", "ä"]]}], changed=7)
+        store.add_index_work("people", WorkKind.REMOVAL, [{"ids": ["1", "ä"]}], changed=7)
         store.add_index_work("people", WorkKind.FAN_OUT, [{"values": [["x"]]}, {"values": [["y"]]}])
         for each in self.now_and_restarted(store):
             assert each.get_index_builds() == {"people": replace(build, changed=7)}
             assert each.get_index_ranges("people", "one") == {0: 10, 2: 0}
-            assert [work.details for work in each.get_index_work("people", WorkKind.REMOVAL)] == [
-                {"keys": [["1", "ä"]]}
-            ]
+            assert [work.details for work in each.get_index_work("people", WorkKind.REMOVAL)] == [{"ids": ["1", "ä"]}]
             assert [work.details["values"][0][0] for work in each.get_index_work("people", WorkKind.FAN_OUT)] == [
                 "x",
                 "y",
