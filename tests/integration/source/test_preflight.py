@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 from penstock.changes.column_rules import ColumnRule
 from penstock.changes.transform import RulesInForce, TableRules, Transforms
 from penstock.source import Role, SourceSettings, connect
+from penstock.source.connections import connect_replication
 from penstock.source.preflight import Check, Report, Request, Severity, Status, run_preflight
 from penstock.source.preflight.context import Context
 from penstock.source.preflight.run import ALL_CHECKS
@@ -310,6 +311,17 @@ def test_settings_that_lose_slots(make_server: MakeServer) -> None:
     server.execute("select pg_reload_conf()")
     report = run_preflight(SourceSettings(server.dsn()))
     assert state(report, "wal_sender_timeout") == WARNING
+
+
+def test_connections_of_checks_do_not_use_up_the_senders(make_server: MakeServer) -> None:
+    server = make_server(settings={"wal_level": "logical", "max_wal_senders": "1"})
+    settings = SourceSettings(server.dsn())
+    assert state(run_preflight(settings), "wal_senders") == WARNING
+    ending = connect_replication(settings, Role.CHECK)
+    try:
+        assert state(run_preflight(settings), "wal_senders") == WARNING
+    finally:
+        ending.finish()
 
 
 def test_a_check_that_breaks_does_not_hide_the_others(database: Any, monkeypatch: pytest.MonkeyPatch) -> None:

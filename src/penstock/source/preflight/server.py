@@ -86,7 +86,12 @@ def check_free_slots(context: Context) -> Iterator[Check]:
 def check_free_senders(context: Context) -> Iterator[Check]:
     """Is there room for another replication connection?"""
     limit = context.number("max_wal_senders") or 0
-    used = int(context.value("select count(*) from pg_catalog.pg_stat_replication"))
+    # A connection that a check has just closed may still be listed, because the server ends it a moment later.
+    used = int(
+        context.value(
+            "select count(*) from pg_catalog.pg_stat_replication where application_name not like %s", f"%:{Role.CHECK}"
+        )
+    )
     what = f"{used} of {limit} replication connections are in use"
     remedy = "Raise max_wal_senders (needs a restart), or close unused replication connections."
     if limit - used >= 2:
