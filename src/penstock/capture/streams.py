@@ -24,6 +24,8 @@ MEMORY_BYTES = 1 << 20
 """Limit per transaction; beyond it, messages go to its file."""
 ALL_MEMORY_BYTES = 64 << 20
 """Limit for all together; beyond it, the largest goes to its file."""
+_WINDOW = 1 << 18
+"""Messages whose lengths are in memory while a transaction is read again."""
 
 
 @dataclass(slots=True)
@@ -81,16 +83,14 @@ class OpenStream:
         self._raw, self._lengths, self._on_disk = [], [], False
 
     def _parcels_on_disk(self, most_bytes: int) -> Iterator[Parcel]:
-        # Mapped, not read: a very large transaction has many lengths, too.
-        lengths = np.memmap(self._numbers, np.int64, mode="r")
-        first = 0
-        with open(self._messages, "rb") as messages:
-            while first < len(lengths):
-                window = np.array(lengths[first : first + (1 << 18)])
-                total = np.cumsum(window)
+        # A very large transaction has many lengths, too, and pages of a mapped file would stay in memory.
+        with open(self._messages, "rb") as messages, open(self._numbers, "rb") as numbers:
+            lengths = np.zeros(0, np.int64)
+            while len(lengths := np.concatenate((lengths, np.fromfile(numbers, np.int64, _WINDOW - len(lengths))))):
+                total = np.cumsum(lengths)
                 count = max(1, int(np.searchsorted(total, most_bytes, side="right")))
-                yield Parcel(messages.read(int(total[count - 1])) + PADDING, window[:count])
-                first += count
+                yield Parcel(messages.read(int(total[count - 1])) + PADDING, lengths[:count])
+                lengths = lengths[count:]
 
     @property
     def _messages(self) -> Path:
