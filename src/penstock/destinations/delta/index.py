@@ -104,21 +104,29 @@ class KeyIndex:
         return found, self.rows[places].astype(np.int64)
 
 
-def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytes:
+def build_index(keys: pa.Array, *, keep_keys: bool = True) -> bytearray:
     """Return the content of an index. Without `keep_keys` the caller must compare the rows that it finds."""
     numbers = fingerprints(keys)
     order = np.argsort(numbers, kind="stable")
-    parts = [numbers[order].tobytes(), order.astype(np.uint32).tobytes()]
-    size = 0
+    count = len(numbers)
+    rows_at = _HEAD.size + 8 * count
+    end = rows_at + 4 * count
+    sections: list[memoryview] = []
     if keep_keys and not pa.types.is_integer(keys.type):
-        ordered = keys.take(pa.array(order))
-        _, ends, content = ordered.buffers()
-        size = len(content) if content is not None else 0
+        _, ends, content = keys.take(pa.array(order)).buffers()
         # Row numbers have four bytes; the next section starts at a multiple of eight.
-        parts.append(bytes(-len(parts[1]) % 8))
-        parts += [np.frombuffer(ends, np.int64)[: len(ordered) + 1].tobytes(), content.to_pybytes() if content else b""]
-    content = b"".join(parts)
-    return _HEAD.pack(_MAGIC, len(numbers), size, zlib.crc32(content), _boot()) + content
+        end += -end % 8
+        sections = [memoryview(ends).cast("B")[: 8 * (count + 1)], memoryview(content or b"").cast("B")]
+    key_bytes = len(sections[-1]) if sections else 0
+    # Filled in place: of millions of rows, each copy would take as much memory as the keys.
+    index = bytearray(end + sum(map(len, sections)))
+    np.take(numbers, order, out=np.frombuffer(index, np.int64, count, _HEAD.size))
+    np.frombuffer(index, np.uint32, count, rows_at)[:] = order
+    for section in sections:
+        index[end : end + len(section)] = section
+        end += len(section)
+    _HEAD.pack_into(index, 0, _MAGIC, count, key_bytes, zlib.crc32(memoryview(index)[_HEAD.size :]), _boot())
+    return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +146,14 @@ class IndexFolder:
         """Return the path of a data file's index, below the table's folder."""
         return f"{INDEX_FOLDER}/{file}.{self.digest}"
 
-    def write(self, file: str, content: bytes) -> None:
+    def write(self, file: str, content: bytes | bytearray) -> None:
         """Store an index; if several tasks do so at the same time, any of them may win."""
         path = self.path(file)
         if self.storage.local_path(path) is None:
-            self.storage.put(path, content)
+            self.storage.put(path, bytes(content))
         self._keep(content, self._mapped(path))
 
-    def open(self, file: str, build: Callable[[], bytes]) -> KeyIndex:
+    def open(self, file: str, build: Callable[[], bytes | bytearray]) -> KeyIndex:
         """Return the index of a data file, created by `build` if it does not exist."""
         path = self.path(file)
         mapped = self._mapped(path)
@@ -181,7 +189,7 @@ class IndexFolder:
         place = hashlib.sha256(self.storage.url.encode()).hexdigest()[:16]
         return cache_folder() / place / path
 
-    def _keep(self, content: bytes, mapped: Path) -> None:
+    def _keep(self, content: bytes | bytearray, mapped: Path) -> None:
         if isinstance(self.storage, LocalStorage):
             self.storage.make_folder(mapped.parent)
         else:
@@ -322,7 +330,7 @@ def prepare_index(storage: Storage, layout: TableLayout, file: str) -> None:
 
 
 def _open(storage: Storage, layout: TableLayout, folder: IndexFolder, file: str) -> KeyIndex:
-    def build() -> bytes:
+    def build() -> bytearray:
         return build_index(read_keys(storage, file, layout), keep_keys=bool(layout.key))
 
     return folder.open(file, build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,14 @@ def test_only_an_index_from_before_the_machine_started_is_read_through(tmp_path:
     folder.write("before", bytes(content))
     rebuilt = folder.open("before", lambda: build_index(pa.array([4])))
     assert rebuilt.numbers.tolist() == [4]
+
+
+def test_building_an_index_takes_little_more_memory_than_the_index() -> None:
+    keys = pa.array(np.random.default_rng(1).permutation(500_000).astype(np.int64))
+    tracemalloc.start()
+    try:
+        size = len(build_index(keys))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * size

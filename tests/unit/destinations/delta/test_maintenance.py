@@ -242,6 +242,17 @@ def test_files_are_merged_with_those_of_their_size(table: LakeTable) -> None:
     assert [len(group) for group in plan(*[small] * 600)] == [256, 256, 88]
 
 
+def test_files_of_many_narrow_rows_are_merged_up_to_a_number_of_rows(table: LakeTable) -> None:
+    def plan(rows: int) -> list[int]:
+        stats = f'{{"numRecords": {rows}}}'
+        files = {f"{number}": Add(f"{number}", 1 << 20, number, stats=stats) for number in range(20)}
+        planned = plan_compaction(table.storage, replace(table.snapshot, files=files))
+        return [sum(add.row_count or 0 for add in group.files) for group in planned]
+
+    assert plan(500_000) == [4_000_000, 4_000_000, 2_000_000]
+    assert plan(2_000_000) == []
+
+
 def test_a_table_is_not_rewritten_because_it_was_copied(table: LakeTable) -> None:
     def plan(size: int, dead: int) -> int:
         vector = VectorDescriptor("i", "", 0, dead) if dead else None

@@ -52,6 +52,8 @@ class CompactionSettings:
 
     target_bytes: int = 128 << 20
     """Maximum size of a merged file; larger files are left alone unless many of their rows are dead."""
+    target_rows: int = 4_000_000
+    """Maximum number of its rows: the task that builds the index of a file has all of its keys in memory."""
     min_files: int = 8
     """How many files of about one size are merged."""
     max_files: int = 256
@@ -105,7 +107,7 @@ def plan_compaction(storage: Storage, snapshot: Snapshot, settings: CompactionSe
     chosen: list[tuple[Add, ...]] = []
     for add in snapshot.files.values():
         live_bytes = _live_bytes(add)
-        if live_bytes < _small_bytes(add, settings):
+        if live_bytes < _small_bytes(add, settings) and _live_rows(add) < settings.target_rows // 2:
             tiers.setdefault(_tier(live_bytes), []).append(add)
         elif _dead_fraction(add) >= settings.dead_fraction:
             chosen.append((add,))
@@ -238,14 +240,13 @@ def _merge(tier: list[Add], settings: CompactionSettings) -> tuple[list[tuple[Ad
     if len(tier) < settings.min_files:
         return [], tier
     groups: list[list[Add]] = [[]]
-    size = 0
+    size = rows = 0
     for add in sorted(tier, key=lambda each: (each.modification_time, each.path)):
-        live_bytes = _live_bytes(add)
-        if size + live_bytes > settings.target_bytes or len(groups[-1]) == settings.max_files:
+        size, rows = size + _live_bytes(add), rows + _live_rows(add)
+        if size > settings.target_bytes or rows > settings.target_rows or len(groups[-1]) == settings.max_files:
             groups.append([])
-            size = 0
+            size, rows = _live_bytes(add), _live_rows(add)
         groups[-1].append(add)
-        size += live_bytes
     merged = [tuple(group) for group in groups if len(group) > 1]
     return merged, [add for group in groups if len(group) == 1 for add in group]
 
@@ -267,6 +268,10 @@ def _tier(live_bytes: int) -> int:
 
 def _live_bytes(add: Add) -> int:
     return int(add.size * (1 - _dead_fraction(add)))
+
+
+def _live_rows(add: Add) -> int:
+    return int((add.row_count or 0) * (1 - _dead_fraction(add)))
 
 
 def _dead_fraction(add: Add) -> float:
