@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 STAMP := $(VENV)/.installed
 JARS := $(VENV)/jars
+SPARK_CLASSES := $(VENV)/spark-classes.jsa
 OPENSEARCH := $(VENV)/opensearch
 PYTEST := $(BIN)/python -m pytest
 # Tests start hundreds of processes; without bytecode files, each would compile everything again.
@@ -44,6 +45,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 jars: $(STAMP)
 	@$(BIN)/python scripts/delta-jars.py $(JARS)
 
+# Tests start Spark many times; with an archive of its classes, that takes half the time.
+$(SPARK_CLASSES): $(STAMP) | system
+	-@$(BIN)/python -m penstock.spark.class_archive $@ > $(VENV)/spark-classes.log 2>&1
+
 .PHONY: opensearch
 opensearch: $(STAMP) system
 	@$(BIN)/python scripts/opensearch-server.py $(OPENSEARCH)
@@ -59,7 +64,7 @@ demo-search: $(STAMP) opensearch ## replicate a demo shop into OpenSearch docume
 # The type checker uses one core, and downloads use none: they run beside the unit tests. Their output is kept apart.
 .PHONY: test
 test: $(STAMP) ## run everything that must pass: lint, unit, integration and end-to-end tests
-	@$(MAKE) --no-print-directory --jobs 5 --output-sync=target unit lint collected jars opensearch
+	@$(MAKE) --no-print-directory --jobs 5 --output-sync=target unit lint collected jars opensearch $(SPARK_CLASSES)
 	@$(MAKE) --no-print-directory integration
 
 .PHONY: unit
@@ -67,7 +72,7 @@ unit: $(STAMP) ## run the tests that need no service
 	$(PYTEST) -q -n $(WORKERS) tests/unit $(ARGS)
 
 .PHONY: integration
-integration: $(STAMP) system jars opensearch ## run the tests on real servers, and the end-to-end tests
+integration: $(STAMP) system jars opensearch $(SPARK_CLASSES) ## run the tests on real servers, and the end-to-end tests
 	$(PYTEST) -q -n $(SERVER_WORKERS) --dist loadgroup $(SERVER_TESTS) $(ARGS)
 
 # Otherwise each of many processes compiles these tests.

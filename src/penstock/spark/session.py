@@ -16,7 +16,7 @@ import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -31,7 +31,8 @@ from pyspark.sql import SparkSession
 from penstock.changes.frames import is_local
 from penstock.changes.segment_files import SegmentServer
 from penstock.errors import ConfigError
-from penstock.spark.java import find_java
+from penstock.spark.class_archive import archive_path, creating, options_for
+from penstock.spark.java import Java, find_java
 
 _FOLDER = Path(__file__).parent
 APPLY_POOL, COPY_POOL = "apply", "copy"
@@ -145,8 +146,13 @@ class StartingSpark:
         """Raise `ConfigError` if there is no suitable Java."""
         self._configuration = _configure(settings)
         self._log_level = settings.log_level
-        _prepare_environment(self._configuration)
         self._context: Future[SparkContext] = Future()
+        self._archiving = ExitStack()
+        java = _prepare_environment(self._configuration)
+        if java is not None:
+            archive = archive_path(java)
+            _use_archive(self._configuration, archive)
+            self._archiving.enter_context(creating(archive))
         self._thread = threading.Thread(target=self._start, name="start-spark", daemon=True)
         self._thread.start()
 
@@ -163,6 +169,7 @@ class StartingSpark:
 
     def stop(self) -> None:
         """Wait until Spark has started, and stop it."""
+        self._archiving.close()
         if self._context.exception() is None:
             # A session also forgets itself, so that this process can start another one.
             stop_spark(self.__dict__.get("session") or self._context.result())
@@ -185,7 +192,9 @@ def build_session(settings: SparkSettings | None = None) -> SparkSession:
     if SparkSession.getActiveSession() is not None:
         return _open_session(settings.configuration())
     configuration = _configure(settings)
-    _prepare_environment(configuration)
+    java = _prepare_environment(configuration)
+    if java is not None:
+        _use_archive(configuration, archive_path(java))
     _start_context(configuration, settings.log_level)
     return _open_session(configuration)
 
@@ -354,10 +363,19 @@ def _text_of(error: Exception) -> str:
     return str(exception.getMessage() or exception) if exception is not None else str(error)
 
 
-def _prepare_environment(configuration: Mapping[str, str]) -> None:
-    """Set what Spark reads from environment variables only; existing values of the user stay."""
+def _use_archive(configuration: dict[str, str], archive: Path) -> None:
+    """Let the driver's JVM load Spark's classes from an archive, if it exists; options of the user come later."""
+    name = "spark.driver.extraJavaOptions"
+    configuration[name] = f"{options_for(archive)} {configuration[name]}".strip()
+
+
+def _prepare_environment(configuration: Mapping[str, str]) -> Java | None:
+    """Set what Spark reads from environment variables only; existing values of the user stay.
+
+    Returns the Java that runs the driver, or None if it runs already.
+    """
     if _GATEWAY in os.environ:
-        return
+        return None
     java = find_java()
     if os.environ.get("JAVA_HOME") != str(java.home):
         os.environ["JAVA_HOME"] = str(java.home)
@@ -366,3 +384,4 @@ def _prepare_environment(configuration: Mapping[str, str]) -> None:
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     if is_local(configuration["spark.master"]):
         os.environ.setdefault("SPARK_LOCAL_IP", _LOOPBACK)
+    return java
