@@ -49,13 +49,7 @@ from penstock.destinations.delta.split import Splitter
 from penstock.destinations.delta.storage import LocalStorage, Storage, open_storage
 from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place, Version
 from penstock.destinations.delta.tasks import Rewrite, rewrite_file
-from penstock.destinations.delta.write import (
-    WrittenFiles,
-    copy_marker,
-    require_listed,
-    require_seen,
-    write_rows,
-)
+from penstock.destinations.delta.write import WrittenFiles, copy_marker, require_listed, require_seen, write_rows
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import (
     busy,

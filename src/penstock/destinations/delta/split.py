@@ -21,7 +21,6 @@ import logging
 import uuid
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 import numpy as np
 import pyarrow as pa
@@ -150,24 +149,19 @@ class Splitter:
         items = [(work,) if found is None else found.groups for work, found in zip(works, splits, strict=True)]
         outcomes = iter(tasks.run([each for some in items for each in some], apply_item, description=description))
         grouped = [[next(outcomes) for _ in some] for some in items]
-        results: list[WrittenFiles | PenstockError] = []
-        unions: dict[int, _Uniting] = {}
-        for number, (found, each) in enumerate(zip(splits, grouped, strict=True)):
-            written = [outcome for outcome in each if isinstance(outcome, WrittenFiles)]
-            errors = [outcome for outcome in each if isinstance(outcome, PenstockError)]
-            groups = list(takewhile(lambda outcome: isinstance(outcome, GroupFiles), each))
-            if found is not None and groups:
-                unions[number] = _Uniting(found, [each for each in groups if isinstance(each, GroupFiles)])
-            results.append(errors[0] if errors else WrittenFiles.all_of(written))
+        unions = {
+            number: _Uniting(found, groups)
+            for number, (found, each) in enumerate(zip(splits, grouped, strict=True))
+            if found is not None and (groups := _leading_groups(each))
+        }
         try:
             self._find_dependent(tasks, list(unions.values()))
             self._unite(tasks, list(unions.values()))
         finally:
-            for found, each in zip(splits, grouped, strict=True):
+            for work, each in zip(works, grouped, strict=True):
                 notes = {name for outcome in each if isinstance(outcome, GroupFiles) for name in outcome.notes}
-                if found is not None:
-                    notes_of(found.work.storage).delete(sorted(notes))
-        return [unions[number].result if number in unions else result for number, result in enumerate(results)]
+                notes_of(work.storage).delete(sorted(notes))
+        return [unions[number].result if number in unions else _together(each) for number, each in enumerate(grouped)]
 
     def _split(self, tasks: Tasks, work: TableWork) -> Split | None:
         if not is_large(work.steps):
@@ -200,6 +194,22 @@ class Splitter:
         outcomes = tasks.run([item for _, item in items], unite, description=description) if items else []
         for (union, _), outcome in zip(items, outcomes, strict=True):
             union.outcomes.append(outcome)
+
+
+def _leading_groups(outcomes: Sequence[WrittenFiles | GroupFiles | PenstockError]) -> list[GroupFiles]:
+    """Return the groups before the first that failed: it may have needed rows of those before it."""
+    groups: list[GroupFiles] = []
+    for outcome in outcomes:
+        if not isinstance(outcome, GroupFiles):
+            break
+        groups.append(outcome)
+    return groups
+
+
+def _together(outcomes: Sequence[WrittenFiles | GroupFiles | PenstockError]) -> WrittenFiles | PenstockError:
+    """Return the first error, or all that was written."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, PenstockError)]
+    return errors[0] if errors else WrittenFiles.all_of([each for each in outcomes if isinstance(each, WrittenFiles)])
 
 
 def _describe(verb: str, tables: Sequence[str]) -> str:
@@ -235,15 +245,11 @@ class _Uniting:
 
     @property
     def result(self) -> WrittenFiles | PenstockError:
-        errors = [outcome for outcome in self.outcomes if isinstance(outcome, PenstockError)]
-        if errors:
-            return errors[0]
-        written = WrittenFiles.all_of([outcome for outcome in self.outcomes if isinstance(outcome, WrittenFiles)])
-        seconds = dict(written.seconds)
-        for group in self.groups:
-            for step, each in group.seconds.items():
-                seconds[step] = seconds.get(step, 0.0) + each
-        return replace(written, removed=(*written.removed, *self.split.emptied), seconds=seconds)
+        times = [WrittenFiles(seconds=dict(group.seconds)) for group in self.groups]
+        written = _together([*self.outcomes, *times])
+        if isinstance(written, PenstockError):
+            return written
+        return replace(written, removed=(*written.removed, *self.split.emptied))
 
 
 def is_large(steps: Sequence[Rows | Truncation]) -> bool:

@@ -29,7 +29,7 @@ from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.fill import fill
-from penstock.destinations.delta.index import FileMatch, find_rows, unmap_indexes
+from penstock.destinations.delta.index import FileMatch, find_rows, index_folder, unmap_indexes
 from penstock.destinations.delta.layout import Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import (
@@ -204,6 +204,7 @@ class Draft:
         # A truncated row is not live, but it is replaced by a new row with its key.
         files = [file for path, file in self._files.items() if layout.key or path not in self._truncated]
         dead = {path: lost.dead for path, lost in self._lost.items()}
+        index_folder(work.storage, layout).tidy([file.file for file in self._files.values()])
         matches = find_rows(work.storage, layout, files, net.touched, net.limits, dead)
         watch.lap("match")
         live = [match for match in matches if match.file.path not in self._truncated]
