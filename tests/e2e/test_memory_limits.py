@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from penstock.destinations.delta import split
 from tests.e2e.support import Background, wait_for
 from tests.support.processes import Part, PeakWatch
 
@@ -129,6 +130,8 @@ def test_a_huge_transaction(mode: str, master: str, database: Any, tmp_path: Pat
         commit;
     """)
     pipeline.run("run", "--once")
+    notes = tmp_path / "lake" / "public" / "huge" / split.NOTES_FOLDER
+    assert notes.exists() == (master == "local[4]"), "it was split over tasks"
     pipeline.run("verify")
     pipeline.check(record_property)
 

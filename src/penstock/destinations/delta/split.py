@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -316,26 +317,26 @@ def apply_item(item: TableWork | Group) -> WrittenFiles | GroupFiles | PenstockE
 
 
 def _apply_group(work: TableWork) -> GroupFiles:
-    notes = _Notes(work)
     parts = list(slices(work.steps))
     draft = Draft(work, is_large=len(parts) > 1)
-    for part in parts:
-        may_end_here()
-        assert isinstance(part, list)
-        draft.apply(part, notes.add)
-    added, lost = draft.unfinished
-    vectors = write_vectors(notes_of(work.storage), [each.dead for each in lost])
-    parts_lost = tuple(LostPart(each.file, each.row_count, vector) for each, vector in zip(lost, vectors, strict=True))
-    return GroupFiles(added, parts_lost, tuple(notes.names), notes.has_needs, draft.seconds)
+    with _taking_notes(work.storage) as notes:
+        for part in parts:
+            may_end_here()
+            assert isinstance(part, list)
+            draft.apply(part, notes.add)
+        added, lost = draft.unfinished
+        vectors = write_vectors(notes_of(work.storage), [each.dead for each in lost])
+    lost_parts = tuple(LostPart(each.file, each.row_count, vector) for each, vector in zip(lost, vectors, strict=True))
+    return GroupFiles(added, lost_parts, tuple(notes.names), notes.has_needs, draft.seconds)
 
 
+@dataclass(slots=True)
 class _Notes:
     """Writes the keys that slices touch."""
 
-    def __init__(self, work: TableWork) -> None:
-        self.names: list[str] = []
-        self.has_needs = False
-        self._storage = notes_of(work.storage)
+    storage: Storage
+    names: list[str] = field(default_factory=list[str])
+    has_needs: bool = False
 
     def add(self, net: NetChanges) -> None:
         if not len(net.touched):
@@ -349,9 +350,20 @@ class _Notes:
         self.has_needs = self.has_needs or bool(needed.any())
         batch = pa.record_batch({_KEY: keys, _NEEDED: pa.array(needed)})
         name = f"{uuid.uuid4()}.keys"
-        with self._storage.create(name) as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
+        with self.storage.create(name) as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
         self.names.append(name)
+
+
+@contextmanager
+def _taking_notes(storage: Storage) -> Iterator[_Notes]:
+    """Delete the notes of a group that fails: nobody learns their names."""
+    notes = _Notes(notes_of(storage))
+    try:
+        yield notes
+    except BaseException:
+        notes.storage.delete(notes.names)
+        raise
 
 
 def notes_of(storage: Storage) -> Storage:
