@@ -401,7 +401,7 @@ class _Trial:
             range_bytes=32 << 10 if self._settings.destination == "delta" else None,
             split_rows=self._settings.split_rows,
             # More segments of a table are in a batch.
-            interval=0.1 if self._settings.split_rows is None else 1.0,
+            interval=0.1 if self._settings.split_rows is None else 2.0,
         )
 
     def _tell(self, what: str) -> None:
