@@ -102,7 +102,7 @@ fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-latency bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
+bench: bench-capture bench-copy bench-stream bench-split bench-latency bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
@@ -131,6 +131,10 @@ bench-shutdown: $(STAMP) ## measure how fast a pipeline stops and resumes; small
 .PHONY: bench-stream
 bench-stream: $(STAMP) ## compare streaming into Delta with pg_recvlogical; ARGS="--large" adds tables of 20M rows
 	$(BIN)/python benchmarks/stream.py $(ARGS)
+
+.PHONY: bench-split
+bench-split: $(STAMP) ## compare one hot table on two cores with one; smaller: ARGS="--workload stream --changes 600000"
+	$(BIN)/python benchmarks/split.py $(ARGS)
 
 .PHONY: bench-latency
 bench-latency: $(STAMP) ## measure the time from commit to visible in Delta, at 200 transactions/s; smaller: ARGS="--seconds 20"

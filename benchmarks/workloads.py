@@ -131,6 +131,19 @@ def prepare_mixed_into(connection: psycopg.Connection[Any], changes: int, rows: 
     )
 
 
+def prepare_wide_into(connection: psycopg.Connection[Any], changes: int, rows: int) -> None:
+    """As `prepare_mixed_into`, with rows of about 400 bytes."""
+    _prepare_one_table(
+        connection,
+        changes,
+        table="wide",
+        columns=f"{_ORDER_COLUMNS}, detail text",
+        row=f"{_ORDER_ROW}, repeat(md5(i::text), 8)",
+        update=_ORDER_UPDATE,
+        updated_rows=rows - changes // 10,
+    )
+
+
 def _prepare_small(connection: psycopg.Connection[Any], changes: int) -> None:
     """The same kinds of changes, each in a transaction of its own."""
     _execute(

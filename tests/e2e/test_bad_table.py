@@ -47,6 +47,7 @@ class WatchedTasks:
 
     tasks: SparkTasks
     elsewhere: ClassVar = False
+    parallel: ClassVar = 1
     jobs: list[tuple[str, set[int]]] = field(default_factory=list)
 
     def run(self, items: Sequence[Any], function: Callable[[Any], Any], *, description: str) -> list[Any]:

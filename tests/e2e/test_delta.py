@@ -87,12 +87,14 @@ def test_random_tables_are_followed(database, tmp_path, options, read):
     [
         TrialSettings(31, kills=3, destination="delta", ddl=Ddl.ANY),
         TrialSettings(32, kills=2, destination="delta", options={"mode": "history"}),
+        TrialSettings(33, kills=2, destination="delta", split_rows=3),
     ],
-    ids=["mirror", "history"],
+    ids=["mirror", "history", "split"],
 )
 def test_whoever_is_killed_the_lake_equals_the_source(settings, make_server, tmp_path):
     report = run_trial(settings, tmp_path, server=make_server())
     assert report.starts > 1
+    assert (report.splits > 0) == (settings.split_rows is not None)
 
 
 SOAK_MODES = [{}, {"mode": "history"}, {"deletion_vectors": False}, {"mode": "soft_delete"}]
@@ -102,7 +104,8 @@ MIRRORS = [{}, {"deletion_vectors": False}]
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_whoever_is_killed_the_lake_equals_the_source_for_many_seeds(tmp_path, record_property):
-    """The modes take turns, and what happens to columns; every fifth trial runs on Spark."""
+    """The modes take turns, and what happens to columns; every fifth trial runs on Spark, and two of three split what
+    a table has in a batch over tasks."""
     trials = [
         TrialSettings(
             seed,
@@ -111,6 +114,7 @@ def test_whoever_is_killed_the_lake_equals_the_source_for_many_seeds(tmp_path, r
             destination="delta",
             options=options,
             # Rows of a partition that goes stay where they are kept on purpose.
+            split_rows=None if seed % 3 == 1 else 3,
             ddl=Ddl.STRUCTURE if seed % 3 == 0 and options in MIRRORS else [*Ddl][seed % (len(Ddl) - 1)],
         )
         for seed in range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)

@@ -228,6 +228,10 @@ class CountingTasks:
     def elsewhere(self) -> bool:
         return self.tasks.elsewhere
 
+    @property
+    def parallel(self) -> int:
+        return self.tasks.parallel
+
     def run(self, items: Any, function: Callable[[Any], Any], *, description: str) -> list[Any]:
         self.described.append(description)
         return self.tasks.run(items, function, description=description)

@@ -25,6 +25,8 @@ from penstock.copy import CopySettings
 from penstock.copy.plan import RANGE_BYTES
 from penstock.destinations.delta import copy as delta_copy
 from penstock.destinations.delta import planner
+from penstock.destinations.delta import split as delta_split
+from penstock.destinations.delta import tasks as delta_tasks
 from penstock.destinations.registry import create_destination
 from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy, Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
@@ -85,6 +87,8 @@ class DriveSettings:
     """How many times it is rejected; None for always."""
     rewrite_bytes: int | None = None
     """Delta tables that are larger are rewritten by themselves; None for the usual limit."""
+    split_rows: int | None = None
+    """Parts of a batch with more changes of a Delta table are split over tasks; None for the usual limit."""
     indexes: Mapping[str, str] = field(default_factory=dict[str, str])
     """The specifications of search indexes, by name; with any of them, no tables are replicated."""
     sink: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -100,6 +104,11 @@ class DriveSettings:
     def lake(self) -> Path:
         """Where the destination writes."""
         return Path(str(self.options.get("path", Path(self.folder) / "lake")))
+
+    @property
+    def splits(self) -> Path:
+        """A file with a line for each part that was split, if `split_rows` is set."""
+        return Path(self.folder) / "splits"
 
     @property
     def sink_file(self) -> Path:
@@ -148,6 +157,8 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
             del options["path"]
     if settings.rewrite_bytes is not None:
         planner.REWRITE_BYTES = settings.rewrite_bytes
+    if settings.split_rows is not None:
+        _split_small_parts(settings.split_rows, settings.splits)
     if settings.range_bytes is not None:
         table_sync.SMALL_TABLE_BYTES, delta_copy.FILE_BYTES = -1, settings.range_bytes
     destination = FaultyDestination(create_destination(settings.destination, options))
@@ -177,6 +188,20 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
         tasks,
         lambda: session,
     )
+
+
+def _split_small_parts(rows: int, log: Path) -> None:
+    delta_tasks.SLICE_ROWS, delta_split.GROUP_BYTES, delta_split.PATIENCE = rows, 1, 2
+    split = delta_split.split
+
+    def split_and_count(work: delta_tasks.TableWork, tasks: int) -> delta_split.Split | None:
+        found = split(work, tasks)
+        if found is not None:
+            with log.open("a") as file:
+                file.write(f"{work.table}\n")
+        return found
+
+    delta_split.split = split_and_count
 
 
 def make_documents(settings: DriveSettings, tasks: Any) -> DocumentsOutput:
@@ -243,7 +268,7 @@ def _obey(destination: FaultyDestination) -> None:
 @contextmanager
 def _started_tasks(settings: DriveSettings) -> Iterator[tuple[Any, Any]]:
     if settings.master is None:
-        yield LocalTasks(), None
+        yield LocalTasks(parallel=1 if settings.split_rows is None else 3), None
         return
     # Imported here, so that a pipeline without Spark does not load it.
     from penstock.spark.session import SparkSettings, build_session, serving_segments, stop_spark

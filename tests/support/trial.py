@@ -135,6 +135,8 @@ class TrialSettings:
     """What happens to columns."""
     faults: int | tuple[str, ...] = 0
     """How many faults come after the kills, or which."""
+    split_rows: int | None = None
+    """Parts of a batch with more changes of a Delta table are split over tasks; None for the usual limit."""
 
     @property
     def keeps_changes(self) -> bool:
@@ -153,9 +155,11 @@ class TrialSettings:
         options = f" --options '{json.dumps(self.options)}'" if self.options else ""
         chosen = self.faults if isinstance(self.faults, int) else shlex.quote(",".join(self.faults))
         faults = f" --faults {chosen}" if self.faults else ""
+        split = f" --split-rows {self.split_rows}" if self.split_rows is not None else ""
         return (
             f"python -m tests.support.trial --seed {self.seed} --kills {self.kills} "
-            f"--pipelines {self.pipelines}{master} --destination {self.destination}{options} --ddl {self.ddl}{faults}"
+            f"--pipelines {self.pipelines}{master} --destination {self.destination}{options} --ddl {self.ddl}"
+            f"{faults}{split}"
         )
 
     def plan_kills(self) -> list[Kill]:
@@ -223,6 +227,8 @@ class TrialReport:
     tables: int = 0
     rows: int = 0
     changes: int = 0
+    splits: int = 0
+    """Parts of batches that were split over tasks."""
     restructured: Counter[str] = field(default_factory=Counter[str])
     """What was done to whole tables."""
     faults: Counter[str] = field(default_factory=Counter[str])
@@ -297,7 +303,7 @@ def run_trials(
     """Run all trials, then fail if any failed; `note` receives the seeds and the totals."""
     reports, failures = run_each(trials, folder, run_trial, note)
     note("kills", tally(report.kills for report in reports))
-    for name in ("starts", "statements", "resyncs", "rows", "changes"):
+    for name in ("starts", "statements", "resyncs", "rows", "changes", "splits"):
         note(name, sum(getattr(report, name) for report in reports))
     recoveries = [seconds for report in reports for seconds in report.recoveries]
     if recoveries:
@@ -366,6 +372,9 @@ class _Trial:
         report.reconnects, report.restructured = writers.reconnects, writers.restructured
         self._finish()
         report.starts = sum(pipeline.starts for pipeline in self._pipelines)
+        if settings.split_rows is not None:
+            logs = [each.settings.splits for each in self._pipelines]
+            report.splits = sum(len(log.read_text().splitlines()) for log in logs if log.exists())
         self._tell(f"equal: {report.rows} rows, {report.changes} changes, {report.starts} starts")
         return report
 
@@ -390,6 +399,9 @@ class _Trial:
             rewrite_bytes=(None, 0)[(self._settings.seed + number) % 2],
             # Copies of these small tables are resumed, too.
             range_bytes=32 << 10 if self._settings.destination == "delta" else None,
+            split_rows=self._settings.split_rows,
+            # More segments of a table are in a batch.
+            interval=0.1 if self._settings.split_rows is None else 2.0,
         )
 
     def _tell(self, what: str) -> None:
@@ -582,6 +594,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--faults", type=_parse_faults, default=0, help=f"how many, or which, with commas: {', '.join(FAULTS)}"
     )
+    parser.add_argument("--split-rows", type=int, help="changes from which a part of a batch is split over tasks")
     given = parser.parse_args(arguments)
     settings = TrialSettings(
         given.seed,
@@ -592,6 +605,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options=given.options,
         ddl=Ddl(given.ddl),
         faults=given.faults,
+        split_rows=given.split_rows,
     )
     with tempfile.TemporaryDirectory(prefix="penstock-trial-") as folder:
         report = run_trial(settings, Path(folder))

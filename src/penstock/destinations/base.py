@@ -92,6 +92,11 @@ class Tasks(Protocol):
         """True if tasks run on other machines, which may not see the files of this one."""
         ...
 
+    @property
+    def parallel(self) -> int:
+        """How many tasks of a job of this thread run at the same time."""
+        ...
+
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """Run one job over all items; return the results in the same order.
 

@@ -130,6 +130,16 @@ class SparkTasks:
         # Tasks that wait are what makes a cluster grow; it then has room for changes, too.
         return 2 * cores if self._grows else max(1, cores - 1)
 
+    @property
+    def parallel(self) -> int:
+        """How many tasks of a job of this thread run at the same time."""
+        try:
+            if self._is_copying:
+                return self.copy_tasks
+            return 2 * self.cores if self._grows else self.cores
+        except SparkGone as gone:
+            raise _later(gone, COPY_POOL if self._is_copying else APPLY_POOL) from None
+
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Run this thread's jobs as parts of a copy: in the pool `copy`, a few items at a time, in turns that all
@@ -213,10 +223,7 @@ class SparkTasks:
     ) -> list[_Result]:
         """Run jobs of a few items each, as many at a time as there are turns, until all are done or one raises. Small
         tables get their turns before large ones."""
-        try:
-            turns = min(len(items), self.copy_tasks)
-        except SparkGone as gone:
-            raise _later(gone, COPY_POOL) from None
+        turns = min(len(items), self.parallel)
         parts = group_for_turns(items, turns)
         groups = [
             CopyGroup(part, function, f"{description} ({number} of {len(parts)})")

@@ -23,6 +23,8 @@ class ProcessTasks:
 
     elsewhere = False
     """True if tasks run on other machines, which may not see the files of this one."""
+    parallel = 1
+    """How many tasks of a job run at the same time."""
 
     def __init__(self, *, copy_tasks: int | None = None) -> None:
         self._turns = None if copy_tasks is None else threading.BoundedSemaphore(copy_tasks)

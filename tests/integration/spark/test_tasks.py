@@ -187,6 +187,14 @@ def test_changes_need_not_wait_for_copies(tasks: SparkTasks, tmp_path: Path) -> 
     assert sorted(results) == [[0, 1], [10, 11]]
 
 
+def test_jobs_that_take_long_leave_a_core_for_others(spark: Any) -> None:
+    """A destination splits work over so many tasks."""
+    tasks = SparkTasks(spark)
+    assert tasks.parallel == tasks.cores == 2
+    with tasks.copying():
+        assert tasks.parallel == 1
+
+
 def test_more_turns_can_be_asked_for(spark: Any, tmp_path: Path) -> None:
     tasks = SparkTasks(spark, copy_tasks=2)
 

@@ -30,6 +30,7 @@ class OtherMachine:
     items_here: float = 0.5
     """Of the items of a job, the part that a machine with the driver's disk runs."""
     elsewhere: bool = True
+    parallel: int = 1
 
     @contextmanager
     def _mounted(self) -> Iterator[None]:

@@ -45,16 +45,11 @@ from penstock.destinations.delta.resume import (
     write_and_record,
 )
 from penstock.destinations.delta.schema import table_configuration
+from penstock.destinations.delta.split import Splitter
 from penstock.destinations.delta.storage import LocalStorage, Storage, open_storage
 from penstock.destinations.delta.table import Batch, Catalog, LakeTable, Place, Version
-from penstock.destinations.delta.tasks import Rewrite, apply_changes, rewrite_file
-from penstock.destinations.delta.write import (
-    WrittenFiles,
-    copy_marker,
-    require_listed,
-    require_seen,
-    write_rows,
-)
+from penstock.destinations.delta.tasks import Rewrite, rewrite_file
+from penstock.destinations.delta.write import WrittenFiles, copy_marker, require_listed, require_seen, write_rows
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.refusals import (
     busy,
@@ -138,6 +133,7 @@ class DeltaDestination:
         self._storage = open_storage(path, storage_options)
         self._registration = Registration.parse(register)
         self._writes = WritesInFlight()
+        self._splitter = Splitter()
         self._lock = threading.Lock()
         self._tables: dict[int, LakeTable] = {}
         self._context: DestinationContext | None = None
@@ -413,7 +409,7 @@ class DeltaDestination:
         works = [plan.work for plan in plans]
         is_long = batch.alone and batch.row_count > SHARED_ROWS
         with self._started.tasks.copying() if is_long else nullcontext():
-            results = self._started.tasks.run(works, apply_changes, description=_describe(batch, plans))
+            results = self._splitter.write(self._started.tasks, works, description=_describe(batch, plans))
         ready: list[tuple[Plan, WrittenFiles]] = []
         for plan, result in zip(plans, results, strict=True):
             if isinstance(result, PenstockError):

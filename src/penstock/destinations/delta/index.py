@@ -294,7 +294,6 @@ def find_rows(
     if not columns or not len(keys):
         return []
     folder = index_folder(storage, layout)
-    folder.tidy([file.file for file in files])
     query = KeyQuery.of(keys)
     left = None if limits is None else limits.copy()
     found: list[FileMatch] = []

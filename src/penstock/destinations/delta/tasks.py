@@ -4,7 +4,8 @@
 one task. So a batch is one job however many tables it has, and only names of files and counts go back to the driver.
 The steps could be split by keys or files, but each takes a fraction of a second for a batch, and another Spark job
 costs as much as all of them. One transaction may be much larger than a batch should be, so a task applies it in slices
-and never has more than one of them in memory.
+and never has more than one of them in memory. Where several tasks can run, each of them applies some of the slices
+(`penstock.destinations.delta.split`).
 
 `rewrite_file` writes one file again: with an added column whose constant the source keeps in its catalog, with another
 name or type of a column, or without a dropped column whose name comes back. The batch that brings the new layout
@@ -14,7 +15,7 @@ replaces the files in its own commit, so readers see all of it or nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -22,13 +23,13 @@ import pyarrow as pa
 
 from penstock.changes.batch import Rows
 from penstock.changes.columns import ChangeColumns, read_changes
-from penstock.changes.compaction import compact
+from penstock.changes.compaction import NetChanges, compact
 from penstock.changes.steps import Segment, Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.actions import Add
 from penstock.destinations.delta.files import LiveFile, dead_rows
 from penstock.destinations.delta.fill import fill
-from penstock.destinations.delta.index import FileMatch, find_rows, unmap_indexes
+from penstock.destinations.delta.index import FileMatch, find_rows, index_folder, unmap_indexes
 from penstock.destinations.delta.layout import Mode, TableLayout
 from penstock.destinations.delta.storage import Storage
 from penstock.destinations.delta.write import (
@@ -187,8 +188,8 @@ class Draft:
         self._row_count = 0
         self._watch = _Watch()
 
-    def apply(self, steps: Sequence[Rows]) -> None:
-        """Apply consecutive changes."""
+    def apply(self, steps: Sequence[Rows], note: Callable[[NetChanges], None] | None = None) -> None:
+        """Apply consecutive changes; `note` is called with their net effect."""
         self._release()
         work, layout, watch = self._work, self._work.layout, self._watch
         changes = read_steps(work, steps)
@@ -197,9 +198,13 @@ class Draft:
         net = compact(changes, layout.key, keep_deleted=layout.mode is Mode.SOFT_DELETE)
         del changes
         watch.lap("compact")
+        if note is not None:
+            note(net)
+            watch.lap("note")
         # A truncated row is not live, but it is replaced by a new row with its key.
         files = [file for path, file in self._files.items() if layout.key or path not in self._truncated]
         dead = {path: lost.dead for path, lost in self._lost.items()}
+        index_folder(work.storage, layout).tidy([file.file for file in self._files.values()])
         matches = find_rows(work.storage, layout, files, net.touched, net.limits, dead)
         watch.lap("match")
         live = [match for match in matches if match.file.path not in self._truncated]
@@ -218,6 +223,30 @@ class Draft:
                 self.add(write_rows(work.storage, layout, rows, keys), count)
                 del rows, keys
             watch.lap("write")
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long each step took."""
+        return self._watch.seconds
+
+    @property
+    def unfinished(self) -> tuple[tuple[Add, ...], tuple[LostRows, ...]]:
+        """The files with new rows, and those that have lost rows, for another draft to take over."""
+        return tuple(self._new.values()), tuple(self._lost.values())
+
+    def take(self, added: Sequence[Add], lost: Sequence[LostRows]) -> None:
+        """Take over what is `unfinished` in another draft. What both have lost of a file is lost."""
+        for add in added:
+            self.add(add, add.row_count or 0)
+        for each in lost:
+            before = self._lost.get(each.file.path)
+            dead = each.dead if before is None else before.dead.union(each.dead)
+            known = 0 if each.file.vector is None else each.file.vector.cardinality
+            self._lost[each.file.path] = LostRows(each.file, each.row_count, dead, len(dead) - known)
+
+    def search(self, files: Sequence[LiveFile]) -> None:
+        """Find rows in these files, too, from now on."""
+        self._files |= {file.path: file for file in files}
 
     def remove(self, keys: pa.Array) -> None:
         """Remove all rows that have one of these keys."""
@@ -296,15 +325,15 @@ def slices(steps: Sequence[Rows | Truncation]) -> Iterator[Truncation | list[Row
             assert isinstance(step, Rows)
             first = 0
             for number, segment in enumerate(step.segments):
-                rows, size = rows + segment.rows, size + _memory(segment)
+                rows, size = rows + segment.rows, size + memory_of(segment)
                 if (part or number > first) and (rows > SLICE_ROWS or size > SLICE_BYTES):
                     yield [*part, *_some(step, first, number)]
-                    part, rows, size, first = [], segment.rows, _memory(segment), number
+                    part, rows, size, first = [], segment.rows, memory_of(segment), number
             part += _some(step, first, len(step.segments))
         yield part
 
 
-def _memory(segment: Segment) -> int:
+def memory_of(segment: Segment) -> int:
     # Segments of an earlier version do not say it.
     return max(segment.memory, segment.bytes)
 

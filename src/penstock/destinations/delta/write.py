@@ -83,12 +83,16 @@ class WrittenFiles:
     @classmethod
     def all_of(cls, parts: Sequence[WrittenFiles]) -> WrittenFiles:
         """Return the files of several tasks, which concern different files of the table."""
+        seconds: dict[str, float] = {}
+        for step, each in (item for part in parts for item in part.seconds.items()):
+            seconds[step] = seconds.get(step, 0.0) + each
         return cls(
             added=tuple(each for part in parts for each in part.added),
             vectors=tuple(each for part in parts for each in part.vectors),
             removed=tuple(each for part in parts for each in part.removed),
             row_count=sum(part.row_count for part in parts),
             dead_count=sum(part.dead_count for part in parts),
+            seconds=seconds,
         )
 
 

@@ -33,7 +33,7 @@ from penstock.destinations.delta import marker
 from penstock.destinations.delta.actions import Action, CommitInfo
 from penstock.destinations.delta.checkpoint import LOG_FOLDER
 from penstock.destinations.delta.files import LiveFile, iterate_data_file, now_milliseconds, read_rows
-from penstock.destinations.delta.index import FileMatch, find_rows
+from penstock.destinations.delta.index import FileMatch, find_rows, index_folder
 from penstock.destinations.delta.layout import Mode, TableState, new_layout, to_metadata
 from penstock.destinations.delta.log import Committed, DeltaLog
 from penstock.destinations.delta.maintenance.schedule import Maintenance
@@ -340,7 +340,9 @@ class _Apart:
 def _find(storage: Storage, snapshot: Snapshot, keys: pa.Array) -> tuple[list[FileMatch], NDArray[np.int64]]:
     """Return the rows that have these keys, and the version of each; -1 if there is no row."""
     known = np.full(len(keys), -1, np.int64)
-    matches = find_rows(storage, _LAYOUT, [LiveFile.of(add) for add in snapshot.files.values()], keys)
+    files = [LiveFile.of(add) for add in snapshot.files.values()]
+    index_folder(storage, _LAYOUT).tidy([file.file for file in files])
+    matches = find_rows(storage, _LAYOUT, files, keys)
     for match in matches:
         order = np.argsort(match.rows)
         found = read_rows(storage, match.file.file, _LAYOUT.schema, ["version"], match.rows[order])

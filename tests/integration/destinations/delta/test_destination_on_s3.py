@@ -6,21 +6,26 @@ import threading
 import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
 
 from penstock.destinations.base import Destination
-from penstock.destinations.delta import index
+from penstock.destinations.delta import index, split, tasks
 from penstock.destinations.delta.destination import DeltaDestination
 from penstock.destinations.delta.index import IndexFolder, build_index
 from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.delta.storage import open_storage
+from penstock.destinations.mirror import MirrorTable
+from penstock.destinations.naming import FOLDERS
 from penstock.errors import ConfigError
 from penstock.schema import TableSchema
-from penstock.testing.destinations import DestinationContract, make_context
+from penstock.testing.destinations import DestinationContract, LocalTasks, ScriptedSource, make_context
 from tests.support.s3 import S3Server
+from tests.unit.changes.random_changes import KEYED, RandomTable
+from tests.unit.destinations.delta.following import frozen
 from tests.unit.destinations.delta.reading import rows_of
 
 
@@ -43,6 +48,32 @@ class TestOnS3(DestinationContract):
     @pytest.fixture
     def harness(self, s3: S3Server) -> StoreHarness:
         return StoreHarness(s3)
+
+
+@pytest.mark.parametrize("mode", ["mirror", "soft_delete"])
+def test_a_part_that_is_split_over_tasks(
+    mode: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notes that tasks leave for each other are in the store, and are deleted."""
+    monkeypatch.setattr(tasks, "SLICE_ROWS", 5)
+    monkeypatch.setattr(split, "GROUP_BYTES", 1)
+    monkeypatch.setattr(split, "PATIENCE", 0)
+    url, running = f"s3://lake/{uuid.uuid4().hex}", LocalTasks(parallel=3)
+    destination = DeltaDestination(url, storage_options=s3.options, maintenance=False, mode=mode)
+    destination.startup(make_context(tasks=running))
+    source = ScriptedSource(tmp_path / "segments", segment_rows=3)
+    table = RandomTable(KEYED, Random(7))
+    destination.drop_table_for_copy(KEYED, "attempt-1")
+    destination.write_table_rows(KEYED, source.copy(KEYED, table.fill(10)))
+    reader = DeltaReader(url, s3.options)
+    for _ in range(8):
+        table.transact(source, 12)
+        assert destination.write_events(source.batch()).result().tables == {}
+        rows = rows_of(reader.read_table(str(KEYED)), reader.schema(str(KEYED)))
+        assert frozen(rows) == frozen(MirrorTable(KEYED, table.rows).rows())
+    assert any(job.startswith("unite") for job in running.jobs)
+    left = open_storage(url, s3.options).child(FOLDERS.table(KEYED)).list(split.NOTES_FOLDER)
+    assert [file.path for file in left] == []
 
 
 def test_copies_of_indexes_do_not_pile_up(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

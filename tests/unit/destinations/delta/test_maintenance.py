@@ -445,6 +445,7 @@ class FailingTasks:
     """A cluster that is gone."""
 
     elsewhere = False
+    parallel = 1
 
     def run(self, items: Sequence[Any], function: Any, *, description: str) -> list[Any]:
         raise TasksFailed("executors were lost")
