@@ -433,8 +433,10 @@ def _print_diff(report: DiffReport) -> None:
         return
     counts = ", ".join(f"{report.count(kind):,} {kind.value}" for kind in Kind if report.count(kind))
     echo(f"{report.index}: {compared} compared: {counts}")
-    for each in report.differences[:_SHOWN]:
-        echo(f"  {each.kind.value:<9}  {each.id}  {', '.join(each.fields)}".rstrip())
+    shown = report.differences[:_SHOWN]
+    width = max(len(each.kind) for each in shown)
+    for each in shown:
+        echo(f"  {each.kind.value:<{width}}  {each.id}  {', '.join(each.fields)}".rstrip())
     if len(report.differences) > _SHOWN:
         echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
     if report.differs:

@@ -120,6 +120,9 @@ class Backfill:
     def _build(self, build: IndexBuild, *, alone: bool) -> None:
         if build.status is IndexStatus.WANTED or build.plan.get("ranges") is None:
             build = self._begin(build)
+        elif any("ids" not in each.details for each in self._store.get_index_work(build.index, WorkKind.REMOVAL)):
+            self._builds.want_again(build, "an earlier version of Penstock began to build it")
+            raise _Superseded
         if build.plan["ranges"] is None:
             self._read(build.index)
         else:
@@ -139,10 +142,10 @@ class Backfill:
 
     def _begin(self, build: IndexBuild) -> IndexBuild:
         """Create a fresh generation, and plan its ranges."""
-        if self._builds.held:
-            raise _Superseded
         documents = self._documents()
-        mapping = next(each for each in documents.index_mappings() if each.index == build.index)
+        mapping = next((each for each in documents.index_mappings() if each.index == build.index), None)
+        if self._builds.held or mapping is None:
+            raise _Superseded
         sink = self._writer.sink
         with self._writer.generations.changing(), sink.lock:
             sink.sink.reindex(mapping)

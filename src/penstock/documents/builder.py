@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 import pyarrow as pa
@@ -27,16 +27,19 @@ from penstock.documents.build import (
 from penstock.documents.catalog import SourceCatalog, complete, load_catalog
 from penstock.documents.expressions import canonical, column, conjunction, rows_of, table_name, values_source
 from penstock.documents.images import Changes
-from penstock.documents.mapping import IndexMapping, index_mapping
+from penstock.documents.mapping import IndexMapping, index_mapping, is_built_from
+from penstock.documents.paths import entries_of, way_up
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import DEFAULT_CHUNK, Question, Resolution, ResolvedKeys, Resolver
 from penstock.documents.specification.tree import IndexSpecification, columns_read
 from penstock.documents.statements import OF_VALUES, POOL, read_pieces, run_statement, wait_until_visible
-from penstock.errors import ConfigError, QueryFailed, TableRewritten
+from penstock.errors import ConfigError, PenstockError, QueryFailed, Retry, TableRewritten
 from penstock.schema import TableSchema
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TableName
+from penstock.state import IndexBuild
 
+_T = TypeVar("_T")
 RANGE_BYTES = 8 << 20
 """Size of a backfill range of the root table, TOAST included: a second or two of work."""
 _SAMPLED_WHOLE = 100_000
@@ -75,10 +78,12 @@ class PostgresDocuments(DocumentBuilder):
         owner: str = "",
         source: SourceSettings | None = None,
         range_bytes: int = RANGE_BYTES,
+        stopped: Mapping[str, PenstockError] | None = None,
     ) -> None:
         """`owner` is the output that writes the indexes, and no other one may. With `source`, tasks can build.
 
-        Raises `ConfigError` if the specifications do not match the database.
+        Raises `ConfigError` if the specifications do not match the database. `stopped` has indexes that are not among
+        them because they no longer do (`fitting`).
         """
         tables = {name for each in specifications for name in each.tables()}
         self.connection = resolving
@@ -92,6 +97,7 @@ class PostgresDocuments(DocumentBuilder):
         self.resolver = Resolver(specifications, self.catalog, relation_map, chunk=chunk)
         self.wanted = self.resolver.wanted
         """The columns to read of changes; partitions are listed under their own names, too."""
+        self.stopped = stopped or {}
         self._building = building
         self._chunk = chunk
         self._source = source
@@ -146,7 +152,7 @@ class PostgresDocuments(DocumentBuilder):
 
     def named(self, index: str, ids: Sequence[str]) -> Iterator[ResolvedKeys]:
         """See `DocumentBuilder`."""
-        return DocumentKeys(self.completed[index], self.catalog).of_ids(ids, self._chunk)
+        return DocumentKeys(_compiled(self.completed, index), self.catalog).of_ids(ids, self._chunk)
 
     def for_tasks(self) -> TaskBuilder | None:
         """See `DocumentBuilder`."""
@@ -172,11 +178,53 @@ class PostgresDocuments(DocumentBuilder):
             raise TableRewritten("the root table of the index was rewritten, or its partitions changed")
 
     def _leaves(self, connection: psycopg.Connection[Any], index: str) -> list[Any]:
-        table = self.specifications[index].table
+        table = _compiled(self.specifications, index).table
         [(oid,)] = run_statement(connection, _OID, [*table], f"find {table}")
         if oid is None:
             raise TableRewritten(f"table {table} no longer exists")
         return load_leaves(connection, TableSchema(oid, table.namespace, table.name, ()))
+
+
+def _compiled(known: Mapping[str, _T], index: str) -> _T:
+    """Return what was compiled for an index. A thread may still build one that no longer fits the database."""
+    if index not in known:
+        raise TableRewritten(f"index {index!r} no longer fits the database")
+    return known[index]
+
+
+def fitting(
+    connection: psycopg.Connection[Any],
+    specifications: Sequence[IndexSpecification],
+    catalog: SourceCatalog,
+    builds: Mapping[str, IndexBuild],
+) -> tuple[list[IndexSpecification], dict[str, PenstockError]]:
+    """Return the specifications that fit the database, and why others no longer do, by index.
+
+    Raises the reason if no index fits, or if one never did: it is new, or its specification changed since its build.
+    """
+    stopped: dict[str, PenstockError] = {}
+    for each in specifications:
+        try:
+            for what, text, count in statements_of(complete(each, catalog), catalog):
+                run_statement(connection, f"explain {text}", [list[str]() for _ in range(count)], what)
+            Resolver([each], catalog)
+        except (ConfigError, QueryFailed) as error:
+            build = builds.get(each.name)
+            if error.retry is Retry.TIMED or build is None or not is_built_from(build.fingerprint, each):
+                raise
+            stopped[each.name] = error
+    if len(stopped) == len(specifications):
+        raise next(iter(stopped.values()))
+    return [each for each in specifications if each.name not in stopped], stopped
+
+
+def statements_of(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[tuple[str, str, int]]:
+    """Yield the statements of a complete specification: what each does, its text, and its number of parameters."""
+    build = compile_build(specification, catalog)
+    yield f"build documents of {specification.name!r}", build.text, len(build.key_columns)
+    for entry in entries_of(specification):
+        text = way_up(entry, specification, catalog, 1).as_string(None)
+        yield f"find the documents of a row of {entry.table}", text, len(entry.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +238,13 @@ class PostgresTasks(TaskBuilder):
 
     def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
         """See `TaskBuilder`."""
-        query = self.queries[keys.index]
+        query = _compiled(self.queries, keys.index)
         with POOL.borrow(self.source) as connection:
             yield from build_apart(lambda part: build_pieces(connection, query, part.keys, chunk=len(keys)), keys)
 
     def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
         """See `TaskBuilder`."""
-        query, (oid, filenode, condition) = self.queries[index], part
+        query, (oid, filenode, condition) = _compiled(self.queries, index), part
         with POOL.borrow(self.source) as connection, connection.transaction():
             heap = lock_heap(connection, oid, filenode)
             if not apart:
@@ -340,15 +388,20 @@ class DocumentKeys:
         )
         return self.resolved(run_statement(connection, text.as_string(None), [count], what))
 
-    def _require_typed(self, connection: psycopg.Connection[Any], keys: ResolvedKeys) -> None:
-        """Raise `ConfigError` unless the values have the types of the key columns."""
+    def read(self, connection: psycopg.Connection[Any], keys: ResolvedKeys) -> None:
+        """Raise `QueryFailed` (`is_about_values`) unless the values have the types of the key columns."""
         columns = self.catalog.table(self.specification.table).select(self.columns)
         text = sql.SQL("select * from {}").format(values_source("k", columns, 1)).as_string(None)
+        run_statement(connection, text, keys.keys, f"read a key of {keys.index!r}")
+
+    def _require_typed(self, connection: psycopg.Connection[Any], keys: ResolvedKeys) -> None:
+        """Raise `ConfigError` unless the values have the types of the key columns."""
         try:
-            run_statement(connection, text, keys.keys, f"read a key of {keys.index!r}")
+            self.read(connection, keys)
         except QueryFailed as error:
             if not is_about_values(error):
                 raise
+            columns = self.catalog.table(self.specification.table).select(self.columns)
             prefix = self.specification.id_prefix
             wanted = ", ".join(f"{each.name} ({each.type})" for each in columns)
             raise ConfigError(

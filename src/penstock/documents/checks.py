@@ -16,11 +16,11 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.documents.build import compile_build
+from penstock.documents.builder import statements_of
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable, complete
 from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES, expression_sql, rows_of
 from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
-from penstock.documents.paths import entries_of, link_columns, way_up
+from penstock.documents.paths import entries_of, link_columns
 from penstock.documents.polling import TIME_TYPES, XMIN, sees_all_sessions
 from penstock.documents.specification.tree import (
     Aggregate,
@@ -424,12 +424,7 @@ def _in_sql(name: TableName) -> str:
 def _check_statements(
     connection: psycopg.Connection[Any], specification: IndexSpecification, catalog: SourceCatalog
 ) -> Iterator[Check]:
-    build = compile_build(specification, catalog)
-    texts = [("build", build.text, len(build.key_columns))]
-    for entry in entries_of(specification):
-        text = way_up(entry, specification, catalog, 1).as_string(None)
-        texts.append((f"resolve {entry.table}", text, len(entry.columns)))
-    for what, text, count in texts:
+    for what, text, count in statements_of(specification, catalog):
         try:
             run_statement(connection, f"explain {text}", [list[str]() for _ in range(count)], what)
         except SourceError as error:

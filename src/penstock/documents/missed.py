@@ -13,6 +13,7 @@ import psycopg
 
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.builds import Builds
+from penstock.documents.polling import PollPositions
 from penstock.documents.readiness import Readiness
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.specification.tree import EVERY_COLUMN
@@ -53,10 +54,16 @@ class MissedChanges:
         self._membership: Membership | None = None
 
     def begin(self, documents: PostgresDocuments, published: Published, *, is_first: bool) -> None:
-        """Fill the relation maps, and look for the first time."""
-        if is_first:
-            self._relations.prepare([])  # old maps are useless: changes were missed since
+        """Fill the relation maps, and look for the first time.
+
+        Old maps are useless if changes were missed since, or if polling wrote them: the order of its changes is a time,
+        which no position in the stream reaches. Polling starts from the beginning if it ever runs again.
+        """
+        polled = PollPositions(self._store.database)
+        if is_first or polled.load() is not None:
+            self._relations.prepare([])
         self._learn(documents)
+        polled.forget()
         self.note(documents, published)
 
     def resume(self, documents: PostgresDocuments, published: Published) -> None:
