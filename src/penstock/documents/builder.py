@@ -22,10 +22,9 @@ from penstock.documents.build import (
     build_pieces,
     build_range,
     compile_build,
-    range_keys,
 )
 from penstock.documents.catalog import SourceCatalog, complete, load_catalog
-from penstock.documents.expressions import canonical, column, conjunction, rows_of, table_name, values_source
+from penstock.documents.expressions import rows_of, table_name, values_source
 from penstock.documents.images import Changes
 from penstock.documents.mapping import IndexMapping, index_mapping, is_built_from
 from penstock.documents.paths import entries_of, way_up
@@ -113,12 +112,10 @@ class PostgresDocuments(DocumentBuilder):
         return columns_read(self.completed[index])[table]
 
     def resolve(self, changes: Changes, scope: frozenset[str] | None = None) -> Resolution:
-        """See `DocumentBuilder`."""
         wait_until_visible(self.connection, sorted(changes.xids))
         return self.resolver.resolve(self.connection, changes, scope)
 
     def answer(self, question: Question, *, apart: bool = False) -> Generator[ResolvedKeys, None, None]:
-        """See `DocumentBuilder`."""
         if self._source is None or not apart:
             return self.resolver.answer(self.connection, question)
         return self._answer_apart(self._source, question)
@@ -128,34 +125,28 @@ class PostgresDocuments(DocumentBuilder):
             yield from parts
 
     def build(self, keys: ResolvedKeys) -> pa.Table:
-        """See `DocumentBuilder`."""
         return build_documents(self._building, self.queries[keys.index], keys.keys)
 
     def remember(self, resolution: Resolution) -> None:
-        """See `DocumentBuilder`."""
         self.resolver.remember(resolution)
 
     def every_key(self, index: str) -> Iterator[ResolvedKeys]:
         """See `DocumentBuilder`. All from one snapshot."""
         query, root = self.queries[index], self.catalog.table(self.specifications[index].table)
-        text = f"{query.keys_head}{rows_of(root).as_string(None)}{query.keys_tail}"
+        text = query.keys_of(rows_of(root).as_string(None))
         for rows in read_pieces(self.connection, text, [], self._chunk, f"list the documents of {index!r}"):
-            yield ResolvedKeys(index, tuple(list(each) for each in zip(*rows, strict=True)))
+            yield ResolvedKeys.of_rows(index, rows, len(query.key_columns))
 
     def backfill_scopes(self) -> Sequence[BackfillScope]:
-        """See `DocumentBuilder`."""
         return [BackfillScope(name, SnapshotTable(each.table, each.doc_id)) for name, each in self.completed.items()]
 
     def index_mappings(self) -> Sequence[IndexMapping]:
-        """See `DocumentBuilder`."""
         return list(self.mappings.values())
 
     def named(self, index: str, ids: Sequence[str]) -> Iterator[ResolvedKeys]:
-        """See `DocumentBuilder`."""
         return DocumentKeys(_compiled(self.completed, index), self.catalog).of_ids(ids, self._chunk)
 
     def for_tasks(self) -> TaskBuilder | None:
-        """See `DocumentBuilder`."""
         return None if self._source is None else PostgresTasks(self._source, self.queries, self._chunk)
 
     def ranges(self, index: str) -> list[Any] | None:
@@ -169,7 +160,6 @@ class PostgresDocuments(DocumentBuilder):
         return [[each.leaf.oid, each.leaf.filenode, each.condition] for each in planned]
 
     def require_unchanged(self, index: str, ranges: Sequence[Any]) -> None:
-        """See `DocumentBuilder`."""
         if self._source is None:
             return
         with POOL.borrow(self._source) as connection:
@@ -237,22 +227,22 @@ class PostgresTasks(TaskBuilder):
     """Documents per statement of a range, and per write to the sink."""
 
     def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
         query = _compiled(self.queries, keys.index)
         with POOL.borrow(self.source) as connection:
             yield from build_apart(lambda part: build_pieces(connection, query, part.keys, chunk=len(keys)), keys)
 
     def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
         query, (oid, filenode, condition) = _compiled(self.queries, index), part
         with POOL.borrow(self.source) as connection, connection.transaction():
             heap = lock_heap(connection, oid, filenode)
             if not apart:
                 yield from build_range(connection, query, heap, condition, chunk=self.chunk)
                 return
-            keys = range_keys(connection, query, heap, condition)
-        for first in range(0, len(keys[0]), self.chunk):
-            yield from self.pieces(ResolvedKeys(index, tuple(each[first : first + self.chunk] for each in keys)))
+            text = query.keys_of(f"(select * from only {heap} where {condition or 'true'})")  # noqa: S608 (quoted)
+            rows = run_statement(connection, text, [], f"list the documents of {index!r}")
+        keys = ResolvedKeys.of_rows(index, rows, len(query.key_columns))
+        for first in range(0, len(keys), self.chunk):
+            yield from self.pieces(keys.part(first, first + self.chunk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +252,9 @@ class BuildsHere(TaskBuilder):
     documents: DocumentBuilder
 
     def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
         return build_apart(lambda part: [self.documents.build(part)], keys)
 
     def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
         return iter(())
 
 
@@ -309,8 +297,8 @@ def build_apart(
             yield Rejection(keys.index, id_, f"the document cannot be built from its rows (SQLSTATE {state})")
             return
         half = len(keys) // 2
-        for part in (slice(None, half), slice(half, None)):
-            yield from build_apart(build, ResolvedKeys(keys.index, tuple(each[part] for each in keys.keys)))
+        for part in (keys.part(0, half), keys.part(half)):
+            yield from build_apart(build, part)
 
 
 def is_about_values(error: QueryFailed) -> bool:
@@ -362,31 +350,23 @@ class DocumentKeys:
 
     def of_ids(self, ids: Sequence[str], chunk: int) -> Iterator[ResolvedKeys]:
         """Yield the keys of documents in pieces; ids with another number of values are left out."""
-        parsed = [key for key in map(self.parse, ids) if len(key) == len(self.columns)]
-        for first in range(0, len(parsed), chunk):
-            yield self.resolved(parsed[first : first + chunk])
+        keys = self.resolved([key for key in map(self.parse, ids) if len(key) == len(self.columns)])
+        for first in range(0, len(keys), chunk):
+            yield keys.part(first, first + chunk)
 
     def resolved(self, keys: Sequence[Sequence[str]]) -> ResolvedKeys:
         """Return keys in the form that the builder takes."""
-        columns = [[key[place] for key in keys] for place in range(len(self.columns))]
-        return ResolvedKeys(self.specification.name, tuple(columns))
+        return ResolvedKeys.of_rows(self.specification.name, keys, len(self.columns))
 
     def some(self, connection: psycopg.Connection[Any], count: int) -> ResolvedKeys:
         """Return the keys of a random sample of about `count` rows of the root table."""
         root = self.catalog.table(self.specification.table)
-        name = table_name(root.name)
         what = f"sample documents of {self.specification.name!r}"
-        rows = run_statement(connection, _ESTIMATE, [name.as_string(None)], what)[0][0]
+        rows = run_statement(connection, _ESTIMATE, [table_name(root.name).as_string(None)], what)[0][0]
         percent = 100.0 if rows <= _SAMPLED_WHOLE else min(100.0, 100.0 * max(count * 3, _SAMPLED_WHOLE) / rows)
-        text = sql.SQL(
-            "select {keys} from {table} r tablesample bernoulli ({percent}) where {there} order by random() limit $1"
-        ).format(
-            keys=sql.SQL(", ").join([canonical(column("r", each.name), each) for each in root.select(self.columns)]),
-            table=rows_of(root),
-            percent=sql.Literal(percent),
-            there=conjunction([sql.SQL("{} is not null").format(column("r", each)) for each in self.columns]),
-        )
-        return self.resolved(run_statement(connection, text.as_string(None), [count], what))
+        sample = sql.SQL("(select * from {} tablesample bernoulli ({}))").format(rows_of(root), sql.Literal(percent))
+        text = compile_build(self.specification, self.catalog).keys_of(sample.as_string(None))
+        return self.resolved(run_statement(connection, f"{text} order by random() limit $1", [count], what))
 
     def read(self, connection: psycopg.Connection[Any], keys: ResolvedKeys) -> None:
         """Raise `QueryFailed` (`is_about_values`) unless the values have the types of the key columns."""

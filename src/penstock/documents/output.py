@@ -41,8 +41,6 @@ __all__ = ["DocumentsOutput", "DocumentsSettings", "RunningDocuments"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_OUTPUT = "documents"
-RETRY_SECONDS = 0.5
-"""How often the output checks for quarantined documents that a user wants to retry."""
 LAG_SECONDS = 5.0
 """How often an observer receives the lag."""
 _IDLE_SECONDS = 0.5

@@ -158,11 +158,9 @@ class FolderSink(WholeReads, Sink):
     # Documents
 
     def write(self, batch: pa.Table) -> None:
-        """See `Sink`."""
         self._waiting.append(batch)
 
     def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             batch = pa.concat_tables(waiting)
@@ -193,20 +191,16 @@ class FolderSink(WholeReads, Sink):
             self._begin(mapping, state)
 
     def reindex(self, mapping: IndexMapping) -> None:
-        """See `Sink`."""
         self._begin(mapping, self._owned(mapping))
 
     def is_seeded(self, index: str) -> bool:
-        """See `Sink`."""
         state = self._states.get(index, IndexState())
         return state.serving is not None and state.serving.seeded and state.filling is None
 
     def mark_seeded(self, index: str) -> None:
-        """See `Sink`."""
         self._swap(index, seeded=True)
 
     def serve(self, index: str) -> None:
-        """See `Sink`."""
         state = self._known(index)
         if state.serving is None:
             self._swap(index, seeded=False)
@@ -214,14 +208,12 @@ class FolderSink(WholeReads, Sink):
             self._put(index, replace(state, filling=None))
 
     def filling(self, index: str) -> Sink:
-        """See `Sink`."""
         sink = copy(self)
         sink._waiting = []
         sink._states = {index: IndexState(serving=self._known(index).generations[-1])}
         return sink
 
     def count(self, index: str) -> int | None:
-        """See `Sink`."""
         serving = self._known(index).serving
         with writing(index):
             return None if serving is None else self._count(index, serving)

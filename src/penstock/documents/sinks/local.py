@@ -85,11 +85,9 @@ class StdoutSink(Sink):
         self._waiting: list[pa.Table] = []
 
     def write(self, batch: pa.Table) -> None:
-        """See `Sink`."""
         self._waiting.append(batch)
 
     def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`."""
         stream = self._stream or sys.stdout
         for batch in self._waiting:
             # Cold: for people to read.
@@ -115,7 +113,6 @@ class CountingSink(Sink):
         self.bytes = 0
 
     def write(self, batch: pa.Table) -> None:
-        """See `Sink`."""
         present = pc.is_valid(batch.column("body"))
         for counter, mask in ((self.upserts, present), (self.deletes, pc.invert(present))):
             counts = pc.value_counts(batch.column("index").filter(mask))
@@ -124,7 +121,6 @@ class CountingSink(Sink):
         self.bytes += pc.sum(pc.binary_length(batch.column("body"))).as_py() or 0
 
     def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`."""
         return FlushReport()
 
 
@@ -139,45 +135,36 @@ class TeeSink(Sink):
         self.runs_in_tasks = all(each.runs_in_tasks for each in self._sinks)
 
     def write(self, batch: pa.Table) -> None:
-        """See `Sink`."""
         for sink in self._sinks:
             sink.write(batch)
 
     def flush(self, caught_up: bool) -> FlushReport:
-        """See `Sink`."""
         reports = [sink.flush(caught_up) for sink in self._sinks]
         return FlushReport(tuple(rejection for report in reports for rejection in report.rejections))
 
     def check(self, mapping: IndexMapping) -> str:
-        """See `Sink`."""
         return next(filter(None, (sink.check(mapping) for sink in self._sinks)), "")
 
     def ensure_index(self, mapping: IndexMapping) -> None:
-        """See `Sink`."""
         for sink in self._sinks:
             sink.ensure_index(mapping)
 
     def is_seeded(self, index: str) -> bool:
-        """See `Sink`."""
         return all(sink.is_seeded(index) for sink in self._sinks)
 
     def mark_seeded(self, index: str) -> None:
-        """See `Sink`."""
         for sink in self._sinks:
             sink.mark_seeded(index)
 
     def serve(self, index: str) -> None:
-        """See `Sink`."""
         for sink in self._sinks:
             sink.serve(index)
 
     def reindex(self, mapping: IndexMapping) -> None:
-        """See `Sink`."""
         for sink in self._sinks:
             sink.reindex(mapping)
 
     def filling(self, index: str) -> Sink:
-        """See `Sink`."""
         return TeeSink([sink.filling(index) for sink in self._sinks])
 
     def count(self, index: str) -> int | None:

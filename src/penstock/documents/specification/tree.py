@@ -7,7 +7,7 @@ The root is an `IndexSpecification`. Its `fields` are of six kinds. Three take t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -256,59 +256,67 @@ EVERY_COLUMN = "*"
 
 
 def columns_read(specification: IndexSpecification) -> dict[TableName, set[str]]:
-    """Return the columns that the documents of a complete specification depend on, by table.
-
-    `EVERY_COLUMN` is among those of a table with a filter or an expression in SQL, which may name any of them.
-    """
-    found: dict[TableName, set[str]] = {specification.table: {*specification.primary_key, *specification.doc_id}}
-    own = found[specification.table]
-    own.update(_filtered(specification.filters))
-    if specification.soft_delete is not None:
-        own.update({specification.soft_delete.column}, _filtered(specification.soft_delete.when))
-    _read(specification.fields, specification.table, None, found)
+    """Return the columns that the documents of a complete specification depend on, by table (`columns_named`)."""
+    found: dict[TableName, set[str]] = {name: set() for name in specification.tables()}
+    for _, table, column in columns_named(specification):
+        found[table].add(column)
     return found
 
 
-def _read(
-    fields: tuple[Field, ...], table: TableName, junction: TableName | None, found: dict[TableName, set[str]]
-) -> None:
+def columns_named(specification: IndexSpecification) -> Iterator[tuple[str, TableName, str]]:
+    """Yield every column that a specification names: where it does, the table, and the column.
+
+    The column is `EVERY_COLUMN` for a filter or an expression in SQL, which may name any of the table's.
+    """
+    table, deleted = specification.table, specification.soft_delete
+    yield from (("doc_id", table, each) for each in specification.doc_id)
+    yield from (("primary_key", table, each) for each in specification.primary_key)
+    yield from (("filters", table, _filtered(each)) for each in specification.filters)
+    if deleted is not None:
+        yield "soft_delete", table, deleted.column
+        yield from (("soft_delete.when", table, _filtered(each)) for each in deleted.when)
+    yield from _named(specification.fields, table, None, "")
+
+
+def _named(
+    fields: tuple[Field, ...], table: TableName, junction: TableName | None, path: str
+) -> Iterator[tuple[str, TableName, str]]:
     for each in fields:
+        where = f"{path}{each.name}"
         match each:
             case Scalar():
-                read = EVERY_COLUMN if each.expression else each.column
-                found[junction if each.junction and junction else table].add(read)
+                own = junction if each.junction and junction else table
+                yield where, own, EVERY_COLUMN if each.expression else each.column
             case Geo():
-                found[table].update(filter(None, (each.latitude, each.longitude, each.column)))
+                names = (each.latitude, each.longitude, each.column)
+                yield from ((where, table, name) for name in names if name)
             case Group():
-                _read(each.fields, table, junction, found)
+                yield from _named(each.fields, table, junction, f"{where}.")
             case Join() | Aggregate():
-                _read_relation(each.relation, table, found)
+                yield from _named_by(each.relation, table, where)
                 if isinstance(each, Join):
                     between = each.relation.junction
-                    _read(each.fields, each.relation.table, between and between.table, found)
+                    yield from _named(each.fields, each.relation.table, between and between.table, f"{where}.")
                 elif each.column:
-                    found[each.relation.table].add(each.column)
+                    yield where, each.relation.table, each.column
             case Constant():
                 pass
 
 
-def _read_relation(relation: Relation, parent: TableName, found: dict[TableName, set[str]]) -> None:
-    found[parent].update(relation.parent_columns)
-    own = found.setdefault(relation.table, set())
-    own.update(relation.columns, relation.primary_key)
-    between = own
+def _named_by(relation: Relation, parent: TableName, where: str) -> Iterator[tuple[str, TableName, str]]:
+    own = between = relation.table
+    yield from ((where, parent, each) for each in relation.parent_columns)
+    yield from ((where, own, each) for each in (*relation.columns, *relation.primary_key))
     if relation.junction is not None:
-        between = found.setdefault(relation.junction.table, set())
-        between.update(relation.junction.left_key, relation.junction.right_key)
-    for order in relation.order_by:
-        (between if order.junction else own).add(order.column)
-    own.update(_filtered(each for each in relation.filters if not each.junction))
-    between.update(_filtered(each for each in relation.filters if each.junction))
+        between = relation.junction.table
+        yield from ((where, between, each) for each in (*relation.junction.left_key, *relation.junction.right_key))
+    yield from ((where, between if each.junction else own, each.column) for each in relation.order_by)
+    for each in relation.filters:
+        yield f"{where}.filters", between if each.junction else own, _filtered(each)
 
 
-def _filtered(filters: Iterable[Filter]) -> Iterator[str]:
-    for each in filters:
-        yield EVERY_COLUMN if each.raw else each.column
+def _filtered(condition: Filter) -> str:
+    return EVERY_COLUMN if condition.raw else condition.column
 
 
 def field_paths(fields: tuple[Field, ...], prefix: str = "") -> Iterator[str]:

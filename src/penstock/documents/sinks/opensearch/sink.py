@@ -145,7 +145,6 @@ class OpenSearchSink(Sink):
         return report
 
     def filling(self, index: str) -> Sink:
-        """See `Sink`."""
         newest = self._targets[index].newest
         return OpenSearchSink.of(self.settings, {index: Targets(serving=newest)})
 
@@ -221,7 +220,6 @@ class OpenSearchSink(Sink):
         self._know(mapping, self._create(state, mapping))
 
     def is_seeded(self, index: str) -> bool:
-        """See `Sink`."""
         targets = self._targets.get(index)
         if targets is None or targets.serving is None or targets.filling is not None:
             return False
@@ -374,7 +372,6 @@ class OpenSearchSink(Sink):
     # Reading: see `penstock.documents.base.ReadableSink`
 
     def count(self, index: str) -> int | None:
-        """See `Sink`."""
         targets = self._targets.get(index)
         if targets is None or targets.serving is None:
             return None
