@@ -349,7 +349,7 @@ def run(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Na
 
 def _search(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """The same with a search server: filled, and from a commit until a search finds it."""
-    from penstock.documents.sinks.opensearch import OpenSearchSink
+    from penstock.sinks.opensearch import OpenSearchSink
     from penstock.testing.opensearch import OpenSearchServer
 
     own = folder / "opensearch"

@@ -30,7 +30,6 @@ from penstock.cli.status import index_status
 from penstock.cli.verify import not_compared
 from penstock.config import IndexChoice, load_config
 from penstock.config.units import count_of
-from penstock.documents.base import ReadableSink
 from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience, without_fields
 from penstock.documents.explain import Branch, Explanation, Statement
 from penstock.documents.mapping import index_mapping
@@ -51,6 +50,7 @@ from penstock.operations.signals import Ending
 from penstock.operations.status import IndexState
 from penstock.operations.stores import existing_store, require_shared_state, running
 from penstock.operations.verify import DIFFERENT, NOT_COMPARED
+from penstock.sinks.base import ReadableSink
 from penstock.source.preflight import Report, Severity
 from penstock.state import CommandKind
 

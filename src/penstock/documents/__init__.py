@@ -3,7 +3,7 @@
 Read in this order: `specification` (what users write), `catalog` and `checks` (does it match the database), `mapping`
 (the index), `build` and `builder` (documents from keys), `paths`, `resolve` and `relation_map` (keys from changes),
 `base` (the interfaces), `engine` (what drives it) with `writer`, `backfill` and `fan_out`, `wal` and `polling` (where
-changes come from), `output` (the engine as an output of a stream), `sinks`.
+changes come from), `output` (the engine as an output of a stream). `penstock.sinks` has the sinks.
 """
 
 from penstock.documents.base import (

@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock import failpoints
-from penstock.documents.base import DocumentBuilder, Observer, ReadableSink, Sink
+from penstock.documents.base import DocumentBuilder, Observer
 from penstock.documents.builds import Builds
 from penstock.documents.writer import BuildRange, DocumentWriter
 from penstock.errors import IndexIncomplete, PenstockError, Retry, TableRewritten
 from penstock.retry import Backoff
+from penstock.sinks.base import ReadableSink, Sink
 from penstock.spool import Stopping
 from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 

@@ -15,7 +15,7 @@ from psycopg import sql
 
 from penstock.copy.plan import TID_RANGES_SINCE, plan_ranges
 from penstock.copy.rows import load_leaves
-from penstock.documents.base import BackfillScope, DocumentBuilder, Rejection, SnapshotTable, TaskBuilder
+from penstock.documents.base import BackfillScope, DocumentBuilder, SnapshotTable, TaskBuilder
 from penstock.documents.build import (
     BuildQuery,
     build_documents,
@@ -34,6 +34,7 @@ from penstock.documents.specification.tree import IndexSpecification, columns_re
 from penstock.documents.statements import OF_VALUES, POOL, read_pieces, run_statement, wait_until_visible
 from penstock.errors import ConfigError, PenstockError, QueryFailed, Retry, TableRewritten
 from penstock.schema import TableSchema
+from penstock.sinks.base import Rejection
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TableName
 from penstock.state import IndexBuild

@@ -20,9 +20,9 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 
-from penstock.documents.base import ReadableSink, Rejection
 from penstock.documents.builder import DocumentKeys, PostgresDocuments, build_apart, join_key
 from penstock.documents.resolve import ResolvedKeys
+from penstock.sinks.base import ReadableSink, Rejection
 
 MOST_SUSPECTS = 100_000
 """With more differences the index is plainly wrong, and the comparison stops."""

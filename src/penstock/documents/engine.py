@@ -38,7 +38,6 @@ from penstock.documents.base import (
     Observer,
     Queue,
     Receiver,
-    Sink,
 )
 from penstock.documents.builds import EMPTIED, OUTDATED, Builds
 from penstock.documents.fan_out import FanOuts, fingerprints_of
@@ -51,6 +50,7 @@ from penstock.documents.writer import (
     DocumentWriter,
 )
 from penstock.errors import PenstockError
+from penstock.sinks.base import Sink
 from penstock.state import MemoryStore, Store
 from penstock.state.quarantine import Quarantine
 from penstock.workers.process_tasks import ProcessTasks

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from penstock.destinations.base import Tasks
-from penstock.documents.base import NoopObserver, Observer, Sink
+from penstock.documents.base import NoopObserver, Observer
 from penstock.documents.builder import PostgresDocuments, fitting
 from penstock.documents.catalog import load_catalog
 from penstock.documents.engine import Engine
@@ -29,6 +29,7 @@ from penstock.documents.writer import DocumentsSettings
 from penstock.errors import PenstockError, QueryFailed, Retry, SourceError, TablesAltered
 from penstock.output import RunningOutput, unknown_command
 from penstock.retry import Backoff
+from penstock.sinks.base import Sink
 from penstock.source.connections import Role, connect
 from penstock.spool import Stopping
 from penstock.state import Command, CommandKind, IndexBuild, Store, WorkKind

@@ -15,12 +15,13 @@ import psycopg
 
 from penstock import failpoints
 from penstock.documents.backfill import filling_of, serving_of
-from penstock.documents.base import DocumentBuilder, Sink
+from penstock.documents.base import DocumentBuilder
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.builds import Builds
 from penstock.documents.mapping import IndexMapping, is_built_from
 from penstock.documents.relation_map import RelationMap
 from penstock.lsn import Lsn
+from penstock.sinks.base import Sink
 from penstock.state import IndexBuild, IndexStatus
 
 logger = logging.getLogger(__name__)

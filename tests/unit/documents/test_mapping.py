@@ -10,10 +10,10 @@ import pytest
 
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable
 from penstock.documents.mapping import build_fingerprint, fingerprint, index_mapping, is_built_from
-from penstock.documents.sinks.opensearch.sink import for_elasticsearch
 from penstock.documents.specification import load_specification, parse_specification
 from penstock.errors import ConfigError
 from penstock.schema import PostgresType, ReplicaIdentity
+from penstock.sinks.opensearch.sink import for_elasticsearch
 from penstock.source.patterns import TableName
 
 FOLDER = Path(__file__).parent / "specifications"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from penstock.documents.mapping import IndexMapping
 from penstock.errors import IndexUnusable
+from penstock.sinks.base import IndexMapping
 
 OWNER = "penstock"
 WRITE_SUFFIX = "_WRITE"

@@ -43,8 +43,8 @@ from penstock.destinations.delta.storage import LocalStorage, Storage, StoredFil
 from penstock.destinations.delta.table import file_actions
 from penstock.destinations.delta.write import LostRows, WrittenFiles, bury, write_rows
 from penstock.destinations.refusals import busy
-from penstock.documents.sinks.folders import FolderSink, Generation, IndexState, gone, writing
 from penstock.schema import Column, PostgresType, TableSchema
+from penstock.sinks.folders import FolderSink, Generation, IndexState, gone, writing
 from penstock.workers.process_tasks import ProcessTasks
 
 _GENERATION = "penstock.generation"

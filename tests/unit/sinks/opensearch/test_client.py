@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.sinks.opensearch import OpenSearchSettings, OpenSearchSink
 from penstock.errors import ConfigError
+from penstock.sinks.opensearch import OpenSearchSettings, OpenSearchSink
 
 
 def test_credentials_leave_the_url() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from penstock.documents.base import DOCUMENT_SCHEMA
 from penstock.documents.mapping import IndexMapping, index_mapping
-from penstock.documents.sinks.opensearch import OpenSearchSink
-from penstock.documents.sinks.opensearch.bulk import BulkSender, Target
-from penstock.documents.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit
 from penstock.documents.specification import parse_specification
 from penstock.errors import DestinationError, DestinationUnavailable, IndexUnusable
+from penstock.sinks.opensearch import OpenSearchSink
+from penstock.sinks.opensearch.bulk import BulkSender, Target
+from penstock.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit
 
 SETTINGS = OpenSearchSettings("http://127.0.0.1:1", bulk_documents=2)
 TARGET = Target("people", "people_aa_1", "people_aa_1_WRITE")
@@ -131,7 +131,7 @@ def test_an_error_in_place_of_indexes_is_not_their_state() -> None:
 
 
 def test_a_generation_whose_creation_was_not_answered_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.documents.sinks.opensearch.sink.new_generation", lambda *_: GENERATION)
+    monkeypatch.setattr("penstock.sinks.opensearch.sink.new_generation", lambda *_: GENERATION)
     made = {GENERATION: {**SERVED[GENERATION], "aliases": {f"{GENERATION}_WRITE": {}}}}
     exists = answer({"error": {"type": "resource_already_exists_exception"}, "status": 400}, 400)
     mapping = IndexMapping("people", "aa11", {"properties": {}}, {})

@@ -13,16 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks import files
-from penstock.documents.sinks.files import NdjsonSink, ParquetSink
 from penstock.errors import DestinationUnavailable, IndexUnusable
+from penstock.sinks import files
+from penstock.sinks.files import NdjsonSink, ParquetSink
 
 KINDS = [NdjsonSink, ParquetSink]
 ONE = IndexMapping("one", "f1", {}, {}, "mine")
 _ENDLESS = """
 import itertools, sys
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks import files
+from penstock.sinks import files
 files._MERGED_FILES, files._MERGED_BYTES = 4, 2_000
 sink = getattr(files, sys.argv[1])(sys.argv[2])
 sink.ensure_index(IndexMapping("one", "f1", {}, {}))

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.documents.base import Sink
 from penstock.registry import Registered, Registry
+from penstock.sinks.base import Sink
 
 SINKS: Mapping[str, Registered] = {
-    "opensearch": Registered("penstock.documents.sinks.opensearch:OpenSearchSink", extra="opensearch"),
-    "ndjson": Registered("penstock.documents.sinks.files:NdjsonSink"),
-    "parquet": Registered("penstock.documents.sinks.files:ParquetSink"),
-    "delta": Registered("penstock.documents.sinks.delta:DeltaSink", extra="delta"),
-    "stdout": Registered("penstock.documents.sinks.local:StdoutSink"),
-    "memory": Registered("penstock.documents.sinks.local:MemorySink"),
-    "counting": Registered("penstock.documents.sinks.local:CountingSink"),
+    "opensearch": Registered("penstock.sinks.opensearch:OpenSearchSink", extra="opensearch"),
+    "ndjson": Registered("penstock.sinks.files:NdjsonSink"),
+    "parquet": Registered("penstock.sinks.files:ParquetSink"),
+    "delta": Registered("penstock.sinks.delta:DeltaSink", extra="delta"),
+    "stdout": Registered("penstock.sinks.local:StdoutSink"),
+    "memory": Registered("penstock.sinks.local:MemorySink"),
+    "counting": Registered("penstock.sinks.local:CountingSink"),
 }
 
 _METHODS = ("write", "flush", "ensure_index", "is_seeded", "mark_seeded", "reindex")

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.documents.base import Sink
 from penstock.documents.sinks import MemorySink
-from penstock.documents.sinks.delta import DeltaSink
-from penstock.documents.sinks.files import NdjsonSink, ParquetSink
+from penstock.sinks.delta import DeltaSink
+from penstock.sinks.files import NdjsonSink, ParquetSink
 from penstock.testing.sinks import SinkContract
 from tests.support.document_sink import FileSink
 

@@ -18,15 +18,15 @@ import pytest
 
 from penstock.destinations.delta.log import Committed, DeltaLog, Lost
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks import delta
-from penstock.documents.sinks.delta import DeltaSink
 from penstock.errors import IndexUnusable
+from penstock.sinks import delta
+from penstock.sinks.delta import DeltaSink
 
 ONE = IndexMapping("one", "f1", {}, {}, "mine")
 _ENDLESS = """
 import itertools, sys
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.delta import DeltaSink
+from penstock.sinks.delta import DeltaSink
 sink = DeltaSink(sys.argv[1])
 mapping = IndexMapping("one", "f1", {}, {})
 sink.ensure_index(mapping)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.sinks.opensearch.bulk import BulkResult, read_answer
-from penstock.documents.sinks.opensearch.client import Answer, Transient
+from penstock.sinks.opensearch.bulk import BulkResult, read_answer
+from penstock.sinks.opensearch.client import Answer, Transient
 
 FIELDS = frozenset({"age", "address", "address.since", "labels", "code"})
 

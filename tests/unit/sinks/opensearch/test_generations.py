@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.opensearch.generations import describe, new_generation, paths_of, read_state
 from penstock.errors import IndexUnusable
+from penstock.sinks.opensearch.generations import describe, new_generation, paths_of, read_state
 
 MAPPING = IndexMapping("people", "bb22", {}, {})
 

@@ -19,9 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.documents.base import Rejection
-from penstock.documents.sinks.lines import TEXT, escaped, joined, one_line, text
-from penstock.documents.sinks.opensearch.client import (
+from penstock.errors import DestinationError, IndexUnusable
+from penstock.sinks.base import Rejection
+from penstock.sinks.lines import TEXT, escaped, joined, one_line, text
+from penstock.sinks.opensearch.client import (
     NOT_FOUND,
     OK,
     TOO_LARGE,
@@ -31,7 +32,6 @@ from penstock.documents.sinks.opensearch.client import (
     RetryLimit,
     Transient,
 )
-from penstock.errors import DestinationError, IndexUnusable
 
 LONGEST_ID = 512
 """In bytes. A longer one makes the server reject the whole request."""

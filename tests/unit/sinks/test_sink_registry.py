@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.documents.sinks import MemorySink, registry
-from penstock.documents.sinks.registry import SINKS, create_sink, load_sink
+from penstock.documents.sinks import MemorySink
 from penstock.errors import ConfigError
 from penstock.registry import Registered
+from penstock.sinks import registry
+from penstock.sinks.registry import SINKS, create_sink, load_sink
 
 
 @pytest.mark.parametrize("name", SINKS)
@@ -50,8 +51,8 @@ def test_a_class_of_ones_own_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     code = (
-        "import sys; from penstock.documents.sinks.registry import create_sink; create_sink('counting');"
-        "print('penstock.documents.sinks.opensearch' in sys.modules)"
+        "import sys; from penstock.sinks.registry import create_sink; create_sink('counting');"
+        "print('penstock.sinks.opensearch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.documents.base import DOCUMENT_SCHEMA
-from penstock.documents.sinks.opensearch.bulk import (
+from penstock.sinks.opensearch.bulk import (
     LONGEST_ID,
     BulkSender,
     Target,
@@ -20,7 +20,7 @@ from penstock.documents.sinks.opensearch.bulk import (
     split,
     unusable_ids,
 )
-from penstock.documents.sinks.opensearch.client import OpenSearchSettings, RetryLimit
+from penstock.sinks.opensearch.client import OpenSearchSettings, RetryLimit
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 BODY = st.none() | st.dictionaries(TEXT, TEXT | st.integers() | st.none(), max_size=3)

@@ -23,9 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.destinations.refusals import unexpected
-from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Sink
-from penstock.documents.mapping import IndexMapping
 from penstock.errors import IndexUnusable
+from penstock.sinks.base import SCAN_CHUNK, FlushReport, IndexFacts, IndexMapping, Sink
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from typing import Any, TextIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.documents.base import FlushReport, Sink
-from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.folders import FolderSink, Generation, IndexState
+from penstock.sinks.base import FlushReport, IndexMapping, Sink
+from penstock.sinks.folders import FolderSink, Generation, IndexState
 
 
 class MemorySink(FolderSink):

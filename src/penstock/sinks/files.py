@@ -27,9 +27,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.documents.sinks.folders import FolderSink, Generation, IndexState, gone, newest, writing
-from penstock.documents.sinks.lines import TEXT, escaped, joined, one_line, text
 from penstock.durable import aside, sweep_aside, sync_folder, write_synced
+from penstock.sinks.folders import FolderSink, Generation, IndexState, gone, newest, writing
+from penstock.sinks.lines import TEXT, escaped, joined, one_line, text
 
 CURRENT = "current"
 """The link to the generation that serves."""

@@ -21,10 +21,10 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.documents.base import SCAN_CHUNK, FlushReport, IndexFacts, Rejection, Sink
-from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.opensearch.bulk import BulkSender, Target, documents_size, routings
-from penstock.documents.sinks.opensearch.client import (
+from penstock.errors import DestinationUnavailable, IndexUnusable
+from penstock.sinks.base import SCAN_CHUNK, FlushReport, IndexFacts, IndexMapping, Rejection, Sink
+from penstock.sinks.opensearch.bulk import BulkSender, Target, documents_size, routings
+from penstock.sinks.opensearch.client import (
     FILLING_GC_DELETES,
     NOT_FOUND,
     OK,
@@ -35,7 +35,7 @@ from penstock.documents.sinks.opensearch.client import (
     RetryLimit,
     Transient,
 )
-from penstock.documents.sinks.opensearch.generations import (
+from penstock.sinks.opensearch.generations import (
     Generation,
     IndexState,
     describe,
@@ -45,7 +45,6 @@ from penstock.documents.sinks.opensearch.generations import (
     read_state,
     require_owned,
 )
-from penstock.errors import DestinationUnavailable, IndexUnusable
 
 _KEEP_ALIVE = "2m"
 _SAMPLE_MOST = 10_000
