@@ -31,7 +31,7 @@ from penstock.documents.paths import entries_of, way_up
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import DEFAULT_CHUNK, Question, Resolution, ResolvedKeys, Resolver
 from penstock.documents.specification.tree import IndexSpecification, columns_read
-from penstock.documents.statements import OF_VALUES, POOL, read_pieces, run_statement, wait_until_visible
+from penstock.documents.statements import OF_VALUES, POOL, explain, read_pieces, run_statement, wait_until_visible
 from penstock.errors import ConfigError, PenstockError, QueryFailed, Retry, TableRewritten
 from penstock.schema import TableSchema
 from penstock.sinks.base import Rejection
@@ -197,7 +197,7 @@ def fitting(
     for each in specifications:
         try:
             for what, text, count in statements_of(complete(each, catalog), catalog):
-                run_statement(connection, f"explain {text}", [list[str]() for _ in range(count)], what)
+                explain(connection, text, count, what)
             Resolver([each], catalog)
         except (ConfigError, QueryFailed) as error:
             build = builds.get(each.name)

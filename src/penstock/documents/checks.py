@@ -38,7 +38,7 @@ from penstock.documents.specification.tree import (
     Verb,
     columns_named,
 )
-from penstock.documents.statements import as_literal, is_standby, run_statement
+from penstock.documents.statements import as_literal, explain, is_standby
 from penstock.errors import ConfigError, SourceError
 from penstock.schema import ReplicaIdentity, TypeKind
 from penstock.source.catalog import load_types, unknown_type
@@ -405,7 +405,7 @@ def _check_statements(
 ) -> Iterator[Check]:
     for what, text, count in statements_of(specification, catalog):
         try:
-            run_statement(connection, f"explain {text}", [list[str]() for _ in range(count)], what)
+            explain(connection, text, count, what)
         except SourceError as error:
             yield failed(
                 "statement",
