@@ -33,7 +33,6 @@ from penstock.config.units import count_of
 from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience, without_fields
 from penstock.documents.explain import Branch, Explanation, Statement
 from penstock.documents.mapping import index_mapping
-from penstock.documents.specification.models import json_schema
 from penstock.errors import PenstockError
 from penstock.operations.commands import WAIT_SECONDS, send_command
 from penstock.operations.indexes import (
@@ -52,6 +51,7 @@ from penstock.operations.stores import existing_store, require_shared_state, run
 from penstock.operations.verify import DIFFERENT, NOT_COMPARED
 from penstock.sinks.base import ReadableSink
 from penstock.source.preflight import Report, Severity
+from penstock.specification.models import json_schema
 from penstock.state import CommandKind
 
 _SAMPLE = 1_000

@@ -44,7 +44,10 @@ from penstock.documents.expressions import (
     scalar_value,
     values_source,
 )
-from penstock.documents.specification.tree import (
+from penstock.documents.statements import as_literal, without_values
+from penstock.errors import ConfigError, QueryFailed
+from penstock.source.faults import translated
+from penstock.specification.tree import (
     Aggregate,
     Constant,
     Field,
@@ -57,9 +60,6 @@ from penstock.documents.specification.tree import (
     Scalar,
     ScalarType,
 )
-from penstock.documents.statements import as_literal, without_values
-from penstock.errors import ConfigError, QueryFailed
-from penstock.source.faults import translated
 
 ROOT = "root"
 BUILT = pa.schema(

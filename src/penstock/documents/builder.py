@@ -30,13 +30,13 @@ from penstock.documents.mapping import IndexMapping, index_mapping, is_built_fro
 from penstock.documents.paths import entries_of, way_up
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import DEFAULT_CHUNK, Question, Resolution, ResolvedKeys, Resolver
-from penstock.documents.specification.tree import IndexSpecification, columns_read
 from penstock.documents.statements import OF_VALUES, POOL, explain, read_pieces, run_statement, wait_until_visible
 from penstock.errors import ConfigError, PenstockError, QueryFailed, Retry, TableRewritten
 from penstock.schema import TableSchema
 from penstock.sinks.base import Rejection
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TableName
+from penstock.specification.tree import IndexSpecification, columns_read
 from penstock.state import IndexBuild
 
 _T = TypeVar("_T")

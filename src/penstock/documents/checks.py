@@ -22,7 +22,15 @@ from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES, expression_s
 from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
 from penstock.documents.paths import entries_of, link_columns
 from penstock.documents.polling import XMIN, sees_all_sessions, why_unpollable
-from penstock.documents.specification.tree import (
+from penstock.documents.statements import as_literal, explain, is_standby
+from penstock.errors import ConfigError, SourceError
+from penstock.schema import ReplicaIdentity, TypeKind
+from penstock.source.catalog import load_types, unknown_type
+from penstock.source.faults import Place
+from penstock.source.identity import full_identity, quote_if_needed
+from penstock.source.patterns import TableName
+from penstock.source.preflight.report import Check, Report, Severity, failed, passed
+from penstock.specification.tree import (
     EVERY_COLUMN,
     Aggregate,
     Constant,
@@ -38,14 +46,6 @@ from penstock.documents.specification.tree import (
     Verb,
     columns_named,
 )
-from penstock.documents.statements import as_literal, explain, is_standby
-from penstock.errors import ConfigError, SourceError
-from penstock.schema import ReplicaIdentity, TypeKind
-from penstock.source.catalog import load_types, unknown_type
-from penstock.source.faults import Place
-from penstock.source.identity import full_identity, quote_if_needed
-from penstock.source.patterns import TableName
-from penstock.source.preflight.report import Check, Report, Severity, failed, passed
 
 _PARTITIONED = "p"
 _CAPTURED = ("r", _PARTITIONED)

@@ -16,9 +16,9 @@ from penstock.documents.build import compile_build
 from penstock.documents.catalog import SourceCatalog, complete
 from penstock.documents.checks import missing_indexes
 from penstock.documents.paths import Entry, entries_of, way_up
-from penstock.documents.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Relation
 from penstock.documents.statements import explain
 from penstock.source.preflight import Check
+from penstock.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Relation
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 from psycopg import sql
 
 from penstock.documents.catalog import SourceColumn, SourceTable
-from penstock.documents.specification.tree import Filter, Geo, Scalar, ScalarType, SoftDelete, Transform
 from penstock.documents.statements import as_literal
 from penstock.schema import PostgresType, TypeKind
 from penstock.source.patterns import TableName
+from penstock.specification.tree import Filter, Geo, Scalar, ScalarType, SoftDelete, Transform
 
 Sql = sql.Composable
 

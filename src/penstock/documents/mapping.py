@@ -24,7 +24,9 @@ from enum import Enum
 from typing import Any
 
 from penstock.documents.catalog import SourceCatalog, complete
-from penstock.documents.specification.tree import (
+from penstock.errors import ConfigError
+from penstock.sinks.base import IndexMapping
+from penstock.specification.tree import (
     Aggregate,
     Constant,
     Field,
@@ -36,8 +38,6 @@ from penstock.documents.specification.tree import (
     Scalar,
     ScalarType,
 )
-from penstock.errors import ConfigError
-from penstock.sinks.base import IndexMapping
 
 TEXT_ANALYZER = "penstock_text"
 CODE_ANALYZER = "penstock_code"

@@ -16,7 +16,6 @@ from penstock.documents.builds import Builds
 from penstock.documents.polling import PollPositions
 from penstock.documents.readiness import Readiness
 from penstock.documents.relation_map import RelationMap
-from penstock.documents.specification.tree import EVERY_COLUMN
 from penstock.errors import ConfigError, PublicationChanged
 from penstock.lsn import Lsn
 from penstock.source.catalog import load_tables
@@ -26,6 +25,7 @@ from penstock.source.patterns import TableName
 from penstock.source.publications import published_tables, require_publication
 from penstock.source.shapes import SilentChange, TableShape, may_have_rows, silent_changes, vanished
 from penstock.source.snapshots import take_snapshot
+from penstock.specification.tree import EVERY_COLUMN
 from penstock.state import Store
 from penstock.stream import Published, StreamSettings
 from penstock.values import TypeSettings

@@ -22,7 +22,6 @@ from penstock.documents.catalog import load_catalog
 from penstock.documents.engine import Engine
 from penstock.documents.missed import MissedChanges, require_exact, require_published, require_whole
 from penstock.documents.relation_map import RelationMap
-from penstock.documents.specification.tree import IndexSpecification
 from penstock.documents.statements import LOCKED, POOL, SESSION, require_primary
 from penstock.documents.wal import WalCapture
 from penstock.documents.writer import DocumentsSettings
@@ -31,6 +30,7 @@ from penstock.output import RunningOutput, unknown_command
 from penstock.retry import Backoff
 from penstock.sinks.base import Sink
 from penstock.source.connections import Role, connect
+from penstock.specification.tree import IndexSpecification
 from penstock.spool import Stopping
 from penstock.state import Command, CommandKind, IndexBuild, Store, WorkKind
 from penstock.state.quarantine import Quarantine

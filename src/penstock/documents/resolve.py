@@ -23,10 +23,10 @@ from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
 from penstock.documents.paths import Entry, entries_of, link_columns, way_up
 from penstock.documents.relation_map import RelationMap, TrackedRelation, canonical_links
-from penstock.documents.specification.tree import IndexSpecification
 from penstock.documents.statements import read_pieces
 from penstock.errors import ConfigError
 from penstock.source.patterns import TableName
+from penstock.specification.tree import IndexSpecification
 
 DEFAULT_CHUNK = 10_000
 

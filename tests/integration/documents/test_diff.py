@@ -16,9 +16,9 @@ from penstock.documents.catalog import load_catalog
 from penstock.documents.diff import DiffReport, IndexDiff, Kind, Patience
 from penstock.documents.mapping import index_mapping
 from penstock.documents.sinks import CountingSink, MemorySink
-from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import parse_specification
 from tests.conftest import Database
 
 BOOKS = parse_specification(

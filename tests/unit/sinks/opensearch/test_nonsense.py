@@ -12,11 +12,11 @@ import pytest
 
 from penstock.documents.base import DOCUMENT_SCHEMA
 from penstock.documents.mapping import IndexMapping, index_mapping
-from penstock.documents.specification import parse_specification
 from penstock.errors import DestinationError, DestinationUnavailable, IndexUnusable
 from penstock.sinks.opensearch import OpenSearchSink
 from penstock.sinks.opensearch.bulk import BulkSender, Target
 from penstock.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit
+from penstock.specification import parse_specification
 
 SETTINGS = OpenSearchSettings("http://127.0.0.1:1", bulk_documents=2)
 TARGET = Target("people", "people_aa_1", "people_aa_1_WRITE")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.documents.specification.tree import ScalarType
+from penstock.specification.tree import ScalarType
 
 _PLAIN = re.compile(r"[a-z_][a-z0-9_$]*")
 _QUOTED = re.compile(r'"((?:[^"]|"")+)"')

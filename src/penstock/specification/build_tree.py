@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.documents.specification.models import (
+from penstock.source.patterns import TableName
+from penstock.specification.models import (
     AggregateModel,
     BelongsToModel,
     ColumnModel,
@@ -33,7 +34,7 @@ from penstock.documents.specification.models import (
     VectorModel,
     fold_identifier,
 )
-from penstock.documents.specification.tree import (
+from penstock.specification.tree import (
     Aggregate,
     Constant,
     Field,
@@ -53,8 +54,7 @@ from penstock.documents.specification.tree import (
     Verb,
     field_paths,
 )
-from penstock.documents.specification.yaml_positions import Path
-from penstock.source.patterns import TableName
+from penstock.specification.yaml_positions import Path
 
 _DYNAMIC = re.compile(
     r"number_of_replicas|auto_expand_replicas|refresh_interval|max_\w+|default_pipeline|final_pipeline|priority|"

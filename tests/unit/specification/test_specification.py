@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.documents.specification import IndexSpecification, load_specification, parse_specification
-from penstock.documents.specification.tree import (
+from penstock.errors import SpecificationInvalid
+from penstock.source.patterns import TableName
+from penstock.specification import IndexSpecification, load_specification, parse_specification
+from penstock.specification.tree import (
     Aggregate,
     Constant,
     Filter,
@@ -24,8 +26,6 @@ from penstock.documents.specification.tree import (
     Verb,
     relations_in,
 )
-from penstock.errors import SpecificationInvalid
-from penstock.source.patterns import TableName
 
 FOLDER = Path(__file__).parent / "specifications"
 HEAD = "version: 1\ntable: users\nprimary_key: id\n"

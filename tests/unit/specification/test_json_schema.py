@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.specification.models import FIELD_MODELS, SpecificationModel, json_schema, keys_of
-from penstock.documents.specification.yaml_positions import parse_yaml
+from penstock.specification.models import FIELD_MODELS, SpecificationModel, json_schema, keys_of
+from penstock.specification.yaml_positions import parse_yaml
 
 FOLDER = Path(__file__).parent / "specifications"
 SCHEMA = json_schema()

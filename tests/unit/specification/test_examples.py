@@ -8,9 +8,9 @@ import pytest
 
 from penstock.config import load_config
 from penstock.documents.mapping import index_mapping
-from penstock.documents.specification import load_specification, parse_specification
-from penstock.documents.specification.models import FIELD_MODELS
 from penstock.errors import SpecificationInvalid
+from penstock.specification import load_specification, parse_specification
+from penstock.specification.models import FIELD_MODELS
 from penstock.testing import shop
 
 EXAMPLES = Path(__file__).parents[3] / "examples/search"

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.documents.specification.build_tree import build_tree
-from penstock.documents.specification.models import (
+from penstock.errors import SpecificationInvalid
+from penstock.specification.build_tree import build_tree
+from penstock.specification.models import (
     FIELD_MODELS,
     FilterModel,
     Model,
@@ -25,9 +26,8 @@ from penstock.documents.specification.models import (
     ThroughModel,
     keys_of,
 )
-from penstock.documents.specification.tree import IndexSpecification
-from penstock.documents.specification.yaml_positions import Located, Misplaced, Path, Position, parse_yaml
-from penstock.errors import SpecificationInvalid
+from penstock.specification.tree import IndexSpecification
+from penstock.specification.yaml_positions import Located, Misplaced, Path, Position, parse_yaml
 
 _SUFFIXES = (".schema.yml", ".schema.yaml", ".yml", ".yaml")
 _SECTIONS: dict[str, type[Model]] = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from penstock.documents.specification import load_specification, parse_specification
-from penstock.documents.specification.models import (
+from penstock.specification import load_specification, parse_specification
+from penstock.specification.models import (
     FIELD_MODELS,
     AggregateModel,
     FilterModel,
