@@ -31,7 +31,7 @@ from penstock.documents.paths import entries_of, way_up
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import DEFAULT_CHUNK, Question, Resolution, ResolvedKeys, Resolver
 from penstock.documents.statements import OF_VALUES, POOL, explain, read_pieces, run_statement, wait_until_visible
-from penstock.errors import ConfigError, PenstockError, QueryFailed, Retry, TableRewritten
+from penstock.errors import ConfigError, PenstockError, QueryFailed, Retry, TableLocked, TableRewritten
 from penstock.schema import TableSchema
 from penstock.sinks.base import Rejection
 from penstock.source.connections import SourceSettings
@@ -196,15 +196,17 @@ def fitting(
     stopped: dict[str, PenstockError] = {}
     for each in specifications:
         try:
+            Resolver([each], catalog)
             for what, text, count in statements_of(complete(each, catalog), catalog):
                 explain(connection, text, count, what)
-            Resolver([each], catalog)
+        except TableLocked:
+            continue  # a start does not wait for it; a statement that does not fit fails later
         except (ConfigError, QueryFailed) as error:
             build = builds.get(each.name)
             if error.retry is Retry.TIMED or build is None or not is_built_from(build.fingerprint, each):
                 raise
             stopped[each.name] = error
-    if len(stopped) == len(specifications):
+    if stopped and len(stopped) == len(specifications):
         raise next(iter(stopped.values()))
     return [each for each in specifications if each.name not in stopped], stopped
 

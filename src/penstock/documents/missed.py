@@ -61,10 +61,9 @@ class MissedChanges:
         self.note(documents, published)
 
     def resume(self, documents: PostgresDocuments, published: Published) -> None:
-        """Bring builds and maps up to date after compiling again: tables may have been replaced."""
+        """Bring builds and maps up to date after compiling again: tables may have been replaced. No build may start."""
         self.note(documents, published)
-        with self.builds.holding():
-            self._learn(documents)
+        self._learn(documents)
 
     def note(self, documents: PostgresDocuments, published: Published) -> None:
         """Start over with tables whose changes were missed, or whose rows changed without a word in the stream."""

@@ -307,18 +307,19 @@ class RunningDocuments(RunningOutput):
         """Compile the indexes again, over a new connection."""
         self._close_session()
         documents, published = self._compile()
-        try:
-            self._engine.readiness.stop_unfit(documents)
-            # First, because the backfill builds the wanted indexes with these.
-            self._engine.documents = self._capture.documents = documents
-            self._outdated = False
-            self._engine.readiness.look_again(documents)
-        except BaseException:
-            documents.connection.close()
-            raise
-        self._session = documents
-        if self._begun:
-            self._missed.resume(documents, published)
+        with self._builds.holding():  # an index that fits again is built after its maps are filled
+            try:
+                self._engine.readiness.stop_unfit(documents)
+                # First, because the backfill builds the wanted indexes with these.
+                self._engine.documents = self._capture.documents = documents
+                self._outdated = False
+                self._engine.readiness.look_again(documents)
+            except BaseException:
+                documents.connection.close()
+                raise
+            self._session = documents
+            if self._begun:
+                self._missed.resume(documents, published)
         return documents
 
     def _close_session(self) -> None:
