@@ -196,8 +196,9 @@ def fitting(
     stopped: dict[str, PenstockError] = {}
     for each in specifications:
         try:
+            statements = list(statements_of(complete(each, catalog), catalog))
             Resolver([each], catalog)
-            for what, text, count in statements_of(complete(each, catalog), catalog):
+            for what, text, count in statements:
                 explain(connection, text, count, what)
         except TableLocked:
             continue  # a start does not wait for it; a statement that does not fit fails later
