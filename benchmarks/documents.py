@@ -44,9 +44,9 @@ from penstock.documents.catalog import load_catalog
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import CountingSink
-from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import SourceSettings
+from penstock.specification import parse_specification
 from penstock.spool import SpoolReader, SpoolSettings
 from penstock.state import CommandKind, IndexStatus, MemoryStore
 from penstock.stream import StreamSettings
@@ -349,7 +349,7 @@ def run(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Na
 
 def _search(server: PostgresServer, folder: Path, tasks: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """The same with a search server: filled, and from a commit until a search finds it."""
-    from penstock.documents.sinks.opensearch import OpenSearchSink
+    from penstock.sinks.opensearch import OpenSearchSink
     from penstock.testing.opensearch import OpenSearchServer
 
     own = folder / "opensearch"

@@ -191,6 +191,8 @@ class Pipeline:
         for name, phase in stopped.items():
             with self._config.discreet():
                 raise PenstockError(f"{name} stopped: {phase.reason}", hint=for_table(phase.solution or "", name))
+        for name, error in running.stopped_indexes.items():
+            raise PenstockError(f"index {name} stopped: {error.message}", hint=error.hint)
 
     def wait_until_caught_up(self, timeout: float | None = None) -> None:
         """Wait until everything that is committed at the source now is durable at every output.

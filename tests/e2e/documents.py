@@ -13,9 +13,9 @@ from penstock.documents.base import Sink
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.output import DocumentsOutput, DocumentsSettings
 from penstock.documents.relation_map import RelationMap, open_relation_map
-from penstock.documents.specification import IndexSpecification, parse_specification
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import IndexSpecification, parse_specification
 from penstock.spool import SpoolSettings
 from penstock.state import IndexStatus, MemoryStore, Store
 from penstock.stream import StreamSettings

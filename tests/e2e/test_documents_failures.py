@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pytest
 from penstock.coordinator import Coordinator
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.documents.base import FailurePolicies, FailurePolicy, FlushReport, Rejection, Sink
+from penstock.documents.builder import PostgresDocuments
 from penstock.documents.fan_out import FanOuts
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.output import DocumentsSettings
+from penstock.documents.output import DocumentsSettings, RunningDocuments
+from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
-from penstock.errors import ConfigError, DestinationUnavailable, DocumentsRejected
+from penstock.errors import ConfigError, DestinationUnavailable, DocumentsRejected, QueryFailed, ServerUnavailable
 from penstock.lsn import reaches
+from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spool import Stopping
 from penstock.state import IndexStatus, MemoryStore, WorkKind
 from penstock.state.quarantine import open_quarantine
@@ -146,7 +150,7 @@ def test_each_output_goes_on_while_the_other_one_fails_as_the_lags_of_both_show(
 def test_an_output_that_has_run_before_and_cannot_start_now_fails_alone(site: Site, tables: TablesOutput) -> None:
     with Coordinator([tables, site.definition()]) as coordinator:
         wait_for(lambda: all(getattr(each, "is_complete", True) for each in coordinator), "the indexes")
-    site.database.execute("alter table w.people drop name")
+    site.database.execute("alter table w.people drop name; alter table w.orders drop person_id")
     with Coordinator([tables, site.definition()]) as coordinator:
         assert {name: type(error) for name, error in coordinator.errors.items()} == {"documents": ConfigError}
         lake = next(iter(coordinator))
@@ -155,6 +159,100 @@ def test_an_output_that_has_run_before_and_cannot_start_now_fails_alone(site: Si
         wait_for(lambda: reaches(lake.status.acknowledged, end), "the tables")
     with pytest.raises(ConfigError, match="no column 'name'"), run(site.output()):
         pass
+
+
+RENAMES = {
+    "a field": ("{text: name}", "alter table w.people rename name to surname", "has no column 'name'"),
+    "an expression": ("{text: name, expression: upper(name)}", "alter table w.people drop name", "name"),
+}
+
+
+@pytest.mark.parametrize("renamed", RENAMES)
+@pytest.mark.parametrize("running", [True, False], ids=["while it runs", "while it is down"])
+def test_an_index_that_no_longer_fits_stops_alone_and_is_rebuilt_once_it_fits(
+    site: Site, monkeypatch: pytest.MonkeyPatch, renamed: str, running: bool
+) -> None:
+    monkeypatch.setattr("penstock.coordinator.REFRESH_SECONDS", 0.2)
+    field, statement, reason = RENAMES[renamed]
+    site.specifications = specifications(
+        people=f"version: 1\nschema: w\ntable: people\nfields: [{field}]", orders=ORDERS
+    )
+    with run(output := site.output()):
+        site.wait_settled(output)
+        former = output.indexes["people"].build
+        if running:
+            site.database.execute(statement)
+            wait_for(lambda: output.wait(0) or output.stopped, "the index to stop")
+    if not running:
+        site.database.execute(statement)
+    with run(output := site.output()):
+        site.database.execute("insert into w.orders values (51, 1, 1); insert into w.people (id) values (51)")
+        wait_for(lambda: output.wait(0) or "51" in site.read("orders"), "the other index")
+        assert reason in output.stopped["people"].message
+        assert "51" not in site.read("people")
+        assert output.is_complete, "a run with --once ends"
+        stored = site.store.get_index_builds()["people"]
+        assert (stored.status, stored.build != former, reason in stored.reason) == (IndexStatus.WANTED, True, True)
+        undone = "rename surname to name" if "rename" in statement else "add name text"
+        site.database.execute(f"alter table w.people {undone}")
+        wait_for(lambda: output.wait(0) or not output.stopped, "the index to fit")
+        site.wait_settled(output)
+        site.check()
+
+
+def test_a_new_index_that_does_not_fit_is_refused(site: Site) -> None:
+    with run(output := site.output()):
+        site.wait_settled(output)
+    wrong = PEOPLE.replace("{text: name}", "{text: nam}")
+    site.specifications = specifications(people=wrong, orders=ORDERS)
+    with pytest.raises(ConfigError, match="no column 'nam'"), run(site.output()):
+        pass
+
+
+def test_a_server_that_is_away_when_the_catalog_is_looked_at_is_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, faults = RunningDocuments._round, ["a statement", "the connection"]
+
+    def failing_round(running: RunningDocuments) -> None:
+        if running.is_complete and faults == ["a statement", "the connection"]:
+            faults.pop(0)
+            raise QueryFailed("a statement failed")
+        step(running)
+
+    def failing_connect(*arguments: Any, **options: Any) -> Any:
+        if faults == ["the connection"]:
+            faults.pop(0)
+            raise ServerUnavailable("the server is away")
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(RunningDocuments, "_round", failing_round)
+    monkeypatch.setattr("penstock.documents.output.connect", failing_connect)
+    with run(output := site.output()):
+        wait_for(lambda: output.wait(0) or not faults, "the faults")
+        site.database.execute("update w.people set name = 'changed' where id = 1")
+        site.wait_settled(output)
+        site.check()
+
+
+def test_a_build_that_an_earlier_version_began_starts_again(site: Site) -> None:
+    with run(output := site.output()):
+        site.wait_settled(output)
+    build = site.store.get_index_builds()["people"]
+    site.sink.reindex(IndexMapping("people", build.fingerprint, {}, {}, site.store.pipeline_id))
+    source = SourceSettings(site.database.dsn)
+    with connect(source, Role.CATALOG) as one, closing(open_relation_map("memory:", "ranges")) as relations:
+        ranges = PostgresDocuments(one, one, site.specifications, relations, source=source).ranges("people")
+    plan = {"generation": site.sink.facts("people").filling, "ranges": ranges}
+    site.store.acquire_lease()
+    site.store.store_index_build(replace(build, status=IndexStatus.FILLING, plan=plan))
+    # What an earlier version stored of removed documents: their keys.
+    site.store.add_index_work("people", WorkKind.REMOVAL, [{"keys": [["1"]]}])
+    site.store.release_lease()
+    with run(output := site.output()):
+        site.wait_settled(output)
+        site.check()
+        assert output.indexes["people"].reason == "an earlier version of Penstock began to build it"
 
 
 def test_an_index_that_is_never_complete_holds_back_no_other(site: Site) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.sinks.registry import create_sink
+from penstock.sinks.registry import create_sink
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.state import CommandKind, MemoryStore
 from tests.e2e.documents import ORDERS, PEOPLE, Site, run, specifications

@@ -15,8 +15,8 @@ import psycopg
 import pytest
 
 from penstock import failpoints
-from penstock.documents.specification import parse_specification
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import parse_specification
 from penstock.state import CommandKind, open_store
 from tests.conftest import Database
 from tests.e2e.documents import documents_of

@@ -18,8 +18,8 @@ import pytest
 
 from penstock.documents.base import FailurePolicies, FailurePolicy
 from penstock.documents.output import DocumentsSettings
-from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.errors import DocumentsRejected, IndexUnusable
+from penstock.sinks.opensearch import OpenSearchSink
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.spark.tasks import SparkTasks
 from penstock.state.quarantine import open_quarantine

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.sinks.opensearch import OpenSearchSink
-from penstock.documents.specification import parse_specification
+from penstock.sinks.opensearch import OpenSearchSink
+from penstock.specification import parse_specification
 from penstock.testing.opensearch import OpenSearchServer
 from tests.e2e.documents import documents_of
 from tests.e2e.support import current_position

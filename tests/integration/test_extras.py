@@ -35,8 +35,8 @@ sys.meta_path[:] = [Without(each) for each in sys.meta_path]
 """
 NEEDS_EXTRA = (
     "penstock.spark. penstock.datasource.source penstock.datasource.changes penstock.destinations.spark"
-    " penstock.destinations.delta. penstock.documents.sinks.delta"
-    " penstock.documents.sinks.opensearch penstock.testing."
+    " penstock.destinations.delta. penstock.sinks.delta"
+    " penstock.sinks.opensearch penstock.testing."
 )
 """What may import the packages of an extra when it is imported itself."""
 CONFIG = """
@@ -134,7 +134,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
 
 def test_the_error_of_a_missing_extra_has_the_command(tmp_path: Path) -> None:
     code = """
-from penstock.documents.sinks.registry import create_sink
+from penstock.sinks.registry import create_sink
 from penstock.errors import ConfigError
 from penstock.spark.java import require_spark
 from penstock.testing.postgres_binaries import find_binaries

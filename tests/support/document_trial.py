@@ -30,10 +30,10 @@ import psycopg
 
 from penstock import failpoints
 from penstock.documents.base import FailurePolicy, ReadableSink
-from penstock.documents.sinks.opensearch import OpenSearchSink
-from penstock.documents.specification import IndexSpecification, parse_specification
 from penstock.lsn import Lsn, reaches
+from penstock.sinks.opensearch import OpenSearchSink
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import IndexSpecification, parse_specification
 from penstock.state import CommandKind, open_store
 from penstock.state.quarantine import Quarantine, open_quarantine
 from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer, why_not

@@ -31,11 +31,11 @@ from penstock.destinations.registry import create_destination
 from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy, Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
 from penstock.documents.relation_map import open_relation_map
-from penstock.documents.sinks.registry import create_sink
-from penstock.documents.specification import parse_specification
 from penstock.errors import DestinationUnavailable, TableBusy
 from penstock.output import RunningOutput
+from penstock.sinks.registry import create_sink
 from penstock.source.connections import SourceSettings
+from penstock.specification import parse_specification
 from penstock.spool import SpoolSettings
 from penstock.state import Store, open_store
 from penstock.state.lease import DEFAULT_TTL

@@ -19,13 +19,13 @@ from penstock.cli.demo import DATABASE, DemoChoice, Watch, fresh_folder, watcher
 from penstock.cli.display import Display
 from penstock.config import Config, load_config
 from penstock.config.units import format_seconds
-from penstock.documents.base import readable
 from penstock.documents.diff import Kind, Patience
-from penstock.documents.sinks.registry import load_sink
 from penstock.errors import ConfigError, PenstockError
 from penstock.operations.indexes import compare_indexes
 from penstock.operations.running import Running, started
 from penstock.operations.signals import Ending
+from penstock.sinks.base import readable
+from penstock.sinks.registry import load_sink
 from penstock.state import CommandKind, IndexStatus
 from penstock.testing import shop
 from penstock.testing.opensearch import OpenSearchServer, why_not

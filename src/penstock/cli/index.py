@@ -30,11 +30,9 @@ from penstock.cli.status import index_status
 from penstock.cli.verify import not_compared
 from penstock.config import IndexChoice, load_config
 from penstock.config.units import count_of
-from penstock.documents.base import ReadableSink
 from penstock.documents.diff import DiffObserver, DiffReport, Kind, Patience, without_fields
 from penstock.documents.explain import Branch, Explanation, Statement
 from penstock.documents.mapping import index_mapping
-from penstock.documents.specification.models import json_schema
 from penstock.errors import PenstockError
 from penstock.operations.commands import WAIT_SECONDS, send_command
 from penstock.operations.indexes import (
@@ -51,7 +49,9 @@ from penstock.operations.signals import Ending
 from penstock.operations.status import IndexState
 from penstock.operations.stores import existing_store, require_shared_state, running
 from penstock.operations.verify import DIFFERENT, NOT_COMPARED
+from penstock.sinks.base import ReadableSink
 from penstock.source.preflight import Report, Severity
+from penstock.specification.models import json_schema
 from penstock.state import CommandKind
 
 _SAMPLE = 1_000
@@ -433,8 +433,10 @@ def _print_diff(report: DiffReport) -> None:
         return
     counts = ", ".join(f"{report.count(kind):,} {kind.value}" for kind in Kind if report.count(kind))
     echo(f"{report.index}: {compared} compared: {counts}")
-    for each in report.differences[:_SHOWN]:
-        echo(f"  {each.kind.value:<9}  {each.id}  {', '.join(each.fields)}".rstrip())
+    shown = report.differences[:_SHOWN]
+    width = max(len(each.kind) for each in shown)
+    for each in shown:
+        echo(f"  {each.kind.value:<{width}}  {each.id}  {', '.join(each.fields)}".rstrip())
     if len(report.differences) > _SHOWN:
         echo(f"  … and {len(report.differences) - _SHOWN:,} more; --json lists all")
     if report.differs:

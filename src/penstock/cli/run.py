@@ -154,6 +154,7 @@ def _run(config: Config, ending: Ending, display: Display, link: Link | None, *,
         caught_up = _watch(running, ending, display, once=once)
         display.say("caught up, stopping" if caught_up else "stopping after the current batch")
         failed = list(running.errored)
+        stopped = running.stopped_indexes
         copied = any(output.phases for output in running.outputs)
     running.check()
     if once and caught_up and config.outputs and not copied:
@@ -166,6 +167,8 @@ def _run(config: Config, ending: Ending, display: Display, link: Link | None, *,
             f"{len(failed)} table{'s' * (len(failed) > 1)} stopped: {', '.join(failed)}",
             hint="`penstock tables` shows why, and what to do.",
         )
+    for name, error in stopped.items() if once else ():
+        raise PenstockError(f"index {name} stopped: {error.message}", hint=error.hint)
 
 
 def _watch(running: Running, ending: Ending, display: Display, *, once: bool) -> bool:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.models import DOCUMENTS_OUTPUT, ConfigFile, IndexSection, PollingSection, SinkSection
-from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy, Sink
+from penstock.documents.base import BatchPolicy, FailurePolicies, FailurePolicy
 from penstock.documents.polling import PollSettings
-from penstock.documents.sinks.registry import SINKS, create_sink
-from penstock.documents.specification import IndexSpecification, load_specification
 from penstock.errors import ConfigError, SpecificationInvalid
 from penstock.schema import quote_identifier
+from penstock.sinks.base import Sink
+from penstock.sinks.registry import SINKS, create_sink
 from penstock.source.patterns import TableName, select_tables
+from penstock.specification import IndexSpecification, load_specification
 from penstock.tables import TablesSettings
 
 _PATHS = ("path", "_file", "client_certificate", "client_key")

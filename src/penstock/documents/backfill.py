@@ -18,13 +18,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from penstock import failpoints
-from penstock.documents.base import DocumentBuilder, Observer, ReadableSink, Sink
+from penstock.documents.base import DocumentBuilder, Observer
 from penstock.documents.builds import Builds
 from penstock.documents.writer import BuildRange, DocumentWriter
 from penstock.errors import IndexIncomplete, PenstockError, Retry, TableRewritten
 from penstock.retry import Backoff
+from penstock.sinks.base import ReadableSink, Sink
 from penstock.spool import Stopping
 from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 
@@ -56,32 +58,23 @@ class _Delay:
         return delay
 
 
+@dataclass(eq=False, kw_only=True)
 class Backfill:
     """Builds the wanted indexes, one after the other. One thread calls `round`."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        builds: Builds,
-        writer: DocumentWriter,
-        documents: Callable[[], DocumentBuilder],
-        read: Callable[[str], None],
-        barrier: Callable[[], Callable[[], bool]],
-        observer: Observer,
-        stop: threading.Event,
-    ) -> None:
-        """`documents` returns the builder as it was last compiled; `read` writes the documents of an index that has no
-        ranges. `barrier` returns a function that tells whether all changes until now are in the sink.
-        """
-        self._store = store
-        self._builds = builds
-        self._writer = writer
-        self._documents = documents
-        self._read = read
-        self._barrier = barrier
-        self._observer = observer
-        self._stop = stop
+    store: Store
+    builds: Builds
+    writer: DocumentWriter
+    documents: Callable[[], DocumentBuilder]
+    """Returns the builder as it was last compiled."""
+    read: Callable[[str], None]
+    """Writes the documents of an index that has no ranges."""
+    barrier: Callable[[], Callable[[], bool]]
+    """Returns a function that tells whether all changes until now are in the sink."""
+    observer: Observer
+    stop: threading.Event
+
+    def __post_init__(self) -> None:
         self._delays: dict[str, _Delay] = {}
         """By index: one that cannot be built now holds back no other."""
 
@@ -90,13 +83,13 @@ class Backfill:
 
         `alone` if no other thread follows changes meanwhile. Then an outage is raised, else it is waited for.
         """
-        if not self._builds.wait(timeout):
+        if not self.builds.wait(timeout):
             return
-        due = [each for each in self._builds.unfinished if self._delays.setdefault(each.index, _Delay()).is_over]
+        due = [each for each in self.builds.unfinished if self._delays.setdefault(each.index, _Delay()).is_over]
         if not due:
-            self._stop.wait(timeout)
+            self.stop.wait(timeout)
             return
-        self._observer.on_backfill_started([each.index for each in due])
+        self.observer.on_backfill_started([each.index for each in due])
         for build in due:
             try:
                 self._build(build, alone=alone)
@@ -106,30 +99,33 @@ class Backfill:
             except Stopping:
                 return
             except TableRewritten as error:
-                self._builds.want_again(build, error.message)
+                self.builds.want_again(build, error.message)
             except PenstockError as error:
                 if isinstance(error, IndexIncomplete):
-                    self._builds.want_again(build, error.message)
+                    self.builds.want_again(build, error.message)
                 elif alone or error.retry is not Retry.TIMED:
                     raise
                 delay = self._delays[build.index].begin()
                 logger.warning("build failed, retrying index=%s in=%.1fs error=%s", build.index, delay, error)
-        if not self._builds.unfinished:
-            self._observer.on_backfill_completed()
+        if not self.builds.unfinished:
+            self.observer.on_backfill_completed()
 
     def _build(self, build: IndexBuild, *, alone: bool) -> None:
         if build.status is IndexStatus.WANTED or build.plan.get("ranges") is None:
             build = self._begin(build)
+        elif any("ids" not in each.details for each in self.store.get_index_work(build.index, WorkKind.REMOVAL)):
+            self.builds.want_again(build, "an earlier version of Penstock began to build it")
+            raise _Superseded
         if build.plan["ranges"] is None:
-            self._read(build.index)
+            self.read(build.index)
         else:
             try:
                 self._fill_ranges(build)
-                self._documents().require_unchanged(build.index, build.plan["ranges"])
+                self.documents().require_unchanged(build.index, build.plan["ranges"])
             except TableRewritten:
                 if not alone:
                     self._wait_followed(build)
-                if not self._builds.is_emptied(build):
+                if not self.builds.is_emptied(build):
                     raise
         if not alone:
             self._wait_followed(build)
@@ -139,17 +135,17 @@ class Backfill:
 
     def _begin(self, build: IndexBuild) -> IndexBuild:
         """Create a fresh generation, and plan its ranges."""
-        if self._builds.held:
+        documents = self.documents()
+        mapping = next((each for each in documents.index_mappings() if each.index == build.index), None)
+        if self.builds.held or mapping is None:
             raise _Superseded
-        documents = self._documents()
-        mapping = next(each for each in documents.index_mappings() if each.index == build.index)
-        sink = self._writer.sink
-        with self._writer.generations.changing(), sink.lock:
+        sink = self.writer.sink
+        with self.writer.generations.changing(), sink.lock:
             sink.sink.reindex(mapping)
             failpoints.reach("after_reindex")
             # Before any write to it: from now on removals are recorded.
             plan = {"generation": filling_of(sink.sink, build.index), "ranges": documents.ranges(build.index)}
-            planned = self._builds.fill(build, plan)
+            planned = self.builds.fill(build, plan)
         if planned is None:
             raise _Superseded
         failpoints.reach("after_build_planned")
@@ -157,7 +153,7 @@ class Backfill:
 
     def _fill_ranges(self, build: IndexBuild) -> None:
         parts = [BuildRange(*each) for each in enumerate(build.plan["ranges"])]
-        done = self._store.get_index_ranges(build.index, build.build)
+        done = self.store.get_index_ranges(build.index, build.build)
         missing = [part for part in parts if part.part not in done]
         logger.info("filling index index=%s ranges=%d done=%d", build.index, len(parts), len(done))
         for first in range(0, len(missing), RANGES_AT_ONCE):
@@ -165,53 +161,53 @@ class Backfill:
 
     def _fill(self, build: IndexBuild, parts: Sequence[BuildRange]) -> None:
         self._check_wanted(build)
-        done = self._writer.fill(build.index, parts)
+        done = self.writer.fill(build.index, parts)
         failpoints.reach("after_range")
-        self._store.finish_index_ranges(build.index, build.build, done)
+        self.store.finish_index_ranges(build.index, build.build, done)
 
     def _wait_followed(self, build: IndexBuild) -> None:
         """Wait until changes were followed up to now, so that all ranges have them."""
-        is_followed = self._barrier()
+        is_followed = self.barrier()
         while not is_followed():
             self._check_wanted(build)
             time.sleep(_POLL_SECONDS)
 
     def _look_again(self, build: IndexBuild) -> None:
         """Build documents that were removed meanwhile again: from the current rows, with a higher version."""
-        for work in self._store.get_index_work(build.index, WorkKind.REMOVAL):
+        for work in self.store.get_index_work(build.index, WorkKind.REMOVAL):
             self._check_wanted(build)
-            self._writer.write_apart(self._documents().named(build.index, work.details["ids"]))
-            self._store.delete_index_work(build.index, [work.number])
+            self.writer.write_apart(self.documents().named(build.index, work.details["ids"]))
+            self.store.delete_index_work(build.index, [work.number])
 
     def _check_wanted(self, build: IndexBuild) -> None:
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise Stopping
-        if not self._builds.is_current(build):
+        if not self.builds.is_current(build):
             raise _Superseded
 
     def _finish(self, build: IndexBuild) -> None:
         self._compare(build)
-        sink = self._writer.sink
-        with self._writer.generations.changing(), sink.lock:
-            if not self._builds.is_current(build):
+        sink = self.writer.sink
+        with self.writer.generations.changing(), sink.lock:
+            if not self.builds.is_current(build):
                 raise _Superseded
             failpoints.reach("before_seeded")
             sink.sink.flush(True)
             sink.sink.mark_seeded(build.index)
             failpoints.reach("after_seeded")
-            self._builds.seeded(build)
+            self.builds.seeded(build)
         logger.info("index serves index=%s", build.index)
-        self._observer.on_index_seeded(build.index)
+        self.observer.on_index_seeded(build.index)
 
     def _compare(self, build: IndexBuild) -> None:
         """Raise unless the generation has as many documents as ranges wrote, allowing for those of changes."""
         if build.plan["ranges"] is None:
             return
-        found = self._writer.filling(build.index).count(build.index)
+        found = self.writer.filling(build.index).count(build.index)
         if found is None:
             return
-        written = sum(self._store.get_index_ranges(build.index, build.build).values())
-        stored = self._store.get_index_builds()[build.index]
+        written = sum(self.store.get_index_ranges(build.index, build.build).values())
+        stored = self.store.get_index_builds()[build.index]
         logger.info(
             "documents counted index=%s built=%d changed=%d found=%d", build.index, written, stored.changed, found
         )

@@ -44,7 +44,10 @@ from penstock.documents.expressions import (
     scalar_value,
     values_source,
 )
-from penstock.documents.specification.tree import (
+from penstock.documents.statements import as_literal, without_values
+from penstock.errors import ConfigError, QueryFailed
+from penstock.source.faults import translated
+from penstock.specification.tree import (
     Aggregate,
     Constant,
     Field,
@@ -57,9 +60,6 @@ from penstock.documents.specification.tree import (
     Scalar,
     ScalarType,
 )
-from penstock.documents.statements import as_literal, run_statement, without_values
-from penstock.errors import ConfigError, QueryFailed
-from penstock.source.faults import translated
 
 ROOT = "root"
 BUILT = pa.schema(
@@ -101,6 +101,10 @@ class BuildQuery:
     keys_head: str = ""
     """Followed by a heap and `keys_tail`, it returns the keys of all rows of that heap."""
     keys_tail: str = ""
+
+    def keys_of(self, rows: str) -> str:
+        """Return the statement for the keys of rows; `rows` is a heap, or a subquery in parentheses."""
+        return f"{self.keys_head}{rows}{self.keys_tail}"
 
 
 def compile_build(specification: IndexSpecification, catalog: SourceCatalog) -> BuildQuery:
@@ -156,15 +160,6 @@ def build_range(
     where = " and ".join(filter(None, [condition, query.range_condition])) or "true"
     text = f"{query.range_head}(select * from only {heap} where {where}){query.range_tail}"  # noqa: S608 (quoted)
     return _streamed(connection, query, text, None, chunk)
-
-
-def range_keys(
-    connection: psycopg.Connection[Any], query: BuildQuery, heap: str, condition: str
-) -> tuple[list[str], ...]:
-    """Return the keys of the rows of a heap that match a condition, one list per key column; `heap` is quoted."""
-    text = f"{query.keys_head}(select * from only {heap} where {condition or 'true'}){query.keys_tail}"  # noqa: S608
-    rows = run_statement(connection, text, [], f"list the documents of {query.index!r}")
-    return tuple(list(each) for each in zip(*rows, strict=True)) if rows else tuple([] for _ in query.key_columns)
 
 
 def build_pieces(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 import pyarrow as pa
@@ -15,28 +15,31 @@ from psycopg import sql
 
 from penstock.copy.plan import TID_RANGES_SINCE, plan_ranges
 from penstock.copy.rows import load_leaves
-from penstock.documents.base import BackfillScope, DocumentBuilder, Rejection, SnapshotTable, TaskBuilder
+from penstock.documents.base import BackfillScope, DocumentBuilder, SnapshotTable, TaskBuilder
 from penstock.documents.build import (
     BuildQuery,
     build_documents,
     build_pieces,
     build_range,
     compile_build,
-    range_keys,
 )
 from penstock.documents.catalog import SourceCatalog, complete, load_catalog
-from penstock.documents.expressions import canonical, column, conjunction, rows_of, table_name, values_source
+from penstock.documents.expressions import rows_of, table_name, values_source
 from penstock.documents.images import Changes
-from penstock.documents.mapping import IndexMapping, index_mapping
+from penstock.documents.mapping import IndexMapping, index_mapping, is_built_from
+from penstock.documents.paths import entries_of, way_up
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import DEFAULT_CHUNK, Question, Resolution, ResolvedKeys, Resolver
-from penstock.documents.specification.tree import IndexSpecification, columns_read
-from penstock.documents.statements import OF_VALUES, POOL, read_pieces, run_statement, wait_until_visible
-from penstock.errors import ConfigError, QueryFailed, TableRewritten
+from penstock.documents.statements import OF_VALUES, POOL, explain, read_pieces, run_statement, wait_until_visible
+from penstock.errors import ConfigError, PenstockError, QueryFailed, Retry, TableLocked, TableRewritten
 from penstock.schema import TableSchema
+from penstock.sinks.base import Rejection
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TableName
+from penstock.specification.tree import IndexSpecification, columns_read
+from penstock.state import IndexBuild
 
+_T = TypeVar("_T")
 RANGE_BYTES = 8 << 20
 """Size of a backfill range of the root table, TOAST included: a second or two of work."""
 _SAMPLED_WHOLE = 100_000
@@ -75,10 +78,12 @@ class PostgresDocuments(DocumentBuilder):
         owner: str = "",
         source: SourceSettings | None = None,
         range_bytes: int = RANGE_BYTES,
+        stopped: Mapping[str, PenstockError] | None = None,
     ) -> None:
         """`owner` is the output that writes the indexes, and no other one may. With `source`, tasks can build.
 
-        Raises `ConfigError` if the specifications do not match the database.
+        Raises `ConfigError` if the specifications do not match the database. `stopped` has indexes that are not among
+        them because they no longer do (`fitting`).
         """
         tables = {name for each in specifications for name in each.tables()}
         self.connection = resolving
@@ -92,6 +97,7 @@ class PostgresDocuments(DocumentBuilder):
         self.resolver = Resolver(specifications, self.catalog, relation_map, chunk=chunk)
         self.wanted = self.resolver.wanted
         """The columns to read of changes; partitions are listed under their own names, too."""
+        self.stopped = stopped or {}
         self._building = building
         self._chunk = chunk
         self._source = source
@@ -107,12 +113,10 @@ class PostgresDocuments(DocumentBuilder):
         return columns_read(self.completed[index])[table]
 
     def resolve(self, changes: Changes, scope: frozenset[str] | None = None) -> Resolution:
-        """See `DocumentBuilder`."""
         wait_until_visible(self.connection, sorted(changes.xids))
         return self.resolver.resolve(self.connection, changes, scope)
 
     def answer(self, question: Question, *, apart: bool = False) -> Generator[ResolvedKeys, None, None]:
-        """See `DocumentBuilder`."""
         if self._source is None or not apart:
             return self.resolver.answer(self.connection, question)
         return self._answer_apart(self._source, question)
@@ -122,34 +126,28 @@ class PostgresDocuments(DocumentBuilder):
             yield from parts
 
     def build(self, keys: ResolvedKeys) -> pa.Table:
-        """See `DocumentBuilder`."""
         return build_documents(self._building, self.queries[keys.index], keys.keys)
 
     def remember(self, resolution: Resolution) -> None:
-        """See `DocumentBuilder`."""
         self.resolver.remember(resolution)
 
     def every_key(self, index: str) -> Iterator[ResolvedKeys]:
         """See `DocumentBuilder`. All from one snapshot."""
         query, root = self.queries[index], self.catalog.table(self.specifications[index].table)
-        text = f"{query.keys_head}{rows_of(root).as_string(None)}{query.keys_tail}"
+        text = query.keys_of(rows_of(root).as_string(None))
         for rows in read_pieces(self.connection, text, [], self._chunk, f"list the documents of {index!r}"):
-            yield ResolvedKeys(index, tuple(list(each) for each in zip(*rows, strict=True)))
+            yield ResolvedKeys.of_rows(index, rows, len(query.key_columns))
 
     def backfill_scopes(self) -> Sequence[BackfillScope]:
-        """See `DocumentBuilder`."""
         return [BackfillScope(name, SnapshotTable(each.table, each.doc_id)) for name, each in self.completed.items()]
 
     def index_mappings(self) -> Sequence[IndexMapping]:
-        """See `DocumentBuilder`."""
         return list(self.mappings.values())
 
     def named(self, index: str, ids: Sequence[str]) -> Iterator[ResolvedKeys]:
-        """See `DocumentBuilder`."""
-        return DocumentKeys(self.completed[index], self.catalog).of_ids(ids, self._chunk)
+        return DocumentKeys(_compiled(self.completed, index), self.catalog).of_ids(ids, self._chunk)
 
     def for_tasks(self) -> TaskBuilder | None:
-        """See `DocumentBuilder`."""
         return None if self._source is None else PostgresTasks(self._source, self.queries, self._chunk)
 
     def ranges(self, index: str) -> list[Any] | None:
@@ -163,7 +161,6 @@ class PostgresDocuments(DocumentBuilder):
         return [[each.leaf.oid, each.leaf.filenode, each.condition] for each in planned]
 
     def require_unchanged(self, index: str, ranges: Sequence[Any]) -> None:
-        """See `DocumentBuilder`."""
         if self._source is None:
             return
         with POOL.borrow(self._source) as connection:
@@ -172,11 +169,56 @@ class PostgresDocuments(DocumentBuilder):
             raise TableRewritten("the root table of the index was rewritten, or its partitions changed")
 
     def _leaves(self, connection: psycopg.Connection[Any], index: str) -> list[Any]:
-        table = self.specifications[index].table
+        table = _compiled(self.specifications, index).table
         [(oid,)] = run_statement(connection, _OID, [*table], f"find {table}")
         if oid is None:
             raise TableRewritten(f"table {table} no longer exists")
         return load_leaves(connection, TableSchema(oid, table.namespace, table.name, ()))
+
+
+def _compiled(known: Mapping[str, _T], index: str) -> _T:
+    """Return what was compiled for an index. A thread may still build one that no longer fits the database."""
+    if index not in known:
+        raise TableRewritten(f"index {index!r} no longer fits the database")
+    return known[index]
+
+
+def fitting(
+    connection: psycopg.Connection[Any],
+    specifications: Sequence[IndexSpecification],
+    catalog: SourceCatalog,
+    builds: Mapping[str, IndexBuild],
+) -> tuple[list[IndexSpecification], dict[str, PenstockError]]:
+    """Return the specifications that fit the database, and why others no longer do, by index.
+
+    Raises the reason if no index fits, or if one never did: it is new, or its specification changed since its build.
+    """
+    stopped: dict[str, PenstockError] = {}
+    for each in specifications:
+        try:
+            statements = list(statements_of(complete(each, catalog), catalog))
+            Resolver([each], catalog)
+            for what, text, count in statements:
+                explain(connection, text, count, what)
+        except TableLocked:
+            continue  # a start does not wait for it; a statement that does not fit fails later
+        except (ConfigError, QueryFailed) as error:
+            build = builds.get(each.name)
+            if error.retry is Retry.TIMED or build is None or not is_built_from(build.fingerprint, each):
+                raise
+            stopped[each.name] = error
+    if stopped and len(stopped) == len(specifications):
+        raise next(iter(stopped.values()))
+    return [each for each in specifications if each.name not in stopped], stopped
+
+
+def statements_of(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[tuple[str, str, int]]:
+    """Yield the statements of a complete specification: what each does, its text, and its number of parameters."""
+    build = compile_build(specification, catalog)
+    yield f"build documents of {specification.name!r}", build.text, len(build.key_columns)
+    for entry in entries_of(specification):
+        text = way_up(entry, specification, catalog, 1).as_string(None)
+        yield f"find the documents of a row of {entry.table}", text, len(entry.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,22 +231,22 @@ class PostgresTasks(TaskBuilder):
     """Documents per statement of a range, and per write to the sink."""
 
     def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
-        query = self.queries[keys.index]
+        query = _compiled(self.queries, keys.index)
         with POOL.borrow(self.source) as connection:
             yield from build_apart(lambda part: build_pieces(connection, query, part.keys, chunk=len(keys)), keys)
 
     def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
-        query, (oid, filenode, condition) = self.queries[index], part
+        query, (oid, filenode, condition) = _compiled(self.queries, index), part
         with POOL.borrow(self.source) as connection, connection.transaction():
             heap = lock_heap(connection, oid, filenode)
             if not apart:
                 yield from build_range(connection, query, heap, condition, chunk=self.chunk)
                 return
-            keys = range_keys(connection, query, heap, condition)
-        for first in range(0, len(keys[0]), self.chunk):
-            yield from self.pieces(ResolvedKeys(index, tuple(each[first : first + self.chunk] for each in keys)))
+            text = query.keys_of(f"(select * from only {heap} where {condition or 'true'})")  # noqa: S608 (quoted)
+            rows = run_statement(connection, text, [], f"list the documents of {index!r}")
+        keys = ResolvedKeys.of_rows(index, rows, len(query.key_columns))
+        for first in range(0, len(keys), self.chunk):
+            yield from self.pieces(keys.part(first, first + self.chunk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +256,9 @@ class BuildsHere(TaskBuilder):
     documents: DocumentBuilder
 
     def pieces(self, keys: ResolvedKeys) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
         return build_apart(lambda part: [self.documents.build(part)], keys)
 
     def range_pieces(self, index: str, part: Any, *, apart: bool = False) -> Iterator[pa.Table | Rejection]:
-        """See `TaskBuilder`."""
         return iter(())
 
 
@@ -261,8 +301,8 @@ def build_apart(
             yield Rejection(keys.index, id_, f"the document cannot be built from its rows (SQLSTATE {state})")
             return
         half = len(keys) // 2
-        for part in (slice(None, half), slice(half, None)):
-            yield from build_apart(build, ResolvedKeys(keys.index, tuple(each[part] for each in keys.keys)))
+        for part in (keys.part(0, half), keys.part(half)):
+            yield from build_apart(build, part)
 
 
 def is_about_values(error: QueryFailed) -> bool:
@@ -314,41 +354,38 @@ class DocumentKeys:
 
     def of_ids(self, ids: Sequence[str], chunk: int) -> Iterator[ResolvedKeys]:
         """Yield the keys of documents in pieces; ids with another number of values are left out."""
-        parsed = [key for key in map(self.parse, ids) if len(key) == len(self.columns)]
-        for first in range(0, len(parsed), chunk):
-            yield self.resolved(parsed[first : first + chunk])
+        keys = self.resolved([key for key in map(self.parse, ids) if len(key) == len(self.columns)])
+        for first in range(0, len(keys), chunk):
+            yield keys.part(first, first + chunk)
 
     def resolved(self, keys: Sequence[Sequence[str]]) -> ResolvedKeys:
         """Return keys in the form that the builder takes."""
-        columns = [[key[place] for key in keys] for place in range(len(self.columns))]
-        return ResolvedKeys(self.specification.name, tuple(columns))
+        return ResolvedKeys.of_rows(self.specification.name, keys, len(self.columns))
 
     def some(self, connection: psycopg.Connection[Any], count: int) -> ResolvedKeys:
         """Return the keys of a random sample of about `count` rows of the root table."""
         root = self.catalog.table(self.specification.table)
-        name = table_name(root.name)
         what = f"sample documents of {self.specification.name!r}"
-        rows = run_statement(connection, _ESTIMATE, [name.as_string(None)], what)[0][0]
+        rows = run_statement(connection, _ESTIMATE, [table_name(root.name).as_string(None)], what)[0][0]
         percent = 100.0 if rows <= _SAMPLED_WHOLE else min(100.0, 100.0 * max(count * 3, _SAMPLED_WHOLE) / rows)
-        text = sql.SQL(
-            "select {keys} from {table} r tablesample bernoulli ({percent}) where {there} order by random() limit $1"
-        ).format(
-            keys=sql.SQL(", ").join([canonical(column("r", each.name), each) for each in root.select(self.columns)]),
-            table=rows_of(root),
-            percent=sql.Literal(percent),
-            there=conjunction([sql.SQL("{} is not null").format(column("r", each)) for each in self.columns]),
-        )
-        return self.resolved(run_statement(connection, text.as_string(None), [count], what))
+        sample = sql.SQL("(select * from {} tablesample bernoulli ({}))").format(rows_of(root), sql.Literal(percent))
+        text = compile_build(self.specification, self.catalog).keys_of(sample.as_string(None))
+        return self.resolved(run_statement(connection, f"{text} order by random() limit $1", [count], what))
+
+    def read(self, connection: psycopg.Connection[Any], keys: ResolvedKeys) -> None:
+        """Raise `QueryFailed` (`is_about_values`) unless the values have the types of the key columns."""
+        columns = self.catalog.table(self.specification.table).select(self.columns)
+        text = sql.SQL("select * from {}").format(values_source("k", columns, 1)).as_string(None)
+        run_statement(connection, text, keys.keys, f"read a key of {keys.index!r}")
 
     def _require_typed(self, connection: psycopg.Connection[Any], keys: ResolvedKeys) -> None:
         """Raise `ConfigError` unless the values have the types of the key columns."""
-        columns = self.catalog.table(self.specification.table).select(self.columns)
-        text = sql.SQL("select * from {}").format(values_source("k", columns, 1)).as_string(None)
         try:
-            run_statement(connection, text, keys.keys, f"read a key of {keys.index!r}")
+            self.read(connection, keys)
         except QueryFailed as error:
             if not is_about_values(error):
                 raise
+            columns = self.catalog.table(self.specification.table).select(self.columns)
             prefix = self.specification.id_prefix
             wanted = ", ".join(f"{each.name} ({each.type})" for each in columns)
             raise ConfigError(

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock import failpoints
+from penstock.errors import PenstockError
 from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Builds:
         self._builds: dict[str, IndexBuild] = {}
         self.held = False
         """True while no build may start because a prerequisite is missing."""
+        self.stopped: Mapping[str, PenstockError] = {}
+        """Indexes that no longer fit the source, and why: they are neither followed nor built until they do."""
 
     def load(self) -> None:
         """Load the builds from the store."""
@@ -62,9 +65,10 @@ class Builds:
 
     @property
     def unfinished(self) -> list[IndexBuild]:
-        """The builds that are not finished, by name."""
+        """The builds that are not finished and can be, by name."""
         with self._changed:
-            return [each for _, each in sorted(self._builds.items()) if each.status is not IndexStatus.SEEDED]
+            builds = [each for name, each in sorted(self._builds.items()) if name not in self.stopped]
+            return [each for each in builds if each.status is not IndexStatus.SEEDED]
 
     @contextmanager
     def holding(self) -> Iterator[None]:

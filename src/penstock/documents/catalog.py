@@ -13,7 +13,6 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-from penstock.documents.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Operation, Relation
 from penstock.errors import ConfigError
 from penstock.schema import PostgresType, ReplicaIdentity, TypeKind, resolve_domain
 from penstock.source.catalog import load_tables, load_types, unknown_type
@@ -22,6 +21,7 @@ from penstock.source.faults import translated
 from penstock.source.membership import Heap
 from penstock.source.patterns import TableName
 from penstock.source.shapes import TableShape, load_shapes
+from penstock.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Operation, Relation
 
 # A partitioned table and its leaves, or just the table.
 _TABLES = """

@@ -16,17 +16,25 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from penstock.documents.build import compile_build
+from penstock.documents.builder import statements_of
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable, complete
 from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES, expression_sql, rows_of
 from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
-from penstock.documents.paths import entries_of, link_columns, way_up
-from penstock.documents.polling import TIME_TYPES, XMIN, sees_all_sessions
-from penstock.documents.specification.tree import (
+from penstock.documents.paths import entries_of, link_columns
+from penstock.documents.polling import XMIN, sees_all_sessions, why_unpollable
+from penstock.documents.statements import as_literal, explain, is_standby
+from penstock.errors import ConfigError, SourceError
+from penstock.schema import ReplicaIdentity, TypeKind
+from penstock.source.catalog import load_types, unknown_type
+from penstock.source.faults import Place
+from penstock.source.identity import full_identity, quote_if_needed
+from penstock.source.patterns import TableName
+from penstock.source.preflight.report import Check, Report, Severity, failed, passed
+from penstock.specification.tree import (
+    EVERY_COLUMN,
     Aggregate,
     Constant,
     Field,
-    Filter,
     Geo,
     Group,
     IndexSpecification,
@@ -36,15 +44,8 @@ from penstock.documents.specification.tree import (
     Scalar,
     ScalarType,
     Verb,
+    columns_named,
 )
-from penstock.documents.statements import as_literal, is_standby, run_statement
-from penstock.errors import ConfigError, SourceError
-from penstock.schema import ReplicaIdentity, TypeKind
-from penstock.source.catalog import load_types, unknown_type
-from penstock.source.faults import Place
-from penstock.source.identity import full_identity, quote_if_needed
-from penstock.source.patterns import TableName
-from penstock.source.preflight.report import Check, Report, Severity, failed, passed
 
 _PARTITIONED = "p"
 _CAPTURED = ("r", _PARTITIONED)
@@ -60,8 +61,9 @@ def check_index(
         what = "the server is a standby, whose snapshots have no versions for documents"
         checks.append(failed("server_role", Severity.CRITICAL, what, "Use the primary as source."))
     if not checks:
+        checks += _check_columns(specification, catalog)
         checks += _check_root(specification, catalog.table(specification.table))
-        checks += _Walk(connection, catalog).check(specification)
+        checks += _Walk(connection, catalog).fields(specification.fields, catalog.table(specification.table), None, "")
     if not any(each.severity is Severity.CRITICAL for each in checks):
         try:
             completed = complete(specification, catalog)
@@ -91,6 +93,21 @@ def _check_tables(specification: IndexSpecification, catalog: SourceCatalog) -> 
             )
 
 
+def _check_columns(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
+    for where, name, column in columns_named(specification):
+        table = catalog.table(name)
+        if column != EVERY_COLUMN and column not in table.columns:
+            near = difflib.get_close_matches(column, list(table.columns), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield failed(
+                "column",
+                Severity.CRITICAL,
+                f"{where}: {name} has no column {column!r}{hint}",
+                f"Its columns: {', '.join(table.columns)}.",
+                [f"{name}.{column}"],
+            )
+
+
 def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterator[Check]:
     key = specification.doc_id or specification.primary_key or table.primary_key
     what = "doc_id" if specification.doc_id else "primary_key"
@@ -102,10 +119,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
             "Add one, or name columns with a unique index in primary_key.",
             [str(table.name)],
         )
-    missing = [each for each in key if each not in table.columns]
-    for each in missing:
-        yield _no_column(table, each, what)
-    if missing or not key:
+    if not key or not table.columns.keys() >= set(key):
         return
     if specification.routing and specification.routing not in key:
         yield failed(
@@ -145,20 +159,12 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Checks every field, filter and key of a specification."""
+    """Checks every field of a specification; columns that do not exist are not its concern."""
 
     connection: psycopg.Connection[Any]
     catalog: SourceCatalog
 
-    def check(self, specification: IndexSpecification) -> Iterator[Check]:
-        root = self.catalog.table(specification.table)
-        yield from self._filters(specification.filters, root, None, "filters")
-        if specification.soft_delete is not None:
-            yield from _columns([specification.soft_delete.column], root, "soft_delete")
-            yield from self._filters(specification.soft_delete.when, root, None, "soft_delete.when")
-        yield from self._fields(specification.fields, root, None, "")
-
-    def _fields(
+    def fields(
         self, fields: Sequence[Field], table: SourceTable, junction: SourceTable | None, path: str
     ) -> Iterator[Check]:
         for each in fields:
@@ -173,38 +179,16 @@ class _Walk:
                 case Geo():
                     yield from _check_geo(each, table, where)
                 case Group():
-                    yield from self._fields(each.fields, table, junction, f"{where}.")
+                    yield from self.fields(each.fields, table, junction, f"{where}.")
                 case Join():
-                    yield from self._relation(each.relation, table, where)
                     if each.verb is Verb.BELONGS_TO:
                         yield from self._check_unique(each.relation, where)
                     inner = each.relation.junction and self.catalog.table(each.relation.junction.table)
-                    yield from self._fields(each.fields, self.catalog.table(each.relation.table), inner, f"{where}.")
+                    yield from self.fields(each.fields, self.catalog.table(each.relation.table), inner, f"{where}.")
                 case Aggregate():
-                    yield from self._relation(each.relation, table, where)
                     yield from self._check_aggregate(each, where)
                 case Constant():
                     pass
-
-    def _relation(self, relation: Relation, parent: SourceTable, where: str) -> Iterator[Check]:
-        table = self.catalog.table(relation.table)
-        yield from _columns(relation.parent_columns, parent, where)
-        yield from _columns((*relation.columns, *relation.primary_key), table, where)
-        junction = None
-        if relation.junction is not None:
-            junction = self.catalog.table(relation.junction.table)
-            yield from _columns((*relation.junction.left_key, *relation.junction.right_key), junction, where)
-        yield from _columns([each.column for each in relation.order_by if not each.junction], table, where)
-        if junction is not None:
-            yield from _columns([each.column for each in relation.order_by if each.junction], junction, where)
-        yield from self._filters(relation.filters, table, junction, f"{where}.filters")
-
-    def _filters(
-        self, filters: Sequence[Filter], table: SourceTable, junction: SourceTable | None, where: str
-    ) -> Iterator[Check]:
-        for each in filters:
-            if not each.raw:
-                yield from _columns([each.column], junction if each.junction and junction else table, where)
 
     def _check_unique(self, relation: Relation, where: str) -> Iterator[Check]:
         table = self.catalog.table(relation.table)
@@ -227,9 +211,6 @@ class _Walk:
                 "Use has_many with the columns of the key.",
                 [str(table.name)],
             )
-        if not field.column:
-            return
-        yield from _columns([field.column], table, where)
         source = table.columns.get(field.column)
         numeric = field.operation in (Operation.SUM, Operation.AVG)
         if source is not None and numeric and not accepts_number(source.base):
@@ -239,7 +220,6 @@ class _Walk:
 def _check_scalar(field: Scalar, table: SourceTable, where: str) -> Iterator[Check]:
     source = table.columns.get(field.column)
     if source is None:
-        yield _no_column(table, field.column, where)
         return
     element = source.element
     if field.type is ScalarType.CUSTOM:
@@ -327,7 +307,6 @@ def _check_vector(field: Scalar, table: SourceTable, source: SourceColumn, where
 
 def _check_geo(field: Geo, table: SourceTable, where: str) -> Iterator[Check]:
     names = [field.column] if field.column else [field.latitude, field.longitude]
-    yield from _columns(names, table, where)
     for name in names:
         source = table.columns.get(name)
         fits = accepts_point if field.column else accepts_number
@@ -424,14 +403,9 @@ def _in_sql(name: TableName) -> str:
 def _check_statements(
     connection: psycopg.Connection[Any], specification: IndexSpecification, catalog: SourceCatalog
 ) -> Iterator[Check]:
-    build = compile_build(specification, catalog)
-    texts = [("build", build.text, len(build.key_columns))]
-    for entry in entries_of(specification):
-        text = way_up(entry, specification, catalog, 1).as_string(None)
-        texts.append((f"resolve {entry.table}", text, len(entry.columns)))
-    for what, text, count in texts:
+    for what, text, count in statements_of(specification, catalog):
         try:
-            run_statement(connection, f"explain {text}", [list[str]() for _ in range(count)], what)
+            explain(connection, text, count, what)
         except SourceError as error:
             yield failed(
                 "statement",
@@ -440,24 +414,6 @@ def _check_statements(
                 "Check that the joined columns have matching types, and check the raw filters.",
                 [specification.name],
             )
-
-
-def _columns(names: Sequence[str], table: SourceTable, where: str) -> Iterator[Check]:
-    for name in names:
-        if name not in table.columns:
-            yield _no_column(table, name, where)
-
-
-def _no_column(table: SourceTable, name: str, where: str) -> Check:
-    near = difflib.get_close_matches(name, list(table.columns), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return failed(
-        "column",
-        Severity.CRITICAL,
-        f"{where}: {table.name} has no column {name!r}{hint}",
-        f"Its columns: {', '.join(table.columns)}.",
-        [f"{table.name}.{name}"],
-    )
 
 
 def _wrong_type(table: SourceTable, name: str, where: str, why: str) -> Check:
@@ -488,9 +444,7 @@ def check_polling(
         )
     ]
     for table in there:
-        cursor = cursors[table.name]
-        found += _check_key(table)
-        found += _check_xmin(table) if cursor == XMIN else _check_column(table, cursor)
+        found += _check_cursor(table, cursors[table.name])
     by_column = [str(table.name) for table in there if cursors[table.name] != XMIN]
     if by_column and not sees_all_sessions(connection):
         found.append(
@@ -506,35 +460,21 @@ def check_polling(
     return found
 
 
-def _check_key(table: SourceTable) -> Iterator[Check]:
-    if not table.primary_key:
-        what = f"{table.name} has no primary key, so it cannot be polled"
-        yield failed("polling", Severity.CRITICAL, what, "Add one.", [str(table.name)])
-
-
-def _check_xmin(table: SourceTable) -> Iterator[Check]:
-    yield failed(
-        "polling",
-        Severity.INFO,
-        f"{table.name} is polled by {XMIN}: each poll reads the whole table",
-        "Set polling.cursor or polling.tables to a column with the time of the last change.",
-        [str(table.name)],
-    )
-
-
-def _check_column(table: SourceTable, cursor: str) -> Iterator[Check]:
-    column = table.columns.get(cursor)
-    subject = [f"{table.name}.{cursor}"]
-    if column is None or column.base.name not in TIME_TYPES:
-        what = "has no column" if column is None else "cannot be polled by"
+def _check_cursor(table: SourceTable, cursor: str) -> Iterator[Check]:
+    problem = why_unpollable(table, cursor)
+    if problem is not None:
+        yield failed("polling", Severity.CRITICAL, *problem, [str(table.name)])
+        return
+    if cursor == XMIN:
         yield failed(
             "polling",
-            Severity.CRITICAL,
-            f"{table.name} {what} {cursor!r}; polling needs a timestamp",
-            f'Set another column in polling.tables, or "{XMIN}".',
-            subject,
+            Severity.INFO,
+            f"{table.name} is polled by {XMIN}: each poll reads the whole table",
+            "Set polling.cursor or polling.tables to a column with the time of the last change.",
+            [str(table.name)],
         )
         return
+    subject = [f"{table.name}.{cursor}"]
     yield failed(
         "polling",
         Severity.INFO,
@@ -542,7 +482,7 @@ def _check_column(table: SourceTable, cursor: str) -> Iterator[Check]:
         "Set the column with a trigger.",
         subject,
     )
-    if not column.not_null:
+    if not table.column(cursor).not_null:
         yield failed(
             "polling",
             Severity.WARNING,

@@ -1,4 +1,4 @@
-"""Compares the documents of an index with the current rows of the database: missing, extra, different.
+"""Compares the documents of an index with the current rows of the database: missing, extra, different, unbuildable.
 
 The keys of the root table come in pieces. Each piece is built by one statement, fetched from the sink by one request,
 and compared as values. Documents that only the sink has are built as well, to confirm that they should not exist.
@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import psycopg
+import pyarrow as pa
 
-from penstock.documents.base import DocumentBuilder, ReadableSink, Rejection
-from penstock.documents.builder import DocumentKeys, build_apart
+from penstock.documents.builder import DocumentKeys, PostgresDocuments, build_apart, join_key
 from penstock.documents.resolve import ResolvedKeys
+from penstock.sinks.base import ReadableSink, Rejection
 
 MOST_SUSPECTS = 100_000
 """With more differences the index is plainly wrong, and the comparison stops."""
@@ -39,6 +40,8 @@ class Kind(StrEnum):
     DIFFERENT = "different"
     UNSETTLED = "unsettled"
     """Its rows changed between any two comparisons."""
+    UNBUILDABLE = "unbuildable"
+    """The server cannot compute it from its rows; the sink has an earlier document, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,13 @@ class _Suspect:
         return self.kind if self.stood_still or self.looks == 1 else Kind.UNSETTLED
 
 
-Built = Mapping[str, tuple[tuple[str, ...], str | None]]
-"""Key and body by id."""
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A document of the database; without a body if there is none, or if it cannot be built."""
+
+    key: tuple[str, ...]
+    body: str | None
+    is_buildable: bool = True
 
 
 @dataclass(slots=True)
@@ -141,7 +149,7 @@ class IndexDiff:
 
     def __init__(
         self,
-        documents: DocumentBuilder,
+        documents: PostgresDocuments,
         keys: DocumentKeys,
         reader: ReadableSink,
         *,
@@ -184,7 +192,8 @@ class IndexDiff:
         ids: list[str] = []
         for built in self._build(keys):
             stored = self._reader.fetch(self._index, list(built))
-            self._compared += sum(body is not None or id_ in stored for id_, (_, body) in built.items())
+            exists = (each.body is not None or not each.is_buildable for each in built.values())
+            self._compared += sum(there or id_ in stored for id_, there in zip(built, exists, strict=True))
             self._suspects.update(_suspects(built, stored, self._excludes))
             ids += built
         self._observer.on_compared(self._index, self._compared)
@@ -192,9 +201,11 @@ class IndexDiff:
 
     def _look_at_stored(self, ids: Sequence[str]) -> None:
         """Compare documents of the sink that were not among those of the database."""
-        keys = {id_: self._keys.parse(id_) for id_ in ids}
-        fitting = [key for key in keys.values() if len(key) == len(self._keys.columns)]
-        known = set(self._look_at(self._keys.resolved(fitting)))
+        known: set[str] = set()
+        for keys in self._keys.of_ids(ids, max(1, len(ids))):
+            mistyped = {each.id for each in build_apart(self._read_keys, keys) if isinstance(each, Rejection)}
+            fitting = [key for key in zip(*keys.keys, strict=True) if join_key(key) not in mistyped]
+            known.update(self._look_at(self._keys.resolved(fitting)))
         # Ids that no key can have: of the wrong type, or not canonical.
         strangers = self._reader.fetch(self._index, [id_ for id_ in ids if id_ not in known])
         self._strangers |= dict.fromkeys(strangers)
@@ -220,14 +231,19 @@ class IndexDiff:
             each.stood_still = before.stood_still or before.body == each.body
         self._suspects = found
 
-    def _build(self, keys: ResolvedKeys) -> Iterator[Built]:
-        """Build a piece; keys that do not fit their columns' types are left out."""
-        if not len(keys):
-            return
-        for built in build_apart(lambda part: [self._documents.build(part)], keys):
-            if not isinstance(built, Rejection):
+    def _build(self, keys: ResolvedKeys) -> Iterator[dict[str, _Built]]:
+        """Yield documents by their ids, in pieces."""
+        for built in build_apart(lambda part: [self._documents.build(part)], keys) if len(keys) else ():
+            if isinstance(built, Rejection):
+                yield {built.id: _Built(self._keys.parse(built.id), None, is_buildable=False)}
+            else:
                 ids, bodies = built.column("id").to_pylist(), built.column("body").to_pylist()
-                yield {id_: (self._keys.parse(id_), body) for id_, body in zip(ids, bodies, strict=True)}
+                yield {id_: _Built(self._keys.parse(id_), body) for id_, body in zip(ids, bodies, strict=True)}
+
+    def _read_keys(self, keys: ResolvedKeys) -> Iterator[pa.Table]:
+        """Let the server read keys; it fails if one does not fit the types of its columns."""
+        self._keys.read(self._documents.connection, keys)
+        return iter(())
 
 
 def without_fields(document: Any, paths: Sequence[str]) -> Any:
@@ -240,18 +256,23 @@ def without_fields(document: Any, paths: Sequence[str]) -> Any:
     return {key: without_fields(each, below[key]) for key, each in document.items() if key not in paths}
 
 
-def _suspects(built: Built, stored: Mapping[str, Any], excludes: Sequence[str]) -> Iterator[tuple[str, _Suspect]]:
+def _suspects(
+    built: Mapping[str, _Built], stored: Mapping[str, Any], excludes: Sequence[str]
+) -> Iterator[tuple[str, _Suspect]]:
     # Cold: a comparison on request, and parsed bodies have no columns.
-    for id_, (key, body) in built.items():
-        if body is None:
+    for id_, each in built.items():
+        if not each.is_buildable:
+            yield id_, _Suspect(each.key, Kind.UNBUILDABLE, None)
+        elif each.body is None:
             if id_ in stored:
-                yield id_, _Suspect(key, Kind.EXTRA, body)
+                yield id_, _Suspect(each.key, Kind.EXTRA, None)
         elif id_ not in stored:
-            yield id_, _Suspect(key, Kind.MISSING, body)
+            yield id_, _Suspect(each.key, Kind.MISSING, each.body)
         else:
-            wanted, found = (without_fields(each, excludes) for each in (json.loads(body), stored[id_]))
+            wanted, found = (without_fields(body, excludes) for body in (json.loads(each.body), stored[id_]))
             if wanted != found:
-                yield id_, _Suspect(key, Kind.DIFFERENT, body, tuple(_differing(wanted, found, ""))[:_SHOWN_FIELDS])
+                fields = tuple(_differing(wanted, found, ""))[:_SHOWN_FIELDS]
+                yield id_, _Suspect(each.key, Kind.DIFFERENT, each.body, fields)
 
 
 def _differing(wanted: Any, found: Any, path: str) -> Iterator[str]:

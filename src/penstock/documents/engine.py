@@ -38,7 +38,6 @@ from penstock.documents.base import (
     Observer,
     Queue,
     Receiver,
-    Sink,
 )
 from penstock.documents.builds import EMPTIED, OUTDATED, Builds
 from penstock.documents.fan_out import FanOuts, fingerprints_of
@@ -51,6 +50,7 @@ from penstock.documents.writer import (
     DocumentWriter,
 )
 from penstock.errors import PenstockError
+from penstock.sinks.base import Sink
 from penstock.state import MemoryStore, Store
 from penstock.state.quarantine import Quarantine
 from penstock.workers.process_tasks import ProcessTasks
@@ -425,12 +425,10 @@ class ChangeQueue(Queue):
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is waiting now."""
         with self._changed:
             return not self._items
 
     def publish(self, change: Change) -> bool:
-        """Wait for room and add a piece; False if the queue is closed."""
         with self._changed:
             while self._items and self._count + change.count > self._capacity and not self._closed:
                 self._changed.wait()
@@ -442,7 +440,6 @@ class ChangeQueue(Queue):
             return True
 
     def receive(self, timeout: float | None = None) -> Change | None:
-        """Return the next piece; None after the timeout or at the end. Raises the error that ended the producer."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._items:
@@ -459,12 +456,10 @@ class ChangeQueue(Queue):
 
     @property
     def is_finished(self) -> bool:
-        """True if the queue is closed and empty."""
         with self._changed:
             return self._closed and not self._items and self._failure is None
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Accept no more pieces, because of `failure` if there is one, and wake up waiting threads."""
         with self._changed:
             self._closed = True
             self._failure = self._failure or failure

@@ -16,9 +16,9 @@ from penstock.documents.build import compile_build
 from penstock.documents.catalog import SourceCatalog, complete
 from penstock.documents.checks import missing_indexes
 from penstock.documents.paths import Entry, entries_of, way_up
-from penstock.documents.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Relation
-from penstock.documents.statements import run_statement
+from penstock.documents.statements import explain
 from penstock.source.preflight import Check
+from penstock.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Relation
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,7 @@ def _tables_above(entry: Entry, specification: IndexSpecification) -> Iterator[o
 
 
 def _planned(connection: psycopg.Connection[Any], query: str, parameters: int) -> Statement:
-    rows = run_statement(connection, f"explain {query}", [list[str]() for _ in range(parameters)], "explain the index")
-    return Statement(query, tuple(row[0] for row in rows))
+    return Statement(query, explain(connection, query, parameters, "explain the index"))
 
 
 def _listed(columns: Sequence[str]) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 from psycopg import sql
 
 from penstock.documents.catalog import SourceColumn, SourceTable
-from penstock.documents.specification.tree import Filter, Geo, Scalar, ScalarType, SoftDelete, Transform
 from penstock.documents.statements import as_literal
 from penstock.schema import PostgresType, TypeKind
 from penstock.source.patterns import TableName
+from penstock.specification.tree import Filter, Geo, Scalar, ScalarType, SoftDelete, Transform
 
 Sql = sql.Composable
 
@@ -189,8 +189,7 @@ def scalar_value(field: Scalar, alias: str, table: SourceTable) -> Sql:
         else:
             value = sql.SQL(r"pg_catalog.btrim({}, E' \t\n\r\f\v')").format(value)
     if field.default is not None:
-        literal = sql.Literal(json.dumps(field.default, ensure_ascii=False))
-        value = sql.SQL("coalesce(pg_catalog.to_json({}), {}::pg_catalog.json)").format(value, literal)
+        value = sql.SQL("coalesce(pg_catalog.to_json({}), {})").format(value, json_literal(field.default))
     return value
 
 

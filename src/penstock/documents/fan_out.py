@@ -28,26 +28,19 @@ from penstock.state import IndexWork, Store, WorkKind
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class FanOuts:
     """The fan-outs that are still to be built. The thread that follows changes calls `add`, another one `round`."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        builds: Builds,
-        tasks: Tasks,
-        writer: DocumentWriter,
-        documents: Callable[[], DocumentBuilder],
-        stop: threading.Event,
-    ) -> None:
-        """`documents` returns the builder as it was last compiled."""
-        self._store = store
-        self._builds = builds
-        self._tasks = tasks
-        self._writer = writer
-        self._documents = documents
-        self._stop = stop
+    store: Store
+    builds: Builds
+    tasks: Tasks
+    writer: DocumentWriter
+    documents: Callable[[], DocumentBuilder]
+    """Returns the builder as it was last compiled."""
+    stop: threading.Event
+
+    def __post_init__(self) -> None:
         self._waiting = threading.Event()
         self._waiting.set()  # an earlier process may have left some
         self._lock = threading.Lock()
@@ -60,7 +53,7 @@ class FanOuts:
             with self._lock:  # until it is stored: it may be answered at once, or storing may fail
                 if stored in self._queued:
                     continue
-                self._store.add_index_work(question.index, WorkKind.FAN_OUT, [stored.details])
+                self.store.add_index_work(question.index, WorkKind.FAN_OUT, [stored.details])
                 self._queued.append(stored)
             logger.info("fan-out stored index=%s", question.index)
         if questions:
@@ -77,9 +70,9 @@ class FanOuts:
             return
         self._waiting.clear()
         try:
-            for mapping in self._documents().index_mappings():
-                for work in self._store.get_index_work(mapping.index, WorkKind.FAN_OUT):
-                    if self._stop.is_set():
+            for mapping in self.documents().index_mappings():
+                for work in self.store.get_index_work(mapping.index, WorkKind.FAN_OUT):
+                    if self.stop.is_set():
                         return
                     self._answer(work)
         except Stopping:
@@ -90,28 +83,28 @@ class FanOuts:
 
     def _until_stopped(self, parts: Iterable[ResolvedKeys]) -> Iterator[ResolvedKeys]:
         for part in parts:
-            if self._stop.is_set():
+            if self.stop.is_set():
                 raise Stopping
             yield part
 
     def _answer(self, work: IndexWork) -> None:
-        documents = self._documents()
+        documents = self.documents()
         stored = _Stored.read(work)
         with self._lock:
             # From here on the same question must be stored again: its change may be too late for this answer.
             self._queued = [each for each in self._queued if each != stored]
         if stored.fingerprint == fingerprints_of(documents).get(work.index):
             try:
-                with self._tasks.copying(), closing(documents.answer(stored.question, apart=True)) as parts:
-                    count = self._writer.write_apart(self._until_stopped(parts))
+                with self.tasks.copying(), closing(documents.answer(stored.question, apart=True)) as parts:
+                    count = self.writer.write_apart(self._until_stopped(parts))
                 logger.info("fan-out built index=%s documents=%d", work.index, count)
             except QueryFailed as error:
                 if not is_about_values(error):
                     raise
                 # Its values are of the type that the column had when they were stored.
-                self._builds.invalidate(work.index, stored.fingerprint, OUTDATED)
+                self.builds.invalidate(work.index, stored.fingerprint, OUTDATED)
         failpoints.reach("after_fan_out")
-        self._store.delete_index_work(work.index, [work.number])
+        self.store.delete_index_work(work.index, [work.number])
 
 
 def fingerprints_of(documents: DocumentBuilder) -> dict[str, str]:

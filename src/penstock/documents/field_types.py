@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.documents.expressions import VECTOR_TYPES
-from penstock.documents.specification.tree import ScalarType
 from penstock.schema import PostgresType, TypeKind
+from penstock.specification.tree import ScalarType
 
 _STRINGS = frozenset({"text", "varchar", "bpchar", "char", "name", "citext"})
 _WHOLE = ("int2", "int4", "int8")

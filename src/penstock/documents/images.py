@@ -26,6 +26,7 @@ from penstock.changes.segment import (
     XID,
     Operation,
     field_names,
+    unsent_cells,
 )
 from penstock.changes.steps import Segment, Truncation
 from penstock.schema import TableSchema, resolve_domain
@@ -46,6 +47,13 @@ class Cells:
     def absent(cls, count: int) -> Cells:
         """Return cells that were all omitted."""
         return cls(pa.nulls(count, pa.string()), np.zeros(count, np.bool_))
+
+    @classmethod
+    def of_rows(cls, columns: Sequence[str], rows: Sequence[Sequence[str | None]]) -> dict[str, Cells]:
+        """Return the texts of rows, column by column; none was omitted."""
+        sent = np.ones(len(rows), np.bool_)
+        values = zip(*rows, strict=True) if rows else ((),) * len(columns)
+        return {name: cls(pa.array(each, pa.string()), sent) for name, each in zip(columns, values, strict=True)}
 
     @classmethod
     def joined(cls, parts: Sequence[Cells]) -> Cells:
@@ -168,7 +176,7 @@ def row_changes(segment: pa.Table, schema: TableSchema, name: TableName, wanted:
     updated = operations == Operation.UPDATE
     fields = dict(zip((column.name for column in schema.columns), field_names(schema), strict=True))
     indexes = {column.name: index for index, column in enumerate(schema.columns)}
-    absent = _Bitmap(segment.column(UNCHANGED))
+    at, unsent = unsent_cells(segment.column(UNCHANGED))
     old: dict[str, Cells] = {}
     new: dict[str, Cells] = {}
     for column in wanted.columns:
@@ -177,7 +185,9 @@ def row_changes(segment: pa.Table, schema: TableSchema, name: TableName, wanted:
             continue
         is_bytea = resolve_domain(schema.columns[indexes[column]].type, -1)[0].name == "bytea"
         texts = _texts(segment, fields[column], segment.column(fields[column]), is_bytea=is_bytea)
-        sent = ~absent.column(indexes[column])
+        sent = np.ones(count, np.bool_)
+        if at.size:
+            sent[at] = unsent[:, indexes[column]] == 0
         before = _old_cells(segment, fields[column], is_bytea=is_bytea)
         # A value that the server omitted is unchanged, so the old row has it, if the server sent one.
         new[column] = _masked(texts, sent & ~deleted).or_else(before, updated)
@@ -203,22 +213,6 @@ def distinct_tuples(parts: Iterable[Sequence[Cells]], width: int) -> list[list[s
         return [[] for _ in names]
     grouped = pa.concat_tables(tables).group_by(names).aggregate([])
     return [grouped.column(name).to_pylist() for name in names]
-
-
-class _Bitmap:
-    """The bitmaps of omitted cells, as a matrix of bytes."""
-
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        self._valid = column.is_valid().to_numpy()
-        present = column.drop_null().combine_chunks()
-        joined = np.frombuffer(b"".join(present.to_pylist()), np.uint8) if len(present) else np.empty(0, np.uint8)
-        self._bytes = joined.reshape(len(present), -1) if len(present) else joined
-
-    def column(self, index: int) -> Flags:
-        absent = np.zeros(len(self._valid), np.bool_)
-        if self._bytes.size:
-            absent[self._valid] = (self._bytes[:, index >> 3] >> (index & 7)) & 1
-        return absent
 
 
 def _parts(

@@ -19,12 +19,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 from penstock.documents.catalog import SourceCatalog, complete
-from penstock.documents.specification.tree import (
+from penstock.errors import ConfigError
+from penstock.sinks.base import IndexMapping
+from penstock.specification.tree import (
     Aggregate,
     Constant,
     Field,
@@ -36,7 +38,6 @@ from penstock.documents.specification.tree import (
     Scalar,
     ScalarType,
 )
-from penstock.errors import ConfigError
 
 TEXT_ANALYZER = "penstock_text"
 CODE_ANALYZER = "penstock_code"
@@ -81,40 +82,6 @@ MAPPING_VERSION = 1
 _IRRELEVANT = frozenset({"name", "required", "dynamic_settings", "place", "aliases"})
 _LENGTH = 12
 _COMPLETED_LENGTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class IndexMapping:
-    """What a sink needs to create an index."""
-
-    index: str
-    fingerprint: str
-    """Identifies the shape of documents and mappings; a new fingerprint means a new generation."""
-    mappings: dict[str, Any]
-    analysis: dict[str, Any]
-    owner: str = ""
-    """The output that writes the index: no other one may."""
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Further settings, fixed when the index is created."""
-    dynamic_settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Settings that an existing index gets, too."""
-    routing: tuple[int, int] | None = None
-    """Which part of the id decides in which shard a document is, and of how many parts."""
-    aliases: tuple[str, ...] = ()
-    id_prefix: str = ""
-
-    def body(self, *, shards: int = 1, replicas: int = 1, refresh_interval: str = "1s") -> dict[str, Any]:
-        """Return the body of the request that creates the index; the arguments are defaults."""
-        fixed = {"number_of_shards": shards, **self.settings, "analysis": self.analysis}
-        in_place = self.in_place(replicas=replicas, refresh_interval=refresh_interval)
-        return {"settings": {"index": fixed | in_place}, "mappings": self.mappings}
-
-    def in_place(self, *, replicas: int, refresh_interval: str) -> dict[str, Any]:
-        """Return the settings of an index that serves, which may change at any time; the arguments are defaults."""
-        defaults: dict[str, Any] = {"refresh_interval": refresh_interval}
-        if "auto_expand_replicas" not in self.dynamic_settings:
-            defaults["number_of_replicas"] = replicas
-        return defaults | self.dynamic_settings
 
 
 def index_mapping(

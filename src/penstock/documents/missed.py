@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psycopg
 
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.builds import Builds
+from penstock.documents.polling import PollPositions
 from penstock.documents.readiness import Readiness
 from penstock.documents.relation_map import RelationMap
-from penstock.documents.specification.tree import EVERY_COLUMN
 from penstock.errors import ConfigError, PublicationChanged
 from penstock.lsn import Lsn
 from penstock.source.catalog import load_tables
@@ -25,50 +25,50 @@ from penstock.source.patterns import TableName
 from penstock.source.publications import published_tables, require_publication
 from penstock.source.shapes import SilentChange, TableShape, may_have_rows, silent_changes, vanished
 from penstock.source.snapshots import take_snapshot
+from penstock.specification.tree import EVERY_COLUMN
 from penstock.state import Store
 from penstock.stream import Published, StreamSettings
 from penstock.values import TypeSettings
 from penstock.values.policy import merging_setting
 
 
+@dataclass(eq=False)
 class MissedChanges:
     """Compares the catalog with what it was when Penstock last acted on it. One thread calls it."""
 
-    def __init__(
-        self,
-        settings: StreamSettings,
-        store: Store,
-        builds: Builds,
-        readiness: Readiness,
-        relations: RelationMap,
-        check: Callable[[], None],
-    ) -> None:
-        """`check` raises when the output is stopping."""
-        self._settings = settings
-        self._store = store
-        self._builds = builds
-        self._readiness = readiness
-        self._relations = relations
-        self._check = check
+    settings: StreamSettings
+    store: Store
+    builds: Builds
+    readiness: Readiness
+    relations: RelationMap
+    check: Callable[[], None]
+    """Raises when the output is stopping."""
+
+    def __post_init__(self) -> None:
         self._membership: Membership | None = None
 
     def begin(self, documents: PostgresDocuments, published: Published, *, is_first: bool) -> None:
-        """Fill the relation maps, and look for the first time."""
-        if is_first:
-            self._relations.prepare([])  # old maps are useless: changes were missed since
+        """Fill the relation maps, and look for the first time.
+
+        Old maps are useless if changes were missed since, or if polling wrote them: the order of its changes is a time,
+        which no position in the stream reaches. Polling starts from the beginning if it ever runs again.
+        """
+        polled = PollPositions(self.store.database)
+        if is_first or polled.load() is not None:
+            self.relations.prepare([])
         self._learn(documents)
+        polled.forget()
         self.note(documents, published)
 
     def resume(self, documents: PostgresDocuments, published: Published) -> None:
-        """Bring builds and maps up to date after compiling again: tables may have been replaced."""
+        """Bring builds and maps up to date after compiling again: tables may have been replaced. No build may start."""
         self.note(documents, published)
-        with self._builds.holding():
-            self._learn(documents)
+        self._learn(documents)
 
     def note(self, documents: PostgresDocuments, published: Published) -> None:
         """Start over with tables whose changes were missed, or whose rows changed without a word in the stream."""
-        publication = self._settings.publication
-        seen = self._membership or self._store.get_publication_membership(publication)
+        publication = self.settings.publication
+        seen = self._membership or self.store.get_publication_membership(publication)
         now = replace(published.membership, heaps=documents.catalog.heaps)
         if now != seen:
             require_published(documents, published.tables.values(), publication)
@@ -87,9 +87,9 @@ class MissedChanges:
         self._start_over(documents, stale)
         # Last, so that a table that was not processed is noticed again, even by the next process.
         if shapes:
-            self._store.store_table_shapes(shapes)
+            self.store.store_table_shapes(shapes)
         if now != seen:
-            self._store.store_publication_membership(publication, now)
+            self.store.store_publication_membership(publication, now)
         self._membership = now
 
     def _silent(
@@ -99,7 +99,7 @@ class MissedChanges:
 
         Returns the shapes to store, and the indexes that read something that changed, with the table and the reason.
         """
-        known = self._store.get_table_shapes()
+        known = self.store.get_table_shapes()
         shapes: dict[int, TableShape] = {}
         stale: dict[tuple[str, TableName], str] = {}
         for table in documents.catalog.tables.values():
@@ -127,25 +127,25 @@ class MissedChanges:
         if not stale:
             return
         tops = {table for _, table in stale}
-        with self._builds.holding():
-            self._relations.prepare([each for each in documents.resolver.tracked if each.name not in tops])
+        with self.builds.holding():
+            self.relations.prepare([each for each in documents.resolver.tracked if each.name not in tops])
             for (name, _), reason in sorted(stale.items()):
-                self._builds.want(name, documents.mappings[name].fingerprint, reason)
+                self.builds.want(name, documents.mappings[name].fingerprint, reason)
             self._learn(documents)
 
     def _learn(self, documents: PostgresDocuments) -> None:
-        self._readiness.learn(documents, self._relations, self._boundary, self._check)
+        self.readiness.learn(documents, self.relations, self._boundary, self.check)
 
     @contextmanager
     def _boundary(self) -> Iterator[tuple[psycopg.Connection[Any], Lsn]]:
         with (
-            take_snapshot(self._settings.source, check=self._check) as snapshot,
+            take_snapshot(self.settings.source, check=self.check) as snapshot,
             snapshot.connect(Role.DOCUMENTS, parameters=NO_TIMEOUTS) as connection,
         ):
             yield connection, snapshot.position
 
     def _has_rows(self, heap: int) -> bool:
-        with connect(self._settings.source, Role.CATALOG) as connection:
+        with connect(self.settings.source, Role.CATALOG) as connection:
             return may_have_rows(connection, heap)
 
     def _moved(self, seen: Membership, now: Membership) -> set[str]:

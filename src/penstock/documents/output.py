@@ -11,25 +11,26 @@ that affect very many. Without Spark they do the work themselves (`penstock.work
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from penstock.destinations.base import Tasks
-from penstock.documents.base import NoopObserver, Observer, Sink
-from penstock.documents.builder import PostgresDocuments
+from penstock.documents.base import NoopObserver, Observer
+from penstock.documents.builder import PostgresDocuments, fitting
 from penstock.documents.catalog import load_catalog
 from penstock.documents.engine import Engine
 from penstock.documents.missed import MissedChanges, require_exact, require_published, require_whole
 from penstock.documents.relation_map import RelationMap
-from penstock.documents.specification.tree import IndexSpecification
 from penstock.documents.statements import LOCKED, POOL, SESSION, require_primary
 from penstock.documents.wal import WalCapture
 from penstock.documents.writer import DocumentsSettings
-from penstock.errors import PenstockError, QueryFailed, Retry, TablesAltered
+from penstock.errors import PenstockError, QueryFailed, Retry, SourceError, TablesAltered
 from penstock.output import RunningOutput, unknown_command
 from penstock.retry import Backoff
+from penstock.sinks.base import Sink
 from penstock.source.connections import Role, connect
+from penstock.specification.tree import IndexSpecification
 from penstock.spool import Stopping
 from penstock.state import Command, CommandKind, IndexBuild, Store, WorkKind
 from penstock.state.quarantine import Quarantine
@@ -41,8 +42,6 @@ __all__ = ["DocumentsOutput", "DocumentsSettings", "RunningDocuments"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_OUTPUT = "documents"
-RETRY_SECONDS = 0.5
-"""How often the output checks for quarantined documents that a user wants to retry."""
 LAG_SECONDS = 5.0
 """How often an observer receives the lag."""
 _IDLE_SECONDS = 0.5
@@ -101,6 +100,7 @@ class RunningDocuments(RunningOutput):
         self._published: Published | None = None
         """The publication that the coordinator saw last, until the thread that follows changes has processed it."""
         self._outages = Outages()
+        self._tables = {name for each in output.specifications for name in each.tables()}
         documents, _ = self._compile()
         self._session: PostgresDocuments | None = documents
         """None while there is no connection."""
@@ -147,14 +147,21 @@ class RunningDocuments(RunningOutput):
         return self._builds.all()
 
     @property
+    def stopped(self) -> Mapping[str, PenstockError]:
+        """The indexes that no longer fit the database, and why; the others go on."""
+        return self._builds.stopped
+
+    @property
     def is_complete(self) -> bool:
-        """True if every index serves, and only following changes is left to do."""
+        """True if every index serves that has not stopped, and only following changes is left to do."""
         return self._begun and not self._builds.unfinished and not self.unfinished_work
 
     @property
     def unfinished_work(self) -> bool:
         """True if documents of a fan-out are still to be built."""
-        return any(self.store.get_index_work(name, WorkKind.FAN_OUT) for name in self.indexes)
+        return any(
+            self.store.get_index_work(name, WorkKind.FAN_OUT) for name in self.indexes.keys() - self.stopped.keys()
+        )
 
     # Threads
 
@@ -193,7 +200,7 @@ class RunningDocuments(RunningOutput):
                 logger.info("compiling the indexes again reason=%s", error.message)
                 self._close_session()
             except Exception as error:
-                if not isinstance(error, PenstockError) or not (_can_be_tried_again(error) or self._is_outdated(error)):
+                if not (isinstance(error, PenstockError) and self._can_be_tried_again(error)):
                     self._observer.on_error(str(error))
                     raise
                 delay = backoff.next_delay()
@@ -205,14 +212,19 @@ class RunningDocuments(RunningOutput):
             if stopping:
                 return
 
-    def _is_outdated(self, error: PenstockError) -> bool:
-        """Return True if a statement failed, and tables have changed since it was compiled."""
-        if not isinstance(error, QueryFailed):
-            return False
-        compiled = self._capture.documents.catalog
-        with connect(self.settings.source, Role.DOCUMENTS, parameters=SESSION) as connection:
-            self._outdated = load_catalog(connection, compiled.tables) != compiled
-        return self._outdated
+    def _can_be_tried_again(self, error: PenstockError) -> bool:
+        """Return True for an error that may pass, and for a statement whose tables have changed since it was compiled.
+
+        If the server cannot say whether they have, the error of that question decides.
+        """
+        if isinstance(error, QueryFailed) and not _may_pass(error):
+            try:
+                with connect(self.settings.source, Role.DOCUMENTS, parameters=SESSION) as connection:
+                    self._outdated = load_catalog(connection, self._tables) != self._capture.documents.catalog
+            except SourceError as unanswered:
+                return _may_pass(unanswered)
+            return self._outdated
+        return _may_pass(error)
 
     def _round(self) -> None:
         """Do the work that is due between batches, then process a batch, unless the output is paused."""
@@ -264,11 +276,16 @@ class RunningDocuments(RunningOutput):
         connection = connect(self.settings.source, Role.DOCUMENTS, parameters=SESSION)
         try:
             require_primary(connection)
+            catalog = load_catalog(connection, self._tables)
+            builds = self.store.get_index_builds()
+            specifications, stopped = fitting(connection, output.specifications, catalog, builds)
             documents = PostgresDocuments(
                 connection,
                 connection,
-                output.specifications,
+                specifications,
                 self._relations,
+                catalog=catalog,
+                stopped=stopped,
                 chunk=settings.chunk_documents,
                 owner=self.store.pipeline_id,
                 source=self.settings.source,
@@ -290,17 +307,19 @@ class RunningDocuments(RunningOutput):
         """Compile the indexes again, over a new connection."""
         self._close_session()
         documents, published = self._compile()
-        try:
-            # First, because the backfill builds the wanted indexes with these.
-            self._engine.documents = self._capture.documents = documents
-            self._outdated = False
-            self._engine.readiness.look_again(documents)
-        except BaseException:
-            documents.connection.close()
-            raise
-        self._session = documents
-        if self._begun:
-            self._missed.resume(documents, published)
+        with self._builds.holding():  # an index that fits again is built after its maps are filled
+            try:
+                self._engine.readiness.stop_unfit(documents)
+                # First, because the backfill builds the wanted indexes with these.
+                self._engine.documents = self._capture.documents = documents
+                self._outdated = False
+                self._engine.readiness.look_again(documents)
+            except BaseException:
+                documents.connection.close()
+                raise
+            self._session = documents
+            if self._begun:
+                self._missed.resume(documents, published)
         return documents
 
     def _close_session(self) -> None:
@@ -312,7 +331,7 @@ class RunningDocuments(RunningOutput):
     def _look_at_catalog(self, published: Published) -> None:
         """Detect changes that the server does not send: replaced and rewritten tables, partitions, labels of enums."""
         documents = self._session or self._open_session()
-        if load_catalog(documents.connection, documents.catalog.tables) == documents.catalog:
+        if load_catalog(documents.connection, self._tables) == documents.catalog:
             self._missed.note(documents, published)
         else:
             self._open_session()
@@ -332,10 +351,13 @@ class RunningDocuments(RunningOutput):
             raise unknown_command(
                 command, "This command is for tables: use --output to name an output that writes tables."
             )
-        self._engine.rebuild(command.options.get("indexes", ()))
+        names = command.options.get("indexes", ())
+        for name in self.stopped.keys() & set(names):
+            raise self.stopped[name]
+        self._engine.rebuild(names)
         return True
 
 
-def _can_be_tried_again(error: PenstockError) -> bool:
+def _may_pass(error: PenstockError) -> bool:
     """Return True if the error's class allows a retry, or if a statement was blocked by a lock of another session."""
     return error.retry is Retry.TIMED or error.facts.get("sqlstate") in LOCKED

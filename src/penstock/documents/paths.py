@@ -28,8 +28,8 @@ from penstock.documents.expressions import (
     from_table,
     values_source,
 )
-from penstock.documents.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Relation
 from penstock.source.patterns import TableName
+from penstock.specification.tree import Aggregate, Field, Group, IndexSpecification, Join, Relation
 
 
 @dataclass(frozen=True, slots=True)

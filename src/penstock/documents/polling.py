@@ -39,8 +39,8 @@ from penstock.changes.segment import Operation
 from penstock.documents.base import Acks, Change, ChangeCapture, SnapshotTable
 from penstock.documents.catalog import SourceCatalog, SourceTable
 from penstock.documents.expressions import column, rows_of
-from penstock.documents.images import Changes, RowChanges, WantedColumns
-from penstock.documents.snapshot import cells_of, read_snapshot, read_texts, row_images, texts_of
+from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns
+from penstock.documents.snapshot import read_snapshot, read_texts, row_images, texts_of
 from penstock.documents.statements import as_literal, run_statement
 from penstock.errors import ConfigError, Retry, SourceError
 from penstock.retry import Backoff
@@ -73,7 +73,7 @@ _SNAPSHOT = """
 """
 _SEES_SESSIONS = "select pg_catalog.pg_has_role('pg_read_all_stats', 'usage')"
 XMIN = "xmin"
-TIME_TYPES = ("timestamptz", "timestamp")
+_TIME_TYPES = ("timestamptz", "timestamp")
 _VERSIONS = pa.schema([pa.field(name, pa.int64()) for name in ("mark", "place", "writer")])
 
 # The full id of a row's transaction: of those with these 32 bits, the nearest to the server's current one.
@@ -131,11 +131,10 @@ def polled_tables(
     found: list[PolledTable] = []
     for name in sorted(wanted):
         table = catalog.table(name)
-        if not table.primary_key:
-            raise ConfigError(f"{name} has no primary key, so it cannot be polled", hint="Add one.")
         cursor = (cursors or {}).get(name, default)
-        if cursor != XMIN:
-            _check_cursor(table, cursor)
+        problem = why_unpollable(table, cursor)
+        if problem is not None:
+            raise ConfigError(problem[0], hint=problem[1])
         found.append(PolledTable(table, wanted[name].columns, cursor))
     return found
 
@@ -183,13 +182,15 @@ class Delivered:
             self.versions = self.versions.filter(pa.array(self.versions.column("mark").to_numpy() >= floor))
 
 
-def _check_cursor(table: SourceTable, cursor: str) -> None:
-    found = table.column(cursor)
-    if found.base.name not in TIME_TYPES:
-        raise ConfigError(
-            f"{table.name}.{cursor} is {found.type}; polling needs a timestamp",
-            hint=f'Set another column, or "{XMIN}".',
-        )
+def why_unpollable(table: SourceTable, cursor: str) -> tuple[str, str] | None:
+    """Return why a table cannot be polled by this cursor, and what helps; None if it can."""
+    if not table.primary_key:
+        return f"{table.name} has no primary key, so it cannot be polled", "Add one."
+    found = table.columns.get(cursor)
+    if cursor == XMIN or (found is not None and found.base.name in _TIME_TYPES):
+        return None
+    what = f"{table.name} has no column {cursor!r}" if found is None else f"{table.name}.{cursor} is {found.type}"
+    return f"{what}; polling needs a timestamp", f'Set another column in polling.tables, or "{XMIN}".'
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +281,9 @@ class PollingCapture(ChangeCapture):
         self._positions.store(self._after(marks, None))
 
     def resumes(self) -> bool:
-        """See `ChangeCapture`."""
         return self._positions.load() is not None
 
     def live(self) -> Iterator[Change]:
-        """See `ChangeCapture`."""
         self.prepare()
         position = self._positions.load()
         if position is None:
@@ -314,7 +313,6 @@ class PollingCapture(ChangeCapture):
             _closed(connection)
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
-        """See `ChangeCapture`."""
         catalog = SourceCatalog({each.table.name: each.table for each in self._tables})
         return read_snapshot(self._source, catalog, tables, self._settings.chunk)
 
@@ -341,7 +339,7 @@ class PollingCapture(ChangeCapture):
         ordinal = 0
         for table in self._tables:
             for rows in self._changed(connection, table, before, marks):
-                images = cells_of(table.columns, rows)
+                images = Cells.of_rows(table.columns, rows)
                 known = table.table.primary_key
                 yield row_images(table.table.name, len(rows), images, known, Operation.UPDATE, order, ordinal)
                 ordinal += len(rows)

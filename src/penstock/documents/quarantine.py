@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
-from penstock.documents.base import FailurePolicies, Observer, Rejection
+from penstock.documents.base import FailurePolicies, Observer
 from penstock.lsn import Lsn
+from penstock.sinks.base import Rejection
 from penstock.state.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)

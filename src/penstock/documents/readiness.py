@@ -15,12 +15,13 @@ import psycopg
 
 from penstock import failpoints
 from penstock.documents.backfill import filling_of, serving_of
-from penstock.documents.base import DocumentBuilder, Sink
+from penstock.documents.base import DocumentBuilder
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.builds import Builds
 from penstock.documents.mapping import IndexMapping, is_built_from
 from penstock.documents.relation_map import RelationMap
 from penstock.lsn import Lsn
+from penstock.sinks.base import Sink
 from penstock.state import IndexBuild, IndexStatus
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,27 @@ class Readiness:
         `is_first` if no changes were followed yet, or some were missed since.
         """
         mappings = {each.index: each for each in documents.index_mappings()}
-        for name in self._builds.all().keys() - mappings.keys():
+        self.stop_unfit(documents)
+        for name in self._builds.all().keys() - mappings.keys() - self._builds.stopped.keys():
             self._builds.forget(name)
         for mapping in mappings.values():
             self._sink.ensure_index(mapping)
         for name, build in self._builds.all().items():
-            if not build.fingerprint:
+            if not build.fingerprint and name in mappings:
                 self._builds.want(name, mappings[name].fingerprint, TAKEN_OVER)
         for mapping in mappings.values():
             self._want_unseeded(documents, mapping, is_first=is_first)
+
+    def stop_unfit(self, documents: DocumentBuilder) -> None:
+        """Mark indexes that no longer fit the database for a rebuild: their changes are not followed meanwhile."""
+        stopped = documents.stopped if isinstance(documents, PostgresDocuments) else {}
+        for name, error in stopped.items():
+            if name not in self._builds.stopped:
+                logger.error("index stopped index=%s error=%s", name, error)
+            build = self._builds.of(name)
+            if build is not None and not self._skip_backfill:
+                self._builds.want(name, build.fingerprint, f"it did not fit the database: {error.message}")
+        self._builds.stopped = stopped
 
     def look_again(self, documents: DocumentBuilder) -> None:
         """Mark indexes for a rebuild whose documents have other ids after compiling again."""

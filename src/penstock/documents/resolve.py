@@ -15,7 +15,6 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import psycopg
 import pyarrow as pa
 from psycopg import sql
@@ -24,10 +23,10 @@ from penstock.documents.catalog import SourceCatalog, SourceTable, complete
 from penstock.documents.images import Cells, Changes, RowChanges, WantedColumns, distinct_tuples
 from penstock.documents.paths import Entry, entries_of, link_columns, way_up
 from penstock.documents.relation_map import RelationMap, TrackedRelation, canonical_links
-from penstock.documents.specification.tree import IndexSpecification
 from penstock.documents.statements import read_pieces
 from penstock.errors import ConfigError
 from penstock.source.patterns import TableName
+from penstock.specification.tree import IndexSpecification
 
 DEFAULT_CHUNK = 10_000
 
@@ -39,8 +38,17 @@ class ResolvedKeys:
     index: str
     keys: tuple[list[str], ...]
 
+    @classmethod
+    def of_rows(cls, index: str, rows: Sequence[Sequence[str]], width: int) -> ResolvedKeys:
+        """Return keys that are given document by document; each has `width` columns."""
+        return cls(index, tuple([row[place] for row in rows] for place in range(width)))
+
     def __len__(self) -> int:
         return len(self.keys[0])
+
+    def part(self, first: int, stop: int | None = None) -> ResolvedKeys:
+        """Return the keys from one place to another."""
+        return ResolvedKeys(self.index, tuple(each[first:stop] for each in self.keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +136,13 @@ class Resolver:
 
         The changes must be visible to `connection`, which reads the source.
         """
-        known: dict[TableName, list[RowChanges | _Links]] = {}
+        known: dict[TableName, list[Mapping[str, Cells]]] = {}
         updates: list[tuple[TrackedRelation, pa.Table]] = []
         for name, rows in self._by_table(changes.rows):
-            known[name] = [rows]
+            known[name] = [rows.old, rows.new]
             if name in self._tracked and not changes.is_snapshot:
                 links = canonical_links(connection, self._tracked[name], rows)
-                known[name].append(_Links(links.after()))
+                known[name].append(links.after())
                 for relation in self._tracked[name]:
                     known[name].append(self._look_up(relation, links.old_keys()))
                     updates.append((relation, links.update_of(relation)))
@@ -170,7 +178,7 @@ class Resolver:
             text = self._texts[question.index, question.paths] = self._compile(index, question.paths)
         doing = f"find the documents of {question.index!r} that changed"
         for rows in read_pieces(connection, text, question.values, self._chunk, doing):
-            yield ResolvedKeys(question.index, tuple(list(each) for each in zip(*rows, strict=True)))
+            yield ResolvedKeys.of_rows(question.index, rows, len(rows[0]))
 
     def indexes_over(self, tables: Collection[TableName]) -> frozenset[str]:
         """Return the indexes that use one of these tables."""
@@ -207,7 +215,7 @@ class Resolver:
     def _questions(
         self,
         indexes: Sequence[_Index],
-        known: Mapping[TableName, Sequence[RowChanges | _Links]],
+        known: Mapping[TableName, Sequence[Mapping[str, Cells]]],
         *,
         roots_only: bool,
     ) -> Iterator[Question]:
@@ -235,16 +243,10 @@ class Resolver:
         # A single path can lead to the same document several times.
         return sql.SQL("select distinct * from ({}) d").format(sql.SQL(" union all ").join(ways)).as_string(None)
 
-    def _look_up(self, relation: TrackedRelation, keys: list[str]) -> _Links:
+    def _look_up(self, relation: TrackedRelation, keys: list[str]) -> dict[str, Cells]:
+        """Return the old links of rows from their relation map."""
         found = self._relations.lookup(relation, keys) if keys else []
-        columns = list(zip(*found, strict=True)) if found else [() for _ in relation.links]
-        everything = np.ones(len(found), np.bool_)
-        return _Links(
-            {
-                name: Cells(pa.array(values, pa.string()), everything)
-                for name, values in zip(relation.links, columns, strict=True)
-            }
-        )
+        return Cells.of_rows(relation.links, found)
 
     @property
     def _relations(self) -> RelationMap:
@@ -257,20 +259,9 @@ class Resolver:
         return self._map
 
 
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """Old links of rows from a relation map, or their current links."""
-
-    links: Mapping[str, Cells]
-
-
-def _start_values(entry: Entry, known: Sequence[RowChanges | _Links]) -> list[list[str]]:
-    images: list[list[Cells]] = []
-    for each in known:
-        if isinstance(each, RowChanges):
-            images += [[image[name] for name in entry.columns] for image in (each.old, each.new)]
-        elif each.links.keys() >= set(entry.columns):
-            images.append([each.links[name] for name in entry.columns])
+def _start_values(entry: Entry, known: Sequence[Mapping[str, Cells]]) -> list[list[str]]:
+    """Return the values of an entry's columns in all images of rows that have these columns."""
+    images = [[image[name] for name in entry.columns] for image in known if image.keys() >= set(entry.columns)]
     return distinct_tuples(images, len(entry.columns))
 
 

@@ -86,7 +86,7 @@ def open_side_tables(state_url: str, suffix: str) -> SideTables:
     return PostgresTables(lambda: connect(settings, Role.STATE, parameters=NO_TIMEOUTS))
 
 
-class PostgresTables:
+class PostgresTables(SideTables):
     """Side tables in a Postgres database. `connect` returns connections in autocommit, used by this object alone."""
 
     list_type = "text[]"
@@ -98,7 +98,6 @@ class PostgresTables:
         self._opened: psycopg.Connection[Any] | None = None
 
     def create(self, text: str, doing: str) -> None:
-        """See `SideTables`."""
         with self.transaction(doing):
             # Without the lock, two processes that start together would both find no schema.
             self.run(f"select pg_advisory_xact_lock(hashtext('{SCHEMA}'))", [], doing)
@@ -106,27 +105,24 @@ class PostgresTables:
             self.run(text, [], doing)
 
     def run(self, text: str, parameters: Sequence[Any], doing: str) -> list[tuple[Any, ...]]:
-        """See `SideTables`."""
         with self._connection() as connection:
             return run_statement(connection, text, parameters, doing)
 
     def run_on_rows(self, text: str, columns: dict[str, str], values: Sequence[Sequence[Any]], doing: str) -> None:
-        """See `SideTables`. Runs one statement for any number of rows."""
+        """Runs one statement for any number of rows."""
         arrays = ", ".join(f"${number}::{type_}[]" for number, type_ in enumerate(columns.values(), start=1))
         self.run(text.replace("{rows}", f"unnest({arrays}) r ({', '.join(columns)})"), values, doing)
 
     def each(self, parameter: str) -> str:
-        """See `SideTables`."""
         return f"unnest({parameter}::text[]) k (value)"
 
     @contextmanager
     def transaction(self, doing: str) -> Iterator[None]:
-        """See `SideTables`."""
         with self._connection() as connection, translated(connection, doing), connection.transaction():
             yield
 
     def refill(self, table: str, source: psycopg.Connection[Any], query: sql.Composed, doing: str) -> None:
-        """See `SideTables`. Passes rows on as bytes of COPY."""
+        """Passes rows on as bytes of COPY."""
         self.clear(table, doing)
         with self._connection() as connection, translated(source, doing):
             if source is connection:
@@ -138,11 +134,9 @@ class PostgresTables:
                     taken.write(piece)
 
     def clear(self, table: str, doing: str) -> None:
-        """See `SideTables`."""
         self.run(f"truncate {table}", [], doing)
 
     def close(self) -> None:
-        """See `SideTables`."""
         if self._opened is not None:
             self._opened.close()
 
@@ -155,7 +149,7 @@ class PostgresTables:
             yield self._opened
 
 
-class SqliteTables:
+class SqliteTables(SideTables):
     """Side tables in an SQLite file, which is created if it does not exist; its folder is not."""
 
     list_type = "text"
@@ -172,28 +166,24 @@ class SqliteTables:
             self._connection.execute("pragma synchronous = full")
 
     def create(self, text: str, doing: str) -> None:
-        """See `SideTables`."""
         self.run(text, [], doing)
 
     def run(self, text: str, parameters: Sequence[Any], doing: str) -> list[tuple[Any, ...]]:
-        """See `SideTables`."""
         with self._translated(doing):
             return self._connection.execute(_unqualified(text), _named(parameters)).fetchall()
 
     def run_on_rows(self, text: str, columns: dict[str, str], values: Sequence[Sequence[Any]], doing: str) -> None:
-        """See `SideTables`."""
         row = ", ".join(f"${number} as {name}" for number, name in enumerate(columns, start=1))
         with self.transaction(doing):
             statement = _unqualified(text.replace("{rows}", f"(select {row}) r"))
             self._connection.executemany(statement, map(_named, zip(*values, strict=True)))
 
     def each(self, parameter: str) -> str:
-        """See `SideTables`."""
         return f"json_each({parameter}) k"
 
     @contextmanager
     def transaction(self, doing: str) -> Iterator[None]:
-        """See `SideTables`. A nested one is part of the outer one."""
+        """A nested one is part of the outer one."""
         with self._translated(doing):
             if self._connection.in_transaction:
                 yield
@@ -207,7 +197,6 @@ class SqliteTables:
             self._connection.execute("commit")
 
     def refill(self, table: str, source: psycopg.Connection[Any], query: sql.Composed, doing: str) -> None:
-        """See `SideTables`."""
         self.clear(table, doing)
         with self._translated(doing):
             for rows in read_pieces(source, query.as_string(None), [], _FETCHED_ROWS, doing):
@@ -215,11 +204,9 @@ class SqliteTables:
                 self._connection.executemany(f"insert into {_unqualified(table)} values ({places})", rows)  # noqa: S608
 
     def clear(self, table: str, doing: str) -> None:
-        """See `SideTables`."""
         self.run(f"delete from {table}", [], doing)  # noqa: S608 (a name of ours)
 
     def close(self) -> None:
-        """See `SideTables`."""
         self._connection.close()
 
     @contextmanager

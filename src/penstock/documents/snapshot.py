@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 import psycopg
-import pyarrow as pa
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from penstock.changes.segment import Operation
 from penstock.documents.base import Change, SnapshotTable
 from penstock.documents.catalog import SourceCatalog
 from penstock.documents.expressions import column, rows_of
 from penstock.documents.images import Cells, Changes, RowChanges
+from penstock.documents.statements import read_pieces
 from penstock.source.connections import NO_TIMEOUTS, Role, SourceSettings, connect
-from penstock.source.faults import translated
 from penstock.source.patterns import TableName
 
 CHUNK = 10_000
@@ -36,7 +34,7 @@ def read_snapshot(
         for each in tables:
             text = sql.SQL("select {} from {} r").format(texts_of(each.columns), rows_of(catalog.table(each.table)))
             for rows in read_texts(connection, text, [], chunk, f"read {each.table}"):
-                images = cells_of(each.columns, rows)
+                images = Cells.of_rows(each.columns, rows)
                 changes = row_images(each.table, len(rows), images, (), Operation.INSERT, 0, 0)
                 yield Change(Changes((changes,), is_snapshot=True), _Nothing())
 
@@ -44,32 +42,19 @@ def read_snapshot(
 def read_texts(
     connection: psycopg.Connection[Any], text: sql.Composed, parameters: list[Any], chunk: int, doing: str
 ) -> Iterator[list[tuple[Any, ...]]]:
-    """Run a query and yield its rows in pieces."""
-    with (
-        translated(connection, doing),
-        connection.transaction(),
-        psycopg.RawServerCursor(connection, "penstock_poll", row_factory=tuple_row) as cursor,
-    ):
-        cursor.execute(text, parameters)
-        while rows := cursor.fetchmany(chunk):
-            try:
-                yield rows
-            except GeneratorExit:
-                # No reader is left: the run has ended, perhaps because of this connection.
-                connection.close()
-                raise
+    """Run a query and yield its rows in pieces; closes the connection if they are not read to the end."""
+    for rows in read_pieces(connection, text.as_string(None), parameters, chunk, doing):
+        try:
+            yield rows
+        except GeneratorExit:
+            # No reader is left: the run has ended, perhaps because of this connection.
+            connection.close()
+            raise
 
 
 def texts_of(columns: Sequence[str]) -> sql.Composed:
     """Return columns of `r` as texts, for a select."""
     return sql.SQL(", ").join([sql.SQL("{}::pg_catalog.text").format(column("r", each)) for each in columns])
-
-
-def cells_of(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, Cells]:
-    """Return the texts of rows, column by column."""
-    sent = np.ones(len(rows), np.bool_)
-    values = zip(*rows, strict=True)
-    return {name: Cells(pa.array(each, pa.string()), sent) for name, each in zip(columns, values, strict=True)}
 
 
 def row_images(

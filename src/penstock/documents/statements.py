@@ -66,6 +66,12 @@ def run_statement(
             raise without_values(error, connection, doing) from None
 
 
+def explain(connection: psycopg.Connection[Any], text: str, parameters: int, doing: str) -> tuple[str, ...]:
+    """Let the server plan a statement whose parameters are arrays, as if they were empty; return the plan's lines."""
+    rows = run_statement(connection, f"explain {text}", [list[str]() for _ in range(parameters)], doing)
+    return tuple(row[0] for row in rows)
+
+
 def read_pieces(
     connection: psycopg.Connection[Any], text: str, parameters: Sequence[Any], chunk: int, doing: str
 ) -> Iterator[list[tuple[Any, ...]]]:

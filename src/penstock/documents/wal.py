@@ -40,12 +40,8 @@ IDLE_SECONDS = 0.2
 class _Run:
     """Whole transactions that are confirmed together."""
 
-    end: Lsn
-    changes: int = 0
-    """Since the start of the process."""
-    batches: int = 0
-    """Since the start of the process, without those that have no changes."""
-    last_commit_time: int = 0
+    status: ApplyStatus
+    """At its end; counters are since the start of the process, without batches that have no changes."""
     server: Ancestry | None = None
     """The server that took over before them; None if none did."""
 
@@ -78,24 +74,21 @@ class WalCapture(ChangeCapture, Receiver):
         self._max_changes = max_changes
         self._piece_changes = piece_changes
         self._acks: Acks[_Run] = Acks(self._advance)
-        self._confirmed = self._delivered = _Run(position)
+        self._confirmed = self._delivered = _Run(ApplyStatus(position, position, 0, 0, 0))
         self._pieces: Iterator[Change] | None = None
         self._versions: set[tuple[int, str]] = set()
 
     @property
     def status(self) -> ApplyStatus:
         """Positions and counters."""
-        run = self._confirmed
-        return ApplyStatus(run.end, run.end, run.changes, run.batches, run.last_commit_time)
+        return self._confirmed.status
 
     # See `ChangeCapture`. Publication and slot exist before a spool does, so there is nothing to prepare.
 
     def resumes(self) -> bool:
-        """See `ChangeCapture`."""
         return self._store.get_replication_progress() is not None
 
     def opened(self) -> Receiver:
-        """See `ChangeCapture`."""
         self._acks.forget()
         self._pieces = None
         self._delivered = self._confirmed
@@ -110,38 +103,35 @@ class WalCapture(ChangeCapture, Receiver):
                 yield change
 
     def snapshot(self, tables: Sequence[SnapshotTable]) -> Iterator[Change]:
-        """See `ChangeCapture`."""
         return read_snapshot(self._source, self.documents.catalog, tables)
 
     def barrier(self) -> Callable[[], bool]:
-        """See `ChangeCapture`."""
         now = current_position(self._source)
-        return lambda: reaches(self._confirmed.end, now)
+        return lambda: reaches(self._confirmed.status.applied, now)
 
     def lag(self) -> int:
-        """See `ChangeCapture`."""
-        return distance(self._confirmed.end, current_position(self._source))
+        return distance(self._confirmed.status.applied, current_position(self._source))
 
     # See `Receiver`
 
     @property
     def is_empty(self) -> bool:
-        """See `Receiver`."""
         captured = self._reader.captured
-        return self._pieces is None and (captured is None or reaches(self._delivered.end, captured))
+        return self._pieces is None and (captured is None or reaches(self._delivered.status.applied, captured))
 
     @property
     def is_finished(self) -> bool:
-        """See `Receiver`."""
         return False
 
     def receive(self, timeout: float | None = None) -> Change | None:
         """See `Receiver`. Raises `TablesAltered` once if rows have a schema that was not compiled."""
         if self._pieces is None:
-            if not self._reader.wait(self._delivered.end, IDLE_SECONDS if timeout is None else timeout):
+            if not self._reader.wait(self._delivered.status.applied, IDLE_SECONDS if timeout is None else timeout):
                 return None
-            self._reader.forget(self._confirmed.end)
-            entries = _gather(self._reader.entries(self._delivered.end), self.documents.names, self._max_changes)
+            self._reader.forget(self._confirmed.status.applied)
+            entries = _gather(
+                self._reader.entries(self._delivered.status.applied), self.documents.names, self._max_changes
+            )
             self._require_compiled(entries)
             self._pieces = self._deliver(entries)
         return next(self._pieces)
@@ -150,14 +140,15 @@ class WalCapture(ChangeCapture, Receiver):
         batch = self._batch(entries)
         server = self._reader.ancestry
         is_new_server = server is not None and server.follows(self._store.ancestry)
-        before, end = self._delivered, entries[-1].end
-        run = self._delivered = _Run(
+        before, end = self._delivered.status, entries[-1].end
+        status = ApplyStatus(
+            end,
             end,
             before.changes + batch.row_count,
             before.batches + (batch.row_count > 0),
             max(before.last_commit_time, batch.last_commit_time),
-            server if is_new_server else None,
         )
+        run = self._delivered = _Run(status, server if is_new_server else None)
         last: Changes | None = None
         for changes in changes_in_pieces(batch, self.documents.wanted, self._piece_changes):
             if last is not None:
@@ -176,9 +167,9 @@ class WalCapture(ChangeCapture, Receiver):
         tables = {step.table_id for entry in entries for step in entry.steps if isinstance(step, Segment | Truncation)}
         return build_batch(
             entries,
-            begin=self._delivered.end,
+            begin=self._delivered.status.applied,
             end=entries[-1].end,
-            positions=dict.fromkeys(tables, self._delivered.end),
+            positions=dict.fromkeys(tables, self._delivered.status.applied),
             schemas={},
             schema_of=self._reader.load_schema,
         )
@@ -213,9 +204,9 @@ class WalCapture(ChangeCapture, Receiver):
     def _advance(self, run: _Run) -> None:
         if run.server is not None:
             self._store.use_lineage(run.server)
-        self._store.upsert_replication_progress(run.end)
+        self._store.upsert_replication_progress(run.status.applied)
         failpoints.reach("after_documents_progress")
-        self._reader.readers.advance(self._name, run.end)
+        self._reader.readers.advance(self._name, run.status.applied)
         failpoints.reach("after_documents_acknowledge")
         self._confirmed = run
 

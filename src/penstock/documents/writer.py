@@ -24,20 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.destinations.base import Tasks
-from penstock.documents.base import (
-    DOCUMENT_SCHEMA,
-    BatchPolicy,
-    DocumentBuilder,
-    FailurePolicies,
-    Rejection,
-    Sink,
-    TaskBuilder,
-)
+from penstock.documents.base import BatchPolicy, DocumentBuilder, FailurePolicies, TaskBuilder
 from penstock.documents.builder import RANGE_BYTES, BuildsHere, is_about_values
 from penstock.documents.builds import Builds
 from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import ResolvedKeys
 from penstock.errors import QueryFailed
+from penstock.sinks.base import DOCUMENT_SCHEMA, Rejection, Sink
 from penstock.workers.process_tasks import ProcessTasks
 
 _BACKLOG_BYTES = 32 << 20

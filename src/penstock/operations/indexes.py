@@ -11,7 +11,6 @@ import psycopg
 
 from penstock.config import Config, IndexChoice
 from penstock.documents import PostgresDocuments
-from penstock.documents.base import IndexFacts, ReadableSink, Sink, readable
 from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import SourceCatalog, load_catalog
 from penstock.documents.checks import check_index, check_polling
@@ -22,6 +21,7 @@ from penstock.documents.polling import polled_catalog
 from penstock.errors import DestinationUnavailable, PenstockError
 from penstock.operations.status import IndexState, stored_indexes
 from penstock.operations.stores import existing_store
+from penstock.sinks.base import IndexFacts, ReadableSink, Sink, readable
 from penstock.source import Role, connect
 from penstock.source.identity import quote_if_needed
 from penstock.source.preflight import Check, Report, Severity, Status

@@ -14,6 +14,7 @@ from penstock.config import Config, DocumentsChoice, PollingChoice
 from penstock.config.units import count_of
 from penstock.documents import Engine, Observer, PostgresDocuments, Sink
 from penstock.documents.base import BatchStatistics
+from penstock.documents.builder import fitting
 from penstock.documents.catalog import load_catalog
 from penstock.documents.polling import PollingCapture, PollPositions, polled_catalog, polled_tables
 from penstock.documents.relation_map import RelationMap, open_relation_map
@@ -75,13 +76,16 @@ def _run_engine(
         connect(source, Role.DOCUMENTS, parameters=SESSION) as building,
     ):
         require_primary(building)
-        catalog = load_catalog(building, {name for each in choice.specifications for name in each.tables()})
+        names = {name for each in choice.specifications for name in each.tables()}
+        catalog = polled_catalog(load_catalog(building, names))
+        specifications, stopped = fitting(building, choice.specifications, catalog, store.get_index_builds())
         documents = PostgresDocuments(
             resolving,
             building,
-            choice.specifications,
+            specifications,
             relations,
-            catalog=polled_catalog(catalog),
+            catalog=catalog,
+            stopped=stopped,
             chunk=settings.chunk_documents,
             owner=owner,
             source=source,

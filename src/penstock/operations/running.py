@@ -135,6 +135,12 @@ class Running:
             if isinstance(phase, Errored)
         }
 
+    @property
+    def stopped_indexes(self) -> dict[str, PenstockError]:
+        """The indexes that no longer fit the database, and why."""
+        documents = [output for output in self._coordinator if isinstance(output, RunningDocuments)]
+        return {name: error for output in documents for name, error in output.stopped.items()}
+
     def named(self, output: RunningOutput, text: str) -> str:
         """A text about an output, with its name in front if there are several."""
         return f"{output.output}: {text}" if len(self._coordinator) > 1 else text

@@ -12,8 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.documents.base import ReadableSink, Sink, readable
-from penstock.documents.mapping import IndexMapping
+from penstock.sinks.base import IndexMapping, ReadableSink, Sink, readable
 
 _PROPERTIES = {"n": {"type": "integer"}, "shape": {"type": "keyword"}}
 

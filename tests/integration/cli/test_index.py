@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.documents.mapping import index_mapping
-from penstock.documents.specification import load_specification
+from penstock.specification import load_specification
 from penstock.testing.shop import create_shop, fill_shop
 from tests.integration.documents.opensearch.conftest import batch_of
 from tests.program import penstock

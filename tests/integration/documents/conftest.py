@@ -11,8 +11,8 @@ import pytest
 
 from penstock.documents.build import build_documents, compile_build
 from penstock.documents.catalog import SourceCatalog, load_catalog
-from penstock.documents.specification import IndexSpecification, parse_specification
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import IndexSpecification, parse_specification
 from tests.conftest import Database
 
 SCHEMA = """

@@ -15,11 +15,11 @@ import pytest
 from penstock.documents import catalog
 from penstock.documents.build import BUILT, build_documents, compile_build
 from penstock.documents.checks import check_index
-from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError, QueryFailed
 from penstock.source.catalog import load_tables
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.patterns import TableName
+from penstock.specification import parse_specification
 from tests.conftest import Database
 from tests.integration.documents.conftest import Build, catalog_of
 

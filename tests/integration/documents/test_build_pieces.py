@@ -8,8 +8,8 @@ import psycopg
 import pytest
 
 from penstock.documents.build import PIECE_BYTES, build_pieces, build_range, compile_build
-from penstock.documents.specification import parse_specification
 from penstock.errors import QueryFailed
+from penstock.specification import parse_specification
 from tests.integration.documents.conftest import Build, catalog_of
 
 HEAD = "version: 1\nschema: lib\ntable: books\nprimary_key: id\n"

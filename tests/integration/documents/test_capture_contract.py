@@ -18,13 +18,13 @@ from penstock.documents.engine import Engine
 from penstock.documents.polling import PollingCapture, PollSettings, open_positions, polled_catalog, polled_tables
 from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.documents.sinks import MemorySink
-from penstock.documents.specification import parse_specification
 from penstock.documents.wal import WalCapture
 from penstock.errors import TablesAltered
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.patterns import TableName
 from penstock.source.slots import create_slot
+from penstock.specification import parse_specification
 from penstock.spool import SpoolReader, SpoolSettings
 from penstock.state import MemoryStore
 from tests.conftest import Database

@@ -17,10 +17,10 @@ from penstock.documents.images import Changes, changes_in_pieces
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.resolve import Resolver
 from penstock.documents.side_tables import PostgresTables
-from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.slots import create_slot
+from penstock.specification import parse_specification
 from penstock.spool import SpoolReader, SpoolSettings
 from tests.conftest import Database
 from tests.support.oracle import capture_until, current_position

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from penstock.documents.checks import check_index
-from penstock.documents.specification import parse_specification
 from penstock.source.preflight.report import Check, Report, Severity
+from penstock.specification import parse_specification
 from tests.integration.documents.conftest import catalog_of
 
 HEAD = "version: 1\nschema: lib\ntable: books\nprimary_key: id\n"

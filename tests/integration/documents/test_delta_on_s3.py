@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from penstock.documents.base import Sink
-from penstock.documents.sinks.delta import DeltaSink
+from penstock.sinks.delta import DeltaSink
 from penstock.testing.sinks import SinkContract
 from tests.support.s3 import S3Server
 

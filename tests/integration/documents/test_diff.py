@@ -16,9 +16,9 @@ from penstock.documents.catalog import load_catalog
 from penstock.documents.diff import DiffReport, IndexDiff, Kind, Patience
 from penstock.documents.mapping import index_mapping
 from penstock.documents.sinks import CountingSink, MemorySink
-from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import parse_specification
 from tests.conftest import Database
 
 BOOKS = parse_specification(
@@ -116,6 +116,7 @@ def test_every_sort_of_difference_is_found_with_its_place(world: World) -> None:
         Kind.DIFFERENT: 2,
         Kind.EXTRA: 2,
         Kind.UNSETTLED: 0,
+        Kind.UNBUILDABLE: 0,
     }
 
 
@@ -181,3 +182,44 @@ def test_a_sink_that_keeps_nothing_cannot_be_read() -> None:
 
 def chapters() -> list[dict[str, str]]:
     return [{"name": f"chapter {n}"} for n in (1, 2, 3)]
+
+
+PRICES = parse_specification(
+    """
+version: 1
+table: books
+fields:
+  - {text: title}
+  - {avg: mean, table: prices, foreign_key: book_id, column: price}
+""",
+    "prices",
+)
+
+
+def test_documents_that_cannot_be_built_are_reported_and_are_not_extra(world: World) -> None:
+    world.database.execute("""
+        create table prices (id int primary key, book_id int, price numeric);
+        insert into prices select n, n, n from generate_series(1, 50) n
+    """)
+    documents = PostgresDocuments(world.connection, world.documents._building, [PRICES], chunk=7)
+    world.sink.ensure_index(index_mapping(PRICES))
+    for keys in documents.every_key("prices"):
+        for row in documents.build(keys).to_pylist():
+            world.sink.upsert("prices", row["id"], row["version"], row["body"])
+    world.sink.flush(True)
+    world.sink.mark_seeded("prices")
+    world.put("x", {"title": "no key is like this"}, "prices")
+    world.remove("9", "prices")
+    world.database.execute("update prices set price = 1e400 where id in (7, 9)")
+
+    def diff() -> IndexDiff:
+        keys = DocumentKeys.of(PRICES, documents.catalog)
+        return IndexDiff(documents, keys, world.sink, patience=Patience(0.6))
+
+    wanted = {"7": (Kind.UNBUILDABLE, ()), "9": (Kind.UNBUILDABLE, ()), "x": (Kind.EXTRA, ())}
+    full = diff().full()
+    assert (found(full), full.compared, full.differs, full.complete) == (wanted, 51, True, True)
+    # The sample of the sink has the one, and the sample of the database the other.
+    assert found(diff().sample(world.connection, 100)) == wanted
+    world.database.execute("update prices set price = 7 where id = 7; delete from prices where id = 9")
+    assert found(diff().full()) == {"9": (Kind.MISSING, ()), "x": (Kind.EXTRA, ())}

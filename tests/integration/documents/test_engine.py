@@ -21,11 +21,11 @@ from penstock.documents.images import Cells, Changes, RowChanges
 from penstock.documents.relation_map import RelationMap
 from penstock.documents.side_tables import PostgresTables
 from penstock.documents.sinks import MemorySink
-from penstock.documents.specification import parse_specification
 from penstock.documents.statements import wait_until_visible
 from penstock.errors import SnapshotBlocked
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import parse_specification
 from penstock.testing.postgres import PostgresServer
 from tests.conftest import Database
 from tests.integration.documents import world

@@ -16,10 +16,10 @@ from penstock.documents.catalog import load_catalog
 from penstock.documents.relation_map import RelationMap, open_relation_map
 from penstock.documents.resolve import Resolver
 from penstock.documents.side_tables import PostgresTables
-from penstock.documents.specification import IndexSpecification
 from penstock.lsn import Lsn
 from penstock.schema import ReplicaIdentity
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import IndexSpecification
 from tests.conftest import Database
 from tests.integration.documents import world
 

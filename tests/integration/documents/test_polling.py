@@ -30,11 +30,11 @@ from penstock.documents.polling import (
 )
 from penstock.documents.relation_map import open_relation_map
 from penstock.documents.sinks import MemorySink
-from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.patterns import TableName
+from penstock.specification import parse_specification
 from tests.conftest import Database
 
 ROWS = TableName("public", "rows")

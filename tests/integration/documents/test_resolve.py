@@ -28,13 +28,13 @@ from penstock.documents.relation_map import (
 )
 from penstock.documents.resolve import Resolver
 from penstock.documents.side_tables import PostgresTables
-from penstock.documents.specification import parse_specification
 from penstock.documents.statements import wait_until_visible
 from penstock.errors import ConfigError, PenstockError
 from penstock.lsn import Lsn
 from penstock.schema import ReplicaIdentity
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.patterns import TableName
+from penstock.specification import parse_specification
 from tests.conftest import Database
 from tests.integration.documents import world
 

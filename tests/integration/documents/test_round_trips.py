@@ -11,9 +11,9 @@ import pytest
 
 from penstock.documents.builder import PostgresDocuments
 from penstock.documents.relation_map import open_relation_map
-from penstock.documents.specification import parse_specification
 from penstock.lsn import Lsn
 from penstock.source.connections import Role, SourceSettings, connect
+from penstock.specification import parse_specification
 from tests.conftest import Database
 from tests.integration.documents import world
 

@@ -19,9 +19,9 @@ import yaml
 
 from penstock.changes.segment import COMMIT_LSN, OLD, OP, ORDINAL, UNCHANGED, Operation
 from penstock.documents.images import Changes, RowChanges, WantedColumns, row_changes
-from penstock.documents.specification import IndexSpecification, parse_specification
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 from penstock.source.patterns import TableName
+from penstock.specification import IndexSpecification, parse_specification
 
 SCHEMA = """
 create schema w;

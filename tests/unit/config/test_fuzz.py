@@ -16,10 +16,10 @@ from penstock.config import load_config, loading
 from penstock.config.loading import make_config
 from penstock.config.models import ConfigFile
 from penstock.config.units import parse_duration, parse_size
-from penstock.documents.specification import parse_specification
 from penstock.errors import ConfigError
 from penstock.operations.report import redact_config
 from penstock.source.patterns import TablePattern
+from penstock.specification import parse_specification
 
 VALID: dict[str, Any] = {
     "pipeline": {"id": "shop"},

@@ -10,13 +10,13 @@ import pytest
 
 from penstock.documents.catalog import SourceCatalog, SourceColumn, SourceTable
 from penstock.documents.mapping import build_fingerprint, fingerprint, index_mapping, is_built_from
-from penstock.documents.sinks.opensearch.sink import for_elasticsearch
-from penstock.documents.specification import load_specification, parse_specification
 from penstock.errors import ConfigError
 from penstock.schema import PostgresType, ReplicaIdentity
+from penstock.sinks.opensearch.sink import for_elasticsearch
 from penstock.source.patterns import TableName
+from penstock.specification import load_specification, parse_specification
 
-FOLDER = Path(__file__).parent / "specifications"
+FOLDER = Path(__file__).parents[1] / "specification" / "specifications"
 HEAD = "version: 1\ntable: users\nprimary_key: id\n"
 
 

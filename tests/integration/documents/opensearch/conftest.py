@@ -11,7 +11,7 @@ import pytest
 
 from penstock.documents.base import DOCUMENT_SCHEMA, Sink
 from penstock.documents.mapping import IndexMapping
-from penstock.documents.sinks.opensearch import OpenSearchSink
+from penstock.sinks.opensearch import OpenSearchSink
 from penstock.testing.opensearch import ExistingOpenSearch
 
 PROPERTIES: dict[str, Any] = {

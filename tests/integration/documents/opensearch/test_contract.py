@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.documents.base import Sink
-from penstock.documents.sinks.opensearch import OpenSearchSink
+from penstock.sinks.opensearch import OpenSearchSink
 from penstock.testing.sinks import SinkContract
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.documents.base import DOCUMENT_SCHEMA, Rejection
-from penstock.documents.sinks.opensearch import OpenSearchSink
+from penstock.sinks.opensearch import OpenSearchSink
 from tests.integration.documents.opensearch.conftest import Looker, MakeSink, batch_of, mapping_of, write
 
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.documents.sinks.opensearch import OpenSearchSink
 from penstock.errors import DestinationRefused, DestinationUnavailable
+from penstock.sinks.opensearch import OpenSearchSink
 from penstock.testing.opensearch import ExistingOpenSearch
 from tests.integration.documents.opensearch.conftest import Looker, mapping_of, write
 

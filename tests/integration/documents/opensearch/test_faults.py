@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.sinks.opensearch import OpenSearchSink, bulk
-from penstock.documents.sinks.opensearch.bulk import BulkResult, read_answer
 from penstock.errors import DestinationRefused, DestinationUnavailable
+from penstock.sinks.opensearch import OpenSearchSink, bulk
+from penstock.sinks.opensearch.bulk import BulkResult, read_answer
 from penstock.testing.opensearch import OpenSearchServer
 from penstock.testing.server import free_port
 from tests.integration.documents.opensearch.conftest import Looker, batch_of, mapping_of, write

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from penstock.documents.sinks.opensearch import OpenSearchSink
-from penstock.documents.sinks.opensearch.client import FILLING_GC_DELETES, SERVING_GC_DELETES
-from penstock.documents.sinks.opensearch.generations import paths_of
 from penstock.errors import IndexUnusable
+from penstock.sinks.opensearch import OpenSearchSink
+from penstock.sinks.opensearch.client import FILLING_GC_DELETES, SERVING_GC_DELETES
+from penstock.sinks.opensearch.generations import paths_of
 from tests.integration.documents.opensearch.conftest import Looker, MakeSink, batch_of, mapping_of, write
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.documents.mapping import IndexMapping, index_mapping
-from penstock.documents.specification import parse_specification
 from penstock.errors import DestinationUnavailable
+from penstock.specification import parse_specification
 from tests.integration.documents.opensearch.conftest import Looker, MakeSink, write
 
 SPECIFICATION = """

@@ -1,6 +1,0 @@
-"""Index specifications: the file that users write (`loading`), and the plain objects that it becomes (`tree`)."""
-
-from penstock.documents.specification.loading import load_specification, parse_specification
-from penstock.documents.specification.tree import IndexSpecification
-
-__all__ = ["IndexSpecification", "load_specification", "parse_specification"]
