@@ -28,7 +28,7 @@ from penstock.operations.signals import Ending
 from penstock.operations.status import PipelineStatus, pipeline_status
 from penstock.operations.stores import existing_store
 from penstock.operations.verify import VerifyReport, VerifyRequest, verify_pipeline, verify_running
-from penstock.server.serving import Serving, serving
+from penstock.server.serving import Serving, require_server, serving
 from penstock.source import SourceSettings
 from penstock.source.preflight import Report as CheckReport
 
@@ -224,6 +224,7 @@ class Pipeline:
         if self._config.documents is not None and self._config.documents.polling is not None:
             raise ConfigError("a pipeline with [polling] cannot be started from Python", hint="Use `penstock run`.")
         with self._config.discreet(), ExitStack() as stack:
+            require_server(self._config)
             self._running = stack.enter_context(started(self._config, ending))
             stack.enter_context(_watched(self._running))
             self._server = stack.enter_context(serving(self._config, self._running))

@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -33,7 +34,15 @@ from penstock.server.guarding import Refused
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.monitor import Monitor, describe
 from penstock.server.openapi import CommandRequest, RetryRequest, make_document
-from penstock.server.views import command_log, error_list, output_list, quarantined, table_page, table_rows
+from penstock.server.views import (
+    command_log,
+    error_list,
+    output_list,
+    pipeline_summary,
+    quarantined,
+    table_page,
+    table_rows,
+)
 from penstock.state import CommandKind, CommandStatus
 from penstock.state.quarantine import Quarantine
 
@@ -44,8 +53,6 @@ KEPT_SECONDS = 1.0
 KEPT_ANSWERS = 64
 STREAMS = 50
 """Pages that may follow the pipeline at the same time."""
-SEND_SECONDS = 10.0
-"""How long a page may take to receive an event."""
 ACTION_SECONDS = 3.0
 """How long an action waits for the pipeline's answer."""
 _PAGE = {
@@ -84,6 +91,7 @@ class Routes:
             Route(f"{api}/openapi.json", self._json(lambda _: self._document)),
             Route(f"{api}/now", self._json(lambda _: describe(self._monitor))),
             Route(f"{api}/status", self._json(lambda _: status_facts(self._monitor.status()))),
+            Route(f"{api}/pipeline", self._json(lambda _: pipeline_summary(self._monitor))),
             Route(f"{api}/outputs", self._json(lambda _: output_list(self._monitor))),
             Route(f"{api}/tables", self._json(self._tables)),
             Route(f"{api}/tables/{{table:path}}", self._json(self._table)),
@@ -229,27 +237,21 @@ class Routes:
             yield "retry: 2000\n\n"
             while True:
                 now = json.dumps(self._monitor.discreet(describe(self._monitor)))
-                async with asyncio.timeout(SEND_SECONDS):
-                    yield f"event: now\ndata: {now}\n\n"
+                yield f"event: now\ndata: {now}\n\n"
                 await asyncio.sleep(1.0)
         finally:
             self._streams -= 1
 
 
-class _errors_for_clients:  # noqa: N801 (used like a function)
-    """Turns errors of Penstock into answers, without secrets."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._secrets = monitor.config.secrets
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PenstockError):
-            message, hint = (redact(scrub(each, self._secrets)) for each in (error.message, error.hint))
-            status = 422 if isinstance(error, ConfigError) else 503 if isinstance(error, StateError) else 409
-            raise Refused(status, message, hint) from None
+@contextmanager
+def _errors_for_clients(monitor: Monitor) -> Generator[None]:
+    """Turn errors of Penstock into answers, without secrets."""
+    try:
+        yield
+    except PenstockError as error:
+        message, hint = (redact(scrub(each, monitor.config.secrets)) for each in (error.message, error.hint))
+        status = 422 if isinstance(error, ConfigError) else 503 if isinstance(error, StateError) else 409
+        raise Refused(status, message, hint) from None
 
 
 def _parse(model: type[Any], body: bytes) -> Any:

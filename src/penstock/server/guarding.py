@@ -27,6 +27,8 @@ BODY_SECONDS = 10.0
 """How long a client may take to send a body."""
 ANSWER_SECONDS = 60.0
 """How long an answer may take, until the client has it; streams have limits of their own."""
+SEND_SECONDS = 20.0
+"""How long a client may take to receive a part of an answer, or an event of a stream."""
 ACTIONS, ACTIONS_PER_SECOND = 20, 1.0
 """So many actions at once, and then at this rate."""
 WRONG_TOKENS, WRONG_TOKENS_PER_SECOND = 5, 0.1
@@ -135,8 +137,9 @@ class Guard:
 
     def _check_action(self, headers: Mapping[str, str], address: str) -> None:
         host = headers.get("host", "")
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        origin = headers.get("origin", f"http://{host}").lower().partition("://")[2]
+        # A proxy may pass on another host than the browser has asked for.
+        if origin != host.lower() and origin.partition(":")[0] not in self._choice.hosts:
             raise Refused(403, "this request comes from another site")
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise Refused(403, "this request comes from another site")
@@ -229,7 +232,8 @@ class _Answer:
                 *message["headers"],
                 *((name.encode(), value.encode()) for name, value in more.items() if name.encode() not in given),
             ]
-        await self._send(message)
+        async with asyncio.timeout(SEND_SECONDS):
+            await self._send(message)
 
     async def refuse(self, refused: Refused) -> None:
         if self._has_begun:

@@ -1,15 +1,15 @@
 """Metrics for Prometheus: made at each scrape from the monitor, the status and the tallies of the outputs.
 
 Names and units follow Prometheus' conventions; docs/reference/metrics.md lists them all. Labels are bounded: at most
-`server.metric_tables` tables have series of their own, those with an error and with the most changes first. The others
-are added up under `table=""`.
+`server.metric_tables` tables of an output have counters of their own, the first ones that change. The others are added
+up under `table=""`. A table keeps its counters, because a counter must not become smaller.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -27,7 +27,7 @@ from penstock.capture import Reading
 from penstock.headroom import Room
 from penstock.observe.tally import Distribution
 from penstock.operations.lag import Behind
-from penstock.operations.status import OutputStatus, PipelineStatus
+from penstock.operations.status import PipelineStatus
 from penstock.operations.verify import verifications
 from penstock.output import RunningOutput
 from penstock.server.monitor import Monitor, load_status
@@ -44,6 +44,8 @@ class Metrics:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
+        self._counted: dict[str, set[str]] = {}
+        """By output: the tables that have counters of their own."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
@@ -131,7 +133,12 @@ class Metrics:
             yield _counter(name, text, outputs, (), name.removeprefix("penstock_"))
         yield _counter("penstock_retries", "Attempts that failed and are repeated.", outputs, ("worker", "class"))
         yield _counter("penstock_errors", "Errors that stopped a table, by class.", outputs, ("class",))
-        yield _counter("penstock_documents", "Documents: sent to the sink, removed, or rejected by it.", outputs, ("index", "outcome"))
+        yield _counter(
+            "penstock_documents",
+            "Documents: sent, removed, or rejected.",
+            outputs,
+            ("index", "outcome"),
+        )
         yield _histogram(
             "penstock_batch_seconds", "Duration of a batch: build, write, record.", outputs, "batch_seconds", "stage"
         )
@@ -150,14 +157,15 @@ class Metrics:
         lag = _gauge("penstock_table_lag_bytes", "How far a table is behind the server.", "output", "table")
         for output in self._monitor.running.outputs:
             counted = output.tally.counts("changes")
-            shown = _shown(output.output, counted, status, most)
+            shown = self._counted.setdefault(output.output, set())
+            new = [table for table in dict.fromkeys(labels[0] for labels in counted) if table not in shown]
+            shown.update(new[: most - len(shown)])
             for (table, operation), count in _merged(counted, shown).items():
                 changes.add_metric((output.output, table, operation), count)
             for (table,), count in _merged(output.tally.counts("bytes"), shown).items():
                 sizes.add_metric((output.output, table), count)
-            for each in _output_of(status, output.output).tables if status is not None else ():
-                if each.table in shown and each.lag_bytes is not None:
-                    lag.of(each.lag_bytes, output.output, each.table)
+            for table, size in _largest_lags(status, output.output, most):
+                lag.of(size, output.output, table)
         yield changes
         yield sizes
         yield lag
@@ -277,25 +285,13 @@ def _indexes(status: PipelineStatus) -> Iterator[Metric]:
     yield from (seeded, quarantined)
 
 
-def _output_of(status: PipelineStatus, name: str) -> OutputStatus:
-    return next(each for each in status.outputs if each.output == name)
+def _largest_lags(status: PipelineStatus | None, output: str, most: int) -> list[tuple[str, int]]:
+    tables = [table for each in (status.outputs if status else ()) if each.output == output for table in each.tables]
+    known = [(table.table, table.lag_bytes) for table in tables if table.lag_bytes is not None]
+    return sorted(known, key=lambda each: (-each[1], each[0]))[:most]
 
 
-def _shown(
-    output: str, counted: Mapping[tuple[str, ...], int], status: PipelineStatus | None, most: int
-) -> frozenset[str]:
-    """The tables with series of their own: those with an error, then those with the most changes."""
-    totals: Counter[str] = Counter()
-    for (table, _), count in counted.items():
-        totals[table] += count
-    known = _output_of(status, output).tables if status is not None else ()
-    errored = {table.table for table in known if table.error is not None}
-    names = {table.table for table in known} | totals.keys()
-    ordered = sorted(names, key=lambda name: (name not in errored, -totals[name], name))
-    return frozenset(ordered[:most])
-
-
-def _merged(counted: Mapping[tuple[str, ...], int], shown: frozenset[str]) -> Counter[tuple[str, ...]]:
+def _merged(counted: Mapping[tuple[str, ...], int], shown: Collection[str]) -> Counter[tuple[str, ...]]:
     found: Counter[tuple[str, ...]] = Counter()
     for (table, *rest), count in counted.items():
         found[(table if table in shown else "", *rest)] += count

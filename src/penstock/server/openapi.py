@@ -54,6 +54,7 @@ _TABLE_QUERY = {
 }
 _READS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     ("/now", "The last second: state, lag at each stage, and why the pipeline is not ready.", "", {}),
+    ("/pipeline", "The status without single tables: source, slot, spool, outputs, problems.", "", {}),
     ("/status", "What `penstock status --json` prints.", "", {}),
     ("/outputs", "Every output, with the number of its tables and indexes.", "OutputStatus", {}),
     ("/tables", "Tables: phase, rows, lag, and the last error with its remedy.", "TableStatus", _TABLE_QUERY),

@@ -7,6 +7,7 @@ tried again.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ipaddress
 import logging
 import socket
@@ -33,42 +34,40 @@ STOP_SECONDS = 3.0
 _HEADER_BYTES = 16 << 10
 
 
+def require_server(config: Config) -> None:
+    """Raise `ConfigError` before the pipeline starts if the extra is missing, or a file for TLS cannot be read."""
+    if config.server is None:
+        return
+    with requires_extra("web", "[server]"):
+        for package in ("prometheus_client", "starlette", "uvicorn"):
+            importlib.import_module(package)
+    for path in (config.server.tls_certificate, config.server.tls_key):
+        if path is None:
+            continue
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            reason = f"server: cannot read {path}: {error.strerror}"
+            raise ConfigError(reason, hint="Check the path, its owner and its mode.") from None
+
+
 @contextmanager
 def serving(config: Config, running: Running) -> Iterator[Serving | None]:
     """Serve the pipeline inside the block, if its config has `[server]`; yield None otherwise."""
     if config.server is None:
         yield None
         return
-    with requires_extra("web", "[server]"):
-        import prometheus_client
-        import starlette
-        import uvicorn
+    # Imported here: commands and pipelines without a server do not need the extra.
     from penstock.server.app import make_app
     from penstock.server.guarding import Guard
     from penstock.server.monitor import Monitor
 
-    del prometheus_client, starlette, uvicorn
-    choice = config.server
-    check_files(choice)
     with Monitor(config, running) as monitor:
-        serving = Serving(choice, Guard(make_app(monitor), choice))
+        serving = Serving(config.server, Guard(make_app(monitor), config.server))
         try:
             yield serving
         finally:
             serving.stop()
-
-
-def check_files(choice: ServerChoice) -> None:
-    """Raise `ConfigError` if a file for TLS cannot be read; a server without TLS must not take its place."""
-    for path in (choice.tls_certificate, choice.tls_key):
-        if path is None:
-            continue
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ConfigError(
-                f"server: cannot read {path}: {error.strerror}", hint="Check its owner and mode."
-            ) from None
 
 
 class Serving:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from penstock.operations.status import OutputStatus, TableStatus
+from penstock.config.units import count_of
+from penstock.operations.status import OutputStatus, TableStatus, status_facts
 from penstock.server.guarding import Refused
 from penstock.server.monitor import Monitor
+from penstock.server.openapi import package_version
 from penstock.state import Errored, Init
 from penstock.state.quarantine import Quarantined
 
@@ -21,6 +23,21 @@ _PHASE_ORDER = ("errored", "init", "data_sync", "finished_copy", "sync_wait", "c
 def output_list(monitor: Monitor) -> dict[str, Any]:
     """Every output, without its tables and indexes."""
     return {"outputs": [_output(each) for each in monitor.status().outputs]}
+
+
+def pipeline_summary(monitor: Monitor) -> dict[str, Any]:
+    """The status without single tables and indexes, and whether actions are possible."""
+    status = monitor.status()
+    facts = status_facts(replace(status, outputs=()))
+    server, documents = monitor.config.server, monitor.config.documents
+    destinations = {each.name: each.destination_type for each in monitor.config.outputs}
+    return {
+        **facts,
+        "outputs": [_output(each) for each in status.outputs],
+        "destinations": destinations | ({} if documents is None else {documents.name: documents.sink_type}),
+        "version": package_version(),
+        "actions": server is not None and server.token is not None,
+    }
 
 
 def table_rows(monitor: Monitor, query: Mapping[str, str]) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def error_list(monitor: Monitor) -> list[dict[str, Any]]:
                 "what": "quarantine",
                 "output": output.output,
                 "index": index.index,
-                "reason": f"{index.quarantined} documents are quarantined",
+                "reason": f"{count_of(index.quarantined, 'document')} in quarantine",
                 "solution": "Correct their rows or the mapping, then retry them.",
                 "command": "quarantine_retry",
             }

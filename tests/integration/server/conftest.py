@@ -94,10 +94,17 @@ class Site:
         return urlsplit(self.address).port or 0
 
     def ask(
-        self, path: str, method: str = "GET", body: Any = None, *, token: str | None = None, **headers: str
+        self,
+        path: str,
+        method: str = "GET",
+        body: Any = None,
+        *,
+        token: str | None = None,
+        client: str = "127.0.0.1",
+        **headers: str,
     ) -> Answer:
-        """Send one request over a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        """Send one request over a connection of its own, from an address of this machine."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, PATIENCE, (client, 0))
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
             given["Authorization"] = f"Bearer {token}"
