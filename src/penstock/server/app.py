@@ -235,10 +235,11 @@ class Routes:
         self._streams += 1
         try:
             yield "retry: 2000\n\n"
-            while True:
+            while not self._monitor.ending.is_set():
                 now = json.dumps(self._monitor.discreet(describe(self._monitor)))
                 yield f"event: now\ndata: {now}\n\n"
-                await asyncio.sleep(1.0)
+                for _ in range(5):
+                    await asyncio.sleep(0.0 if self._monitor.ending.is_set() else 0.2)
         finally:
             self._streams -= 1
 

@@ -117,6 +117,9 @@ class Guard:
             path = one_line(scope["path"])[:200]
             logger.info(text, refused.status, scope["method"], path, _address(scope), refused)
             await answer.refuse(refused)
+        except asyncio.CancelledError:
+            # The server ends, and does not wait for this client.
+            logger.debug("request given up path=%s", one_line(scope["path"])[:200])
         except TimeoutError:
             logger.info("a client took too long client=%s", _address(scope))
             await answer.refuse(Refused(503, "this took too long"))

@@ -97,6 +97,8 @@ class Monitor:
         self._history: deque[dict[str, Any]] = deque(maxlen=int(HISTORY_SECONDS / HISTORY_STEP))
         self._status: tuple[float, PipelineStatus] | None = None
         self._loading = threading.Lock()
+        self.ending = threading.Event()
+        """Set when the pipeline stops: pages that follow it are let go."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self.moment = Moment(clock(), None, None, (), ("starting",))

@@ -67,6 +67,7 @@ def serving(config: Config, running: Running) -> Iterator[Serving | None]:
         try:
             yield serving
         finally:
+            monitor.ending.set()
             serving.stop()
 
 
@@ -130,7 +131,7 @@ class Serving:
                 server_header=False,
                 limit_concurrency=CONNECTIONS,
                 h11_max_incomplete_event_size=_HEADER_BYTES,
-                timeout_keep_alive=int(REQUEST_SECONDS),
+                timeout_keep_alive=max(1, int(REQUEST_SECONDS)),
                 timeout_graceful_shutdown=1,
                 ssl_certfile=choice.tls_certificate,
                 ssl_keyfile=choice.tls_key,
@@ -160,6 +161,10 @@ def impatient_protocol() -> type[Any]:
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._look()
+
+        def on_response_complete(self) -> None:
+            self._idle_since = time.monotonic()
+            super().on_response_complete()
 
         def _look(self) -> None:
             now = time.monotonic()

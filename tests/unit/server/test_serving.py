@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import http.client
 import ipaddress
 import logging
 import socket
@@ -27,7 +28,7 @@ from penstock.server.serving import Serving, require_server
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
     await send({"type": "http.response.body", "body": b"here"})
 
 
@@ -93,6 +94,25 @@ class QuickBackoff:
 
     def reset(self) -> None:
         """Nothing is remembered."""
+
+
+def test_a_connection_in_use_is_kept_and_an_idle_one_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "REQUEST_SECONDS", 0.4)
+    server = started(ServerChoice(port=0))
+    try:
+        assert server.listening.wait(60)
+        connection = http.client.HTTPConnection(str(server.address).removeprefix("http://"), timeout=60)
+        connection.connect()
+        used = connection.sock
+        begun = time.monotonic()
+        while time.monotonic() < begun + 2:
+            connection.request("GET", "/")
+            assert connection.getresponse().read() == b"here"
+            threading.Event().wait(0.02)
+        assert connection.sock is used, "it was opened again"
+        assert used.recv(1) == b"", "it was closed when it was idle"
+    finally:
+        server.stop()
 
 
 def test_files_that_cannot_be_read_are_refused_before_the_start(tmp_path: Path) -> None:
